@@ -16,7 +16,9 @@ from ground.errors import (
     Missing,
     NotComparable,
     is_out_of_memory,
+    os_error_from,
 )
+from ground.signals import Ended, raising_on_signals
 from ground.text import printable
 
 from .commands.bench import bench
@@ -46,10 +48,21 @@ class Failure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
+WHAT_LACKS = {
+    errno.ENOSPC: "the disk is full; free some space and run the command again",
+    errno.EDQUOT: "your share of the disk is used up; free some space and run the command again",
+    errno.EFBIG: "larger than a file may be here (ulimit -f, or the file system); write elsewhere or raise the limit",
+    errno.EIO: "the disk failed (input/output error); look after it and run the command again",
+    errno.EMFILE: "too many files are open for this process; raise ulimit -n and run the command again",
+    errno.ENFILE: "too many files are open on this machine; run the command again when there are fewer",
+}
+"""Errors of the system that say what the machine lacks; all others are of the paths that were given."""
+
+
 def _failure_from_os(error: OSError) -> Failure:
     where = f"{str(error.filename)[:500]}: " if error.filename else ""
-    if error.errno == errno.ENOSPC:
-        return Failure(f"{where}the disk is full; free some space and run the command again", EXIT_MISSING)
+    if error.errno in WHAT_LACKS:
+        return Failure(f"{where}{WHAT_LACKS[error.errno]}", EXIT_MISSING)
     return Failure(f"{where}{error.strerror or error}", EXIT_BAD_INPUT)
 
 
@@ -60,12 +73,31 @@ def _out_of_memory(error: Exception) -> Failure:
     )
 
 
+def _unforeseen(error: Exception) -> Failure:
+    """What no room worded: the machine's memory, the system's errors, or a bug of ours."""
+    if is_out_of_memory(error):
+        return _out_of_memory(error)
+    if str(error).startswith("DataLoader worker"):  # raised by a signal's handler of torch's, anywhere
+        return Failure(
+            f"a process that decodes images died ({str(error)[:150]}): (a) memory ran out and the system killed it: "
+            "take fewer --workers or a smaller batch, or (b) a library crashed on an image: --workers 0 shows on which",
+            EXIT_MISSING,
+        )
+    if (said := os_error_from(error)) is not None:
+        return _failure_from_os(said)
+    if isinstance(error, OSError):
+        return _failure_from_os(error)
+    traceback.print_exception(error)
+    return Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG)
+
+
 class Commands(click.Group):
     """A group that turns what the rooms raise into one message and the exit code for it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with raising_on_signals():
+                return super().invoke(ctx)
         except click.exceptions.Exit:
             raise
         except click.ClickException as error:
@@ -78,16 +110,10 @@ class Commands(click.Group):
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            raise Failure(
-                "interrupted; finished files are whole, nothing half-written is left", EXIT_INTERRUPTED
-            ) from error
-        except OSError as error:
-            raise _failure_from_os(error) from error
+            how, code = (error.name, error.exit_code) if isinstance(error, Ended) else ("interrupted", EXIT_INTERRUPTED)
+            raise Failure(f"{how}; finished files are whole, nothing half-written is left", code) from error
         except Exception as error:
-            if is_out_of_memory(error):
-                raise _out_of_memory(error) from error
-            traceback.print_exc()
-            raise Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG) from error
+            raise _unforeseen(error) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -98,7 +124,7 @@ def main() -> None:
     """Ship smaller vision transformers: calibrate, reduce, export, prove and measure.
 
     Exit codes: 0 done or passed, 1 parity or gate failed, 2 bad input, 3 inconclusive or nothing judged,
-    4 this machine lacks something, 5 not comparable, 70 a bug, 130 interrupted.
+    4 this machine lacks something, 5 not comparable, 70 a bug, 130 interrupted, 143 terminated.
     """
 
 

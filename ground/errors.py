@@ -1,5 +1,9 @@
 """What a caller may have to hear, and the exit code for each; light to import."""
 
+import errno
+import os
+import re
+
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE = 1, 2, 3
 EXIT_MISSING, EXIT_NOT_COMPARABLE, EXIT_BUG, EXIT_INTERRUPTED = 4, 5, 70, 130
 OUT_OF_MEMORY = ("out of memory", "failed to allocate memory", "can't allocate memory", "bad_alloc", "bad allocation")
@@ -23,4 +27,21 @@ class RankLost(Missing):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of any runtime says that memory ran out."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+_OS_ERROR = re.compile(r"\bos error (\d+)\b|\berrno[ :=]+(\d+)\b", re.IGNORECASE)
+_CUT_OFF = re.compile(r"^\d+ requested and \d+ written$")
+
+
+def os_error_from(error: Exception) -> OSError | None:
+    """What the system said, also where a library words it in its own way; None for what the system did not say."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    if isinstance(error, OSError) and _CUT_OFF.match(str(error)):  # numpy's, of a disk that fills up
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    worded = _OS_ERROR.search(str(error))
+    number = 0 if worded is None else int(worded[1] or worded[2])
+    return OSError(number, os.strerror(number)) if number in errno.errorcode else None

@@ -5,7 +5,7 @@ waited on for ever, a device read until memory is full.
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -45,24 +45,37 @@ def below(directory: Path, name: str, *, where: str) -> Path:
 
 
 @contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """An empty file beside `path`, gone afterwards. Raises BadInput where something else than a regular file stands: a
+    device is never replaced.
+    """
+    regular(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    try:  # from before it is there, as a signal may come at any moment
+        temporary.open("xb").close()
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def settle(temporary: Path) -> None:
+    """What was written, on the disk and for all to read."""
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
+    temporary.chmod(0o644)
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, renamed over it when the body ends well and removed when it doesn't.
 
     Raises BadInput where something else than a regular file stands: a device is never replaced.
     """
-    regular(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with temporary_beside(path) as temporary:
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.chmod(0o644)
+        settle(temporary)
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:

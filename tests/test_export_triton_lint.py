@@ -45,6 +45,14 @@ def test_what_was_packaged_is_clean(repository: Path) -> None:
     assert lint_repository(repository) == ()
 
 
+def test_what_a_killed_process_replaced_half_is_told(repository: Path) -> None:
+    (repository / ".former").mkdir()
+    (told,) = lint_repository(repository)
+    assert (told.severity, told.path) == ("error", repository)
+    assert "killed" in told.what
+    assert "put back" in told.remedy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`new` for `old` in the config of `model`; found there with these words on the line that holds `line`."""

@@ -281,6 +281,7 @@ def calibrate(
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
+            smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}"),
         )
         resumed = run.goes_on
         with watch.of("calibrate"):

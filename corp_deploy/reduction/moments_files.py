@@ -21,7 +21,7 @@ from calib.sites import PatchTaps
 from calib.snapshots import Snapshots
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.errors import BadInput
+from ground.errors import BadInput, is_out_of_memory
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
 from .halves import SUMS_HELD, in_halves
@@ -79,7 +79,8 @@ class CalibrationRun:
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
     The moments of the first `snapshots` images, ascending, are written beside those of all.
-    `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not.
+    `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not;
+    `smaller` hears of each batch size that is taken instead, where memory ran out in a larger one.
     """
 
     ranks: Ranks = ALONE
@@ -89,6 +90,7 @@ class CalibrationRun:
     needed: Callable[[int], None] = lambda size: None
     progress: Progress = _no_progress
     fitting: Callable[[float], str]
+    smaller: Callable[[int], None] = lambda size: None
 
     def state(self, part: str = "") -> ResumeFile | None:
         """Of the pass over all, or of the one that ranks, or of the one over a half."""
@@ -157,19 +159,27 @@ def _take(
     saved: ResumeFile | None = None,
     snapshots: Snapshots | None = None,
 ) -> Moments:
-    """One pass."""
-    with run.progress(title, len(run.ranks.share(images.count))) as done:
-        return calibrate(
-            checkpoint,
-            images,
-            batch_size=request.batch_size,
-            device=request.device,
-            statistics=statistics,
-            saved=saved,
-            ranks=run.ranks,
-            snapshots=snapshots,
-            done=done,
-        )
+    """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet."""
+    size = request.batch_size
+    while True:
+        try:
+            with run.progress(title, len(run.ranks.share(images.count))) as done:
+                return calibrate(
+                    checkpoint,
+                    images,
+                    batch_size=size,
+                    device=request.device,
+                    statistics=statistics,
+                    saved=saved,
+                    ranks=run.ranks,
+                    snapshots=snapshots,
+                    done=done,
+                )
+        except Exception as error:
+            if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
+                raise
+        size //= 2  # not while the error holds what the large one took
+        run.smaller(size)
 
 
 def _restricted(

@@ -1,44 +1,45 @@
 """Stages that are done when a stamp says so: the digest of all they read, and the digests of all their outputs.
 
-A stage writes into an empty directory beside; its files are moved to their places one by one, the stamp last. So a
-process that is killed at any moment leaves either a stage that stands or one that is run again. Imports no torch.
+A stage writes into an empty directory beside; its files are moved to their places all or none, the stamp after them. So
+a process that is killed at any moment leaves either a stage that stands or one that is run again. Imports no torch.
 """
 
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ground import locks
 from ground.effort import Stopwatch
-from ground.errors import BadInput
-from ground.files import regular, sha256_of_file, sha256_of_text
+from ground.errors import BadInput, os_error_from
+from ground.files import sha256_of_file, sha256_of_text
+from ground.together import install_all, put_back
 
 from .digests import Digests, files_of
 from .stamp import Stamp, read_stamp, stamp_path, write_stamp
 
 STATE = ".stages"
 DIGESTS = "digests.json"
-_OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDirs:
     """Where a stage works: the directory of results, an empty one to write into, and a name whose stem begins those of
     all that it leaves unfinished on purpose (kept for the next attempt with the same inputs). `watch`: who takes the
-    time of its parts.
+    time of its parts; `tell`: who hears what went otherwise than asked.
     """
 
     root: Path
     into: Path
     unfinished: Path
     watch: Stopwatch | None = None
+    tell: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,35 +172,27 @@ def _sync(path: Path) -> None:
 
 def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
     """A full disk as one error, also where a library words it in its own way."""
-    if isinstance(error, OSError):
-        number = error.errno
-    else:
-        worded = _OS_ERROR.search(str(error))
-        number = int(worded[1]) if worded else None
-    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    said = os_error_from(error)
+    if said is None or (said is error and said.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return None
-    return OSError(number, os.strerror(number), f"{root} (stage {stage.name})")
+    return OSError(said.errno, said.strerror, f"{root} (stage {stage.name})")
 
 
-def _move(stage: Stage, root: Path, into: Path) -> dict[str, str]:
-    """The written files to their places; returns their digests."""
+def _move(stage: Stage, root: Path, into: Path, before: Stamp | None) -> dict[str, str]:
+    """The written files to their places, and those of an earlier run away, all or none; returns their digests."""
     written = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
     if not _complete(written, stage.outputs):
         raise RuntimeError(f"stage {stage.name} was to make {sorted(stage.outputs)}, but made {sorted(written)}")
-    outputs = {}
-    for name in sorted(written):
-        _sync(into / name)
-        outputs[name] = sha256_of_file(into / name)
-    for name in outputs:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (into / name).chmod(0o644)
-        (into / name).replace(regular(root / name))
+    outputs = {name: sha256_of_file(into / name) for name in sorted(written)}
+    stale = _left_over(root, before, keep=tuple(outputs))
+    install_all(root, {name: into / name for name in outputs}, gone=stale)
+    _remove_empty(root, stale)
     for folder in {(root / name).parent for name in outputs}:
         _sync(folder)
     return outputs
 
 
-def _run_stage(stage: Stage, root: Path, inputs: dict[str, str]) -> None:
+def _run_stage(stage: Stage, root: Path, inputs: dict[str, str], tell: Callable[[str], None]) -> None:
     state = root / STATE
     into = state / "work"
     shutil.rmtree(into, ignore_errors=True)
@@ -211,9 +204,8 @@ def _run_stage(stage: Stage, root: Path, inputs: dict[str, str]) -> None:
             stale.unlink()
     before = read_stamp(state, stage.name)
     try:
-        stage.run(StageDirs(root=root, into=into, unfinished=unfinished))
-        outputs = _move(stage, root, into)
-        _remove(root, before, keep=tuple(outputs))
+        stage.run(StageDirs(root=root, into=into, unfinished=unfinished, tell=tell))
+        outputs = _move(stage, root, into, before)
         write_stamp(state, stage.name, Stamp(inputs=inputs, outputs=outputs))
     except Exception as error:
         full = _as_os_error(error, stage, root)
@@ -226,15 +218,22 @@ def _run_stage(stage: Stage, root: Path, inputs: dict[str, str]) -> None:
         path.unlink()
 
 
-def _remove(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> None:
+def _left_over(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> list[str]:
     """Files that an earlier run left and this one does not; a file that somebody changed is left alone."""
-    for name, digest in (stamp.outputs if stamp else {}).items():
-        path = root / name
-        if not _covered(name, keep) and path.is_file() and sha256_of_file(path) == digest:
-            path.unlink()
-            for parent in path.parents:
-                if parent == root or any(parent.iterdir()):
-                    break
+    return [
+        name
+        for name, digest in (stamp.outputs if stamp else {}).items()
+        if not _covered(name, keep) and (root / name).is_file() and sha256_of_file(root / name) == digest
+    ]
+
+
+def _remove_empty(root: Path, names: Sequence[str]) -> None:
+    """The folders that held nothing else than these files."""
+    for name in names:
+        for parent in (root / name).parents:
+            if parent == root or (parent.exists() and any(parent.iterdir())):
+                break
+            if parent.exists():
                 parent.rmdir()
 
 
@@ -244,19 +243,24 @@ def _drop_former(stages: Sequence[Stage], root: Path) -> None:
     known = {stamp_path(root / STATE, stage.name) for stage in stages} | {root / STATE / DIGESTS}
     for path in sorted((root / STATE).glob("*.json")):
         if path not in known:
-            _remove(root, read_stamp(root / STATE, path.stem), keep=keep)
+            stale = _left_over(root, read_stamp(root / STATE, path.stem), keep=keep)
+            for name in stale:
+                (root / name).unlink()
+            _remove_empty(root, stale)
             path.unlink()
 
 
 def clean(root: Path) -> None:
-    """Remove what a killed run left: its working directory and temporary files of stamps."""
+    """Undo what a killed run left: files of a stage half replaced, its working directory, temporary files of stamps."""
+    put_back(root)
     shutil.rmtree(root / STATE / "work", ignore_errors=True)
     for path in (root / STATE).glob(".*"):
         path.unlink()
 
 
 def run(stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], whole: bool = True) -> Outcome:
-    """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs.
+    """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs, and what
+    goes otherwise than asked.
 
     A stage that this machine can't run stops those that read its files, and no others. With `whole` the stages are all
     there are, so that files of former ones are removed.
@@ -282,7 +286,7 @@ def run(stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], N
             absent |= dict.fromkeys(stage.outputs, stage.name)
         elif why:
             starts(stage, why)
-            _run_stage(stage, root, inputs)
+            _run_stage(stage, root, inputs, partial(starts, stage))
             finished.append(stage.name)
         else:
             cached.append(stage.name)

@@ -95,6 +95,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         save_every=run["checkpoint_every"],
         snapshots=snapshots,
         fitting=_in_recipe,
+        smaller=lambda size: dirs.tell(f"memory ran out in a batch: begun anew with batch_size = {size}"),
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
     if snapshots:

@@ -20,8 +20,9 @@ from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.sites import Sites
 from ground.errors import BadInput
-from ground.files import replacing, sha256_of_file, write_json, write_text
+from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
+from ground.together import put_back, replacing_all
 
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
@@ -97,32 +98,34 @@ def _entry_of(architecture: Architecture) -> dict[str, Any]:
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write model.safetensors, then config.json that carries its digest; other files there are left alone."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.model.state_dict().items()}
-    with replacing(directory / WEIGHTS) as temporary:
-        save_file(state, temporary, metadata={"format": "pt"})
+    beside = family_of(checkpoint.model).beside(checkpoint.model)
+    with replacing_all(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
+        save_file(state, weights, metadata={"format": "pt"})
+        for path, content in zip(others, beside.values(), strict=True):
+            path.write_text(content, encoding="utf-8")
+        write_json(config, _config_of(checkpoint, weights))
+
+
+def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
+    """What config.json says."""
     family = family_of(checkpoint.model)
-    for name, content in family.beside(checkpoint.model).items():
-        write_text(directory / name, content)
     spec = family.input_spec(checkpoint.model)
     merging, outputs = family.merging_of(checkpoint.model), outputs_of(checkpoint.model)
-    write_json(
-        directory / CONFIG,
-        {
-            "kind": KIND,
-            "version": 1,
-            **_entry_of(checkpoint.architecture),
-            "sites": _widths(family.sites(checkpoint.model)),
-            **({} if merging is None else {"merging": merging.as_json()}),
-            **({} if outputs is None else {"outputs": list(outputs.names)}),
-            **({"sparsity": dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
-            "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
-            "weights_sha256": sha256_of_file(directory / WEIGHTS),
-            "lineage": dict(checkpoint.lineage),
-        },
-    )
+    return {
+        "kind": KIND,
+        "version": 1,
+        **_entry_of(checkpoint.architecture),
+        "sites": _widths(family.sites(checkpoint.model)),
+        **({} if merging is None else {"merging": merging.as_json()}),
+        **({} if outputs is None else {"outputs": list(outputs.names)}),
+        **({"sparsity": dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
+        "input": {"shape": list(spec.shape), "preprocessing": spec.as_json()},
+        "weights_sha256": sha256_of_file(weights),
+        "lineage": dict(checkpoint.lineage),
+    }
 
 
 def _widths(sites: Sites) -> dict[str, Any]:
@@ -170,6 +173,7 @@ def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
+    put_back(directory)
     config = load_model_config(directory)
     weights = directory / WEIGHTS
     if not weights.is_file():

@@ -17,7 +17,8 @@ from corp_deploy.families.hf_saved import Saved
 from corp_deploy.families.sentence_files import FILES, require_sentence_files
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
-from ground.files import replacing, write_json, write_text
+from ground.files import write_json
+from ground.together import replacing_all
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG
@@ -128,16 +129,11 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]
 
 
 def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:
-    """Write model.safetensors, config.json and the files beside them.
-
-    The configuration goes first and comes last: what is interrupted loads nowhere.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, *BESIDE):
-        (directory / name).unlink(missing_ok=True)
-    with replacing(directory / WEIGHTS) as temporary:
-        save_file(form.state, temporary, metadata={"format": "pt"})
-    for path, text in files.items():
-        (directory / path).parent.mkdir(exist_ok=True)
-        write_text(directory / path, text)
-    write_json(directory / CONFIG, form.config)
+    """Write model.safetensors, config.json and the files beside them, all or none, in place of an older model's."""
+    names = (WEIGHTS, *files, CONFIG)
+    with replacing_all(directory, names, gone=[name for name in BESIDE if name not in names]) as written:
+        weights, *others, config = written
+        save_file(form.state, weights, metadata={"format": "pt"})
+        for path, text in zip(others, files.values(), strict=True):
+            path.write_text(text, encoding="utf-8")
+        write_json(config, form.config)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ground.errors import BadInput
+from ground.together import FORMER
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import own_limits
@@ -16,6 +17,7 @@ from .schema import misused_fields
 from .server_releases import ServerRelease, hole_warnings, server_release
 
 MOST_BYTES = 2**20
+HALF_DONE = f"a process was killed while it replaced files here ({FORMER} has what stood before)"
 PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
@@ -32,6 +34,8 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     if not models:
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
     findings = [each for model in models for each in _lint_model(model, release)]
+    if (repository / FORMER).is_dir():
+        findings.append(finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first"))
     if release is not None:
         findings += [finding(repository, WARNING, told, "take a newer release") for told in hole_warnings(release)]
     return tuple(sorted(set(findings), key=_order))

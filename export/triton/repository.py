@@ -1,12 +1,14 @@
 """A Triton model repository: one model per variant, versions side by side, loadable as it is."""
 
 import shutil
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
+from ground.together import install_all, put_back
 
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
@@ -14,7 +16,7 @@ from .package import Package
 from .server_releases import ServerRelease, hole_warnings, onnx_warnings, plan_warnings, server_release
 from .staging import staging_folder
 from .variants import Model, checked_record, models_of
-from .versions import config_path, install_text, install_undoably, model_names, versions_of
+from .versions import config_path, install_text, model_names, versions_of
 
 CHOOSES_BF16 = (
     "the server's OpenVINO computes in BF16 on a CPU that has it, and its backend has no key against that; where FP32 "
@@ -37,6 +39,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     their records or what is asked, and when the version is already there.
     """
     release = None if package.server is None else server_release(package.server)
+    put_back(repository)
     _refuse_existing(package, repository)
     records = tuple(map(checked_record, package.plans))
     models = models_of(package, records, release)
@@ -48,14 +51,12 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     for model in models:
         entry = expected_entry(model.variant, package.version, model.expected)
         entries.setdefault(model.variant.name, {})[str(package.version)] = entry
-    with staging_folder(repository) as folder, ExitStack() as undo:
-        if not repository.exists():
-            repository.mkdir()
-            undo.callback(shutil.rmtree, repository)
+    with staging_folder(repository) as folder:
+        moves = dict[str, Path]()
         for model in models:
-            _write_model(package, model, repository, folder / model.variant.name, undo)
-        install_undoably(expected_text(entries), repository / EXPECTED_NAME, undo)
-        undo.pop_all()
+            moves |= _written(package, model, repository, folder / model.variant.name)
+        (folder / EXPECTED_NAME).write_text(expected_text(entries))
+        _install(repository, moves | {EXPECTED_NAME: folder / EXPECTED_NAME})
     warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
     return AddedVersion(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
 
@@ -94,8 +95,21 @@ def _refuse_labels(variant: Variant, labels: int) -> None:
         raise BadInput(f"{variant.name}: {labels} labels for {classes[0]} outputs; give one per class")
 
 
-def _write_model(package: Package, model: Model, repository: Path, staging: Path, undo: ExitStack) -> None:
-    """Installs one model; `undo` gets what takes it back."""
+def _install(repository: Path, moves: Mapping[str, Path]) -> None:
+    """All of it; where that fails a repository that was not there is none again."""
+    is_new = not repository.exists()
+    try:
+        repository.mkdir(exist_ok=True)
+        install_all(repository, moves)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                repository.rmdir()
+        raise
+
+
+def _written(package: Package, model: Model, repository: Path, staging: Path) -> dict[str, Path]:
+    """One model written into `staging`, and what of it goes where in the repository."""
     version, name = str(package.version), model.variant.name
     folder = staging / version
     folder.mkdir(parents=True)
@@ -109,16 +123,12 @@ def _write_model(package: Package, model: Model, repository: Path, staging: Path
     labelled, target = bool(package.labels), repository / name
     text = config_text(model.variant, package.serving, package.version, labelled=labelled)
     pinned = config_text(model.variant, replace(package.serving, policy="specific"), package.version, labelled=labelled)
-    if target.exists():
-        folder.rename(target / version)
-        undo.callback(shutil.rmtree, target / version)
-        install_undoably(pinned, config_path(target, package.version), undo)
-        install_undoably(text, target / "config.pbtxt", undo)
-    else:
-        install_text(pinned, config_path(staging, package.version))
-        install_text(text, staging / "config.pbtxt")
-        staging.rename(target)
-        undo.callback(shutil.rmtree, target)
+    install_text(pinned, config_path(staging, package.version))
+    install_text(text, staging / "config.pbtxt")
+    if not target.exists():
+        return {name: staging}
+    parts = (version, str(config_path(Path(), package.version)), "config.pbtxt")
+    return {f"{name}/{part}": staging / part for part in parts}
 
 
 def _own_warnings(

@@ -1,12 +1,12 @@
 """Versions of a packaged model: which are there, which one is served, and the way back."""
 
 import re
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import replacing, text_from_file
+from ground.together import put_back, replacing_all
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -47,12 +47,11 @@ def config_path(model: Path, version: int) -> Path:
 
 def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
+    put_back(repository)
     able, unchanged = able_models(repository, name, version)
-    with ExitStack() as undo:
-        for each in able:
-            text = text_from_file(config_path(repository / each, version))
-            install_undoably(text, repository / each / "config.pbtxt", undo)
-        undo.pop_all()
+    with replacing_all(repository, [f"{each}/config.pbtxt" for each in able]) as configs:
+        for each, config in zip(able, configs, strict=True):
+            config.write_text(text_from_file(config_path(repository / each, version)))
     return ServedVersion(version=version, models=able, unchanged=unchanged)
 
 
@@ -74,16 +73,6 @@ def install_text(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(text)
-
-
-def install_undoably(text: str, path: Path, undo: ExitStack) -> None:
-    """`install_text`, and what takes it back put on `undo`."""
-    before = text_from_file(path) if path.exists() else None
-    if before is None:
-        undo.callback(path.unlink, missing_ok=True)
-    else:
-        undo.callback(install_text, before, path)
-    install_text(text, path)
 
 
 def _known(repository: Path, name: str) -> tuple[str, ...]:

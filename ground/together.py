@@ -1,0 +1,154 @@
+"""Files of one directory that appear together or not at all, by a rollback journal: a folder FORMER that has what stood
+before, there from before the first of them is renamed until after the last.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from .errors import BadInput
+from .files import below, regular, settle, temporary_beside, text_from_file
+
+FORMER = ".former"
+_ABSENT = ".absent.json"
+
+
+@contextmanager
+def replacing_all(directory: Path, names: Sequence[str], *, gone: Sequence[str] = ()) -> Iterator[list[Path]]:
+    """Temporary paths for files of one directory, which all appear there when the body ends well, and those called
+    `gone` go; or nothing changes. Processes that write there come one after the other.
+
+    What a killed process left between two renames is put back by the next one, or by `put_back`. A directory that was
+    made for files that failed goes again.
+    """
+    folders = {folder for name in names for folder in (directory / name).parents}
+    made = sorted((each for each in folders if not each.exists()), reverse=True)
+    try:
+        with ExitStack() as stack:
+            temporaries = [stack.enter_context(temporary_beside(directory / name)) for name in names]
+            yield temporaries
+            install_all(directory, dict(zip(names, temporaries, strict=True)), gone=gone)
+    except BaseException:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def install_all(directory: Path, moves: Mapping[str, Path], *, gone: Sequence[str] = ()) -> None:
+    """Move files, and folders to where nothing is, from elsewhere on this disk to these places below the directory,
+    all or none, as `replacing_all`. Raises BadInput for another thing in the way.
+    """
+    for source in moves.values():
+        for each in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if each.is_file():
+                settle(each)
+    with _one_at_a_time(directory):
+        _roll_back(directory)
+        for stale in directory.glob(f"{FORMER}-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        for name, source in moves.items():
+            if source.is_dir() and os.path.lexists(directory / name):
+                raise BadInput(f"{directory / name}: in the way; remove it, or give another name")
+            regular(directory / name)
+        _install(directory, moves, gone)
+
+
+def put_back(directory: Path) -> None:
+    """What stood there before a process was killed in the midst of replacing it; nothing where none was."""
+    if (directory / FORMER).is_dir():
+        with _one_at_a_time(directory):
+            _roll_back(directory)
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Others wait; where the file system knows no locks, nobody does."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _install(directory: Path, moves: Mapping[str, Path], gone: Sequence[str]) -> None:
+    """Each to its place, all or none."""
+    journal = directory / f"{FORMER}-{secrets.token_hex(4)}"
+    try:
+        _write_journal(journal, directory, (*moves, *gone))
+        journal.rename(directory / FORMER)
+        for name, source in moves.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            source.replace(directory / name)
+        for name in gone:
+            (directory / name).unlink(missing_ok=True)
+        (directory / FORMER).rename(journal)
+    except BaseException:
+        _roll_back(directory)
+        raise
+    finally:
+        shutil.rmtree(journal, ignore_errors=True)
+
+
+def _write_journal(journal: Path, directory: Path, names: Sequence[str]) -> None:
+    """What stands under the names, as links where there are such, and which of them stand for nothing."""
+    journal.mkdir()
+    absent = [_first_absent(directory, name) for name in names if not (directory / name).exists()]
+    (journal / _ABSENT).write_text(json.dumps(absent), encoding="utf-8")
+    for name in names:
+        if (directory / name).exists():
+            (journal / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(directory / name, journal / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(directory / name, journal / name)
+                settle(journal / name)
+
+
+def _first_absent(directory: Path, name: str) -> str:
+    """Of a place that is not there: the outermost folder of it that isn't either, which goes with it."""
+    steps = [PurePosixPath(name), *PurePosixPath(name).parents]
+    return str(next(step for step in reversed(steps) if not (directory / step).exists()))
+
+
+def _absent(journal: Path) -> list[str]:
+    """The names that stood for nothing. Raises BadInput for a journal that this tool did not write."""
+    try:
+        return msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
+    except (msgspec.DecodeError, FileNotFoundError):
+        raise BadInput(f"{journal}: not what this tool left there; look at it, and remove it") from None
+
+
+def _remove(path: Path, journal: Path) -> None:
+    if path.is_symlink() or not path.resolve().is_relative_to(journal.parent.resolve()):
+        raise BadInput(f"{journal}: {str(path)[:200]} is not of its directory; look at it, and remove it")
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _roll_back(directory: Path) -> None:
+    """Put back what the journal has, if there is one; begun anew where it is cut off."""
+    journal = directory / FORMER
+    if not journal.is_dir():
+        return
+    for name in _absent(journal):
+        _remove(directory / name, journal)
+    for path in sorted(journal.rglob("*")):
+        if path.is_file() and path.name != _ABSENT:
+            name = str(path.relative_to(journal))
+            below(journal, name, where=str(journal))
+            path.replace(below(directory, name, where=str(journal)))
+    done = directory / f"{FORMER}-{secrets.token_hex(4)}"
+    journal.rename(done)
+    shutil.rmtree(done, ignore_errors=True)

@@ -1,0 +1,299 @@
+"""Commands whose files fail, that get signals or run out of memory: the old or the new is there whole, and a second run
+gives the same bytes. benchmarks/faults.py does it at every point; here are some.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from calib.collect import Collector
+from calib.inputs import Inputs, batch_size
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.errors import BadInput, is_out_of_memory, os_error_from
+from ground.signals import Ended, raising_on_signals
+from ground.together import FORMER, install_all, put_back, replacing_all
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        pytest.skip("no C compiler (cc) for the library that makes operations fail, or no Linux")
+    words = [sys.executable, "-m", "benchmarks.faults", "--home", str(tmp_path), "--quick"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    rows = json.loads(done.stdout.splitlines()[0]) if done.returncode == 0 else []
+    assert len(rows) == 6, done.stderr[-2000:]
+    assert [row["wrong"] for row in rows] == [[]] * 6
+    assert all(row["tried"] and not row["torn"] and not row["some"] for row in rows)
+    assert sum(row["kept"] for row in rows) >= 1, "killed between two renames"
+
+
+# Files that go together
+
+
+def names(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def pair(folder: Path, text: str) -> None:
+    with replacing_all(folder, ("a.txt", "sub/b.txt"), gone=["c.txt"]) as (a, b):
+        a.write_text(text)
+        b.write_text(text)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt", "c.txt", "other.txt"):
+        (tmp_path / "d" / name).write_text("old")
+    return tmp_path / "d"
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, point: int, *, ever: bool, kind: type[BaseException] = OSError) -> None:
+    """The `point`th rename fails."""
+    count, replace = 0, Path.replace
+
+    def failing(path: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count == point or (ever and count > point):
+            raise kind(errno.EIO, "the disk")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    monkeypatch.setattr(Path, "rename", failing)
+
+
+@pytest.mark.parametrize("point", range(1, 5))
+@pytest.mark.parametrize("ever", [False, True])
+def test_all_of_them_change_or_none(old: Path, monkeypatch: pytest.MonkeyPatch, point: int, ever: bool) -> None:
+    before = names(old)
+    with monkeypatch.context() as disturbed:
+        fail_at(disturbed, point, ever=ever)
+        with pytest.raises(OSError, match="the disk"):
+            pair(old, "new")
+    put_back(old)
+    assert names(old) == before
+    assert sorted(path.name for path in old.iterdir()) == ["a.txt", "c.txt", "other.txt", "sub"]
+    pair(old, "new")
+    assert names(old) == {"a.txt": "new", "sub/b.txt": "new", "other.txt": "old"}
+
+
+class Killed(BaseException):
+    """Nothing is done after it."""
+
+
+@pytest.mark.parametrize(("point", "where"), [(2, "nothing moved"), (3, "one moved"), (4, "all moved")])
+def test_what_a_killed_process_left_is_put_back(
+    old: Path, monkeypatch: pytest.MonkeyPatch, point: int, where: str
+) -> None:
+    before = names(old)
+    with monkeypatch.context() as disturbed:
+        fail_at(disturbed, point, ever=True, kind=Killed)
+        with pytest.raises(Killed):
+            pair(old, "new")
+    assert (old / FORMER).is_dir(), where
+    if point == 3:
+        assert names(old) | before != before, where
+        pair(old, "newer")
+        assert names(old) == {"a.txt": "newer", "sub/b.txt": "newer", "other.txt": "old"}
+    else:
+        put_back(old)
+        assert names(old) == before
+
+
+def test_files_of_nothing_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, 3, ever=False)
+    with pytest.raises(OSError, match="the disk"):
+        pair(tmp_path / "new" / "deeper", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
+    (tmp_path / "made" / "1").mkdir(parents=True)
+    (tmp_path / "made" / "1" / "x").write_text("new")
+    (tmp_path / "there" / "m" / "1").mkdir(parents=True)
+    with pytest.raises(BadInput, match="in the way"):
+        install_all(tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
+    install_all(tmp_path / "there", {"n/1": tmp_path / "made" / "1"})
+    assert names(tmp_path / "there") == {"n/1/x": "new"}
+
+
+def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> None:
+    (tmp_path / "d" / FORMER).mkdir(parents=True)
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "d" / FORMER / ".absent.json").write_text('["../mine.txt"]')
+    with pytest.raises(BadInput, match="not of its directory"):
+        put_back(tmp_path / "d")
+    (tmp_path / "d" / FORMER / ".absent.json").write_text("{")
+    with pytest.raises(BadInput, match="not what this tool left"):
+        put_back(tmp_path / "d")
+    (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
+    (tmp_path / "d" / FORMER / "sub").mkdir()
+    (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
+    (tmp_path / "d" / "sub").symlink_to(tmp_path)
+    with pytest.raises(BadInput, match="is a link"):
+        put_back(tmp_path / "d")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tiny.checkpoint(), tmp_path / "m")
+    before = (tmp_path / "m" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as disturbed:
+        fail_at(disturbed, 4, ever=True, kind=Killed)
+        with pytest.raises(Killed):
+            save(tiny.checkpoint(seed=1), tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() != before
+    load_checkpoint(tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
+
+
+# Signals, memory, the system's errors
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    save(tiny.checkpoint(), folder / "dense")
+    np.save(folder / "images.npy", tiny.images(5))
+    return folder
+
+
+def calibrate(home: Path, output: Path, *words: object) -> Result:
+    given = ("calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", output, *words)
+    return CliRunner().invoke(main, [str(word) for word in given])
+
+
+@pytest.fixture
+def default_handlers() -> Iterator[None]:
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("default_handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_asked_to_end_cleans_up(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: os.kill(os.getpid(), number))
+    done = calibrate(home, tmp_path / "m.safetensors")
+    assert done.exit_code == 128 + number
+    assert f"ended by {number.name}; finished files are whole" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_handlers_of_somebody_elses_stay() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with raising_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert heard == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(Ended) as ended, raising_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.exit_code == 143
+
+
+def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calibrate(home, tmp_path / "one.safetensors", "--batch-size", 1).exit_code == 0
+    add, sizes = Collector.add, []
+
+    def small(self: Collector, inputs: Inputs) -> None:
+        sizes.append(batch_size(inputs))
+        if batch_size(inputs) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        add(self, inputs)
+
+    monkeypatch.setattr(Collector, "add", small)
+    done = calibrate(home, tmp_path / "m.safetensors", "--batch-size", 4)
+    assert done.exit_code == 0, done.output
+    assert sizes == [4, 2, 1, 1, 1, 1, 1]
+    for size in (2, 1):
+        assert f"memory ran out in a batch: begun anew with --batch-size {size}" in " ".join(done.stderr.split())
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+
+    def never(self: Collector, inputs: Inputs) -> None:
+        raise MemoryError("Unable to allocate 38.6 GiB")
+
+    monkeypatch.setattr(Collector, "add", never)
+    done = calibrate(home, tmp_path / "n.safetensors", "--batch-size", 4)
+    assert done.exit_code == 4
+    assert "too little memory" in done.stderr
+    assert not (tmp_path / "n.safetensors").exists()
+
+
+WORDED = [
+    (OSError(errno.EIO, "I/O error"), errno.EIO),
+    (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+    (RuntimeError("open file failed, errno 24"), errno.EMFILE),
+    (OSError("4096 requested and 1024 written"), errno.ENOSPC),
+    (RuntimeError("os error 999999"), None),
+    (RuntimeError("no such thing"), None),
+    (OSError("4096 requested and 1024 read"), None),
+]
+
+
+@pytest.mark.parametrize(("error", "number"), WORDED, ids=str)
+def test_libraries_word_the_systems_errors_in_their_way(error: Exception, number: int | None) -> None:
+    said = os_error_from(error)
+    assert (None if said is None else said.errno) == number
+
+
+CODES = {
+    errno.ENOSPC: (4, "the disk is full"),
+    errno.EDQUOT: (4, "your share of the disk"),
+    errno.EFBIG: (4, "ulimit -f"),
+    errno.EIO: (4, "the disk failed"),
+    errno.EMFILE: (4, "ulimit -n"),
+    errno.ENFILE: (4, "too many files are open"),
+    errno.ENOMEM: (4, "too little memory"),
+    errno.EROFS: (2, "Read-only file system"),
+    errno.EACCES: (2, "Permission denied"),
+}
+
+
+@pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)
+def test_what_the_machine_lacks_is_told_from_a_wrong_path(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.fsync", refused)
+    code, words = CODES[number]
+    done = calibrate(home, tmp_path / "m.safetensors")
+    assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert is_out_of_memory(OSError(number, "")) == (number == errno.ENOMEM)
+
+
+def test_a_dead_worker_is_no_bug(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(self: Collector, inputs: Inputs) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(Collector, "add", dead)
+    done = calibrate(home, tmp_path / "m.safetensors")
+    assert done.exit_code == 4
+    assert "a process that decodes images died" in " ".join(done.stderr.split())
