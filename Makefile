@@ -12,7 +12,7 @@ setup: .venv/ready .venv/triton/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,rtx,openvino,interop,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,rtx,openvino,interop,sign,dev]'
 	touch $@
 
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.

@@ -37,12 +37,28 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "nvidia-ml-py": "12.535",
         "tokenizers": "0.20",
         "openvino": "2025.0",
+        "cryptography": "45",
+        "model-signing": "1.1.1",
         "polygraphy": "0.49",
+        "pyopenssl": "25",
         "tensorrt": "11.0",
         "tensorrt-rtx": "1.2",
     }
 )
-_UNNAMED = ("click", "jinja2", "markupsafe", "msgspec", "nvidia-ml-py", "polygraphy", "rich", "tokenizers", "tomli-w")
+_UNNAMED = (
+    "click",
+    "cryptography",
+    "jinja2",
+    "markupsafe",
+    "model-signing",
+    "msgspec",
+    "nvidia-ml-py",
+    "polygraphy",
+    "pyopenssl",
+    "rich",
+    "tokenizers",
+    "tomli-w",
+)
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
     "torch",
@@ -186,6 +202,7 @@ def findings() -> list[Capability]:
         *_runtimes(),
         _providers(),
         _package("openvino", disables="bench, verify and release targets in OpenVINO", extra="openvino"),
+        _package("model-signing", disables="release --sign and check --verify", extra="sign"),
         _package("tensorrt", disables="engines for data-centre GPUs", extra="gpu"),
         _package("tensorrt-rtx", disables="engines for RTX GPUs, and the fusion audit without a GPU", extra="rtx"),
         _gpu(),

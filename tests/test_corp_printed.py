@@ -316,7 +316,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "package.name": ("other", {}),
 }
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
-BY_RECIPE = ("release", "model", "samples")
+BY_RECIPE = ("release", "model", "samples", "licences")
 # Files outside; what stands in them counts, and not what they are called.
 FILES = ("images", "labels", "group_labels", "head", "latency_tables", "history", "metric_files")
 # What makes no difference to the result.

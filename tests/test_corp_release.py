@@ -1,5 +1,6 @@
 """A real release of a tiny model: its folder, a second run, rules, kills, baselines, another machine's part."""
 
+import importlib.metadata
 import json
 import os
 import random
@@ -73,7 +74,7 @@ fail_if = ["params >= dense"]
 name = "tiny"
 """
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
-MEASURED |= {"manifest.json", "SHA256SUMS"}
+MEASURED |= {"manifest.json", "SHA256SUMS", "sbom.cdx.json", "provenance.json"}
 KILLS = 22
 
 
@@ -565,3 +566,89 @@ def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, mon
     alone = run("bench", *graphs, "--batch", 2, "-o", home / "alone.json")
     assert alone.exit_code == 4, alone.output
     assert not (home / "alone.json").exists()
+
+
+def keys_of_ours(home: Path) -> tuple[Path, Path]:
+    """A private key and its public part."""
+    pytest.importorskip("model_signing", reason="model-signing is not installed: pip install 'corp-deploy[sign]'")
+    from cryptography.hazmat.primitives import serialization as how
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, private, public = ec.generate_private_key(ec.SECP256R1()), home / "key.pem", home / "key.pub.pem"
+    private.write_bytes(key.private_bytes(how.Encoding.PEM, how.PrivateFormat.PKCS8, how.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(how.Encoding.PEM, how.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of(home: Path) -> None:
+    private, public = keys_of_ours(home)
+    out, before = home / "out", sha256_of_file(home / "out" / "manifest.json")
+    refused = release(home, "--sign", private, expect=2)
+    assert "release.version is missing" in " ".join(refused.stderr.split())
+    edit(home, "[model]", '[release]\nname = "tiny"\nversion = "1.0.0"\n[model]')
+    assert json.loads(release(home, "--sign", private, "--json").stdout)["signature"] == "signed"
+    assert sha256_of_file(out / "manifest.json") != before
+    asked = ("--verify", public, "--expect-name", "tiny", "--expect-version", "1.0.0")
+    assert "samples replayed: all as they were made; tiny 1.0.0, signed by" in said(run("check", out, *asked))
+    signature = sha256_of_file(out / "model.sig")
+    assert json.loads(release(home, "--sign", private, "--json").stdout)["signature"] == "kept"
+    assert json.loads(release(home, "--json").stdout)["signature"] is None
+    assert sha256_of_file(out / "model.sig") == signature
+
+    edit(home, '"1.0.0"', '"1.1.0"')
+    assert "model.sig is removed: it was of other files" in said(release(home))
+    assert not (out / "model.sig").exists()
+    assert not (out / "provenance.intoto.jsonl").exists()
+    assert "nobody signed what lies here" in said(run("check", out, *asked))
+    release(home, "--sign", private)
+    assert "the signed version is '1.1.0', expected '1.0.0'" in said(run("check", out, *asked))
+    edit(home, "params >= dense", "params <= dense")
+    assert json.loads(release(home, "--sign", private, "--json", expect=1).stdout)["signature"] == "refused"
+    assert not (out / "model.sig").exists()
+    for words in (("--only", "gate"), ("--dry-run",), ("--plan-only",)):
+        assert "--sign signs a whole release" in " ".join(
+            release(home, "--sign", private, *words, expect=2).stderr.split()
+        )
+
+
+def test_the_provenance_names_every_file_and_every_input(first: Path) -> None:
+    out = first / "out"
+    statement = json.loads((out / "provenance.json").read_text())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    subjects = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
+    files = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
+    shipped = {name for name in files if not name.startswith(".stages")} - {"SHA256SUMS", "provenance.json"}
+    assert subjects == {name: sha256_of_file(files[name]) for name in shipped}
+    definition = statement["predicate"]["buildDefinition"]
+    inputs = {each["name"]: each["digest"]["sha256"] for each in definition["resolvedDependencies"]}
+    assert inputs.keys() == {"model", "calibration.images", "held_out.images", "held_out.labels"}
+    assert inputs["calibration.images"] == sha256_of_file(first / "calibration.npy")
+    assert inputs["held_out.labels"] == sha256_of_file(first / "held-out.npz")
+    assert definition["externalParameters"]["recipe"]["reduce"]["mlp"] == 0.3
+    assert statement["predicate"]["runDetails"]["builder"]["version"]["torch"]
+    assert str(first) not in (out / "provenance.json").read_text()
+
+
+def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(first: Path) -> None:
+    text = (first / "out" / "sbom.cdx.json").read_text()
+    bill = json.loads(text)
+    model = bill["metadata"]["component"]
+    assert model["type"] == "machine-learning-model"
+    (graph,) = [each for each in model["components"] if each["name"] == "reduced/model.onnx"]
+    assert graph["hashes"] == [{"alg": "SHA-256", "content": sha256_of_file(first / "out" / graph["name"])}]
+    parity = json.loads((first / "out" / "parity.json").read_text())
+    metrics = model["modelCard"]["quantitativeAnalysis"]["performanceMetrics"]
+    errors = [float(each["value"]) for each in metrics if each["type"] == "relative error"]
+    assert errors == pytest.approx([link["measures"]["relative_error"] for link in parity["links"]], rel=1e-5)
+    assert {"top-1 agreement", "accuracy", "speed-up", "release gate"} <= {each["type"] for each in metrics}
+    parts = {each["bom-ref"]: each for each in bill["components"]}
+    assert parts["data:held-out"]["hashes"][0]["content"] == parity["images"]["digest"]
+    torch = next(each for each in bill["components"] if each["name"] == "torch")
+    assert torch["version"] == importlib.metadata.version("torch")
+    assert torch["licenses"]
+    validation = pytest.importorskip("cyclonedx.validation.json", reason="cyclonedx-python-lib is not installed")
+    schema = pytest.importorskip("cyclonedx.schema").SchemaVersion.V1_6
+    assert validation.JsonStrictValidator(schema).validate_str(text) is None
+    broken = text.replace('"type": "machine-learning-model"', '"type": "magic"', 1)
+    assert validation.JsonStrictValidator(schema).validate_str(broken) is not None

@@ -23,9 +23,9 @@ NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Paths, Words)
 # fmt: off
 TEXTS = {
-    "metric", "break_fusion", "dense", "groups", "init_model", "keep_fp32", "keep_rest", "merge_tokens", "model",
-    "name", "names", "only", "patterns", "reference", "repair", "rules", "select",
-    "server", "sm", "sparse", "title", "within",
+    "metric", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer", "keep_fp32",
+    "keep_rest", "merge_tokens", "model", "name", "names", "only", "patterns", "reference", "repair", "rules", "select",
+    "server", "sign", "sm", "sparse", "title", "verify", "within",
 }
 # fmt: on
 NO_NUMBERS = (

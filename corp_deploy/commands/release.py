@@ -12,6 +12,7 @@ from ground.errors import EXIT_FAILED, EXIT_MISSING
 
 from .baseline_choice import BaselineChoice, baseline_options
 from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_engine_option, trust_option, value_options
+from .signing_choice import SigningChoice, VerifyingChoice, signing_options, verifying_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from corp_deploy.release.incremental import Stage, StageStatus
     from corp_deploy.release.recipe import Recipe
     from corp_deploy.release.run import Released, StageListener
+    from corp_deploy.release.signer import Signer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class RunChoice:
     click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable."),
 )
 @baseline_options
+@signing_options
 @trust_option
 @trust_engine_option
 @click.option(
@@ -82,6 +85,7 @@ def release(
     new: StarterChoice,
     run: RunChoice,
     baseline: BaselineChoice,
+    signing: SigningChoice,
     trust_paths: bool,
     out: Output,
 ) -> None:
@@ -90,6 +94,9 @@ def release(
     A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they are
     run where --trust-code says so here. Its paths stay below its own directory unless --trust-paths says otherwise.
 
+    --sign signs what passes its gate, under the recipe's release.name and release.version: model.sig, over every file.
+    --sign sigstore takes the identity of the CI job that this runs in, and asks the network for it.
+
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
     with another target.
 
@@ -97,6 +104,8 @@ def release(
     """
     from corp_deploy.release.recipe_file import load_recipe
 
+    if signing.sign is not None and (new.init_model or run.dry_run or run.plan_only or run.only):
+        raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         _init(recipe, new.init_model, new, out)
         return
@@ -110,7 +119,7 @@ def release(
     elif run.only:
         _only(loaded, output, run.only, older, out)
     else:
-        _release(ctx, loaded, output, older, out)
+        _release(ctx, loaded, output, older, signing.signer(), out)
 
 
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
@@ -179,10 +188,20 @@ def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Basel
     out.result({"made": outcome.finished, "cached": outcome.cached}, done)
 
 
-def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+SIGNATURES = {
+    "signed": "signed: model.sig",
+    "kept": "signed already: model.sig",
+    "removed": "model.sig is removed: it was of other files; sign with --sign",
+    "refused": "not signed, as the gate did not pass",
+}
+
+
+def _release(
+    ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", signer: "Signer | None", out: Output
+) -> None:
     from corp_deploy.release.run import release as make_release
 
-    done = make_release(recipe, output, baseline, starts=_noted(out))
+    done = make_release(recipe, output, baseline, starts=_noted(out), signer=signer)
     outcome = done.outcome
     _say_of_weights(outcome.finished, output, out)
     record = {
@@ -191,13 +210,15 @@ def _release(ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Base
         "cached": outcome.cached,
         "blocked": dict(outcome.blocked),
         "gate": done.verdict,
+        "signature": done.signature,
     }
     if done.exit_code is None:
         for name, why in outcome.blocked.items():
             out.warn(f"{name}: {why}")
         out.result(record, "stages are left for another machine; --plan-only writes them as a script")
         ctx.exit(EXIT_MISSING)
-    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}")
+    signature = "" if done.signature is None else f"; {SIGNATURES[done.signature]}"
+    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}{signature}")
     ctx.exit(done.exit_code)
 
 
@@ -221,18 +242,30 @@ def _gate_rows(output: Path) -> "list[Table]":
 
 @click.command()
 @click.argument("directory", type=DIRECTORY)
+@verifying_options
 @output_options
 @click.pass_context
-def check(ctx: click.Context, directory: Path, out: Output) -> None:
+def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: Output) -> None:
     """Verify a release: every digest, and the sample inputs replayed in ONNX Runtime; exit 1 naming what differs.
 
-    Example: corp-deploy check release
+    With --verify its signature comes first, before any file of it is parsed: by a public key, by an identity in a
+    certificate that leads to --root, or by one that Sigstore vouches for (--issuer; this asks the network for its
+    roots). An older release has a signature that holds too: say with --expect-version which one it has to be.
+
+    Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """
     from corp_deploy.release.check import check as check_release
 
-    checked = check_release(directory)
+    expected = verifying.expected()
+    checked = check_release(directory, expected)
+    if verifying.verify is not None and verifying.expect_version is None and checked.signed_by:
+        out.warn(f"any version that was ever signed would do, this is {checked.version}; give --expect-version")
     replayed = "samples replayed" if checked.graphs_replayed else "samples not replayed, as files differ"
     verdict = f"{len(checked.differs)} differ" if checked.differs else "all as they were made"
-    out.result(asdict(checked), *checked.differs, f"{directory}: {checked.files} files, {replayed}: {verdict}")
+    line = f"{directory}: {checked.files} files, {replayed}: {verdict}"
+    if expected is not None:
+        named = f"{checked.name} {checked.version}, signed by {checked.signed_by}"
+        line = f"{line}; {named}" if checked.signed_by else f"{directory}: not verified, nothing of it was read"
+    out.result(asdict(checked), *checked.differs, line)
     if checked.differs:
         ctx.exit(EXIT_FAILED)

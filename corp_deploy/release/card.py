@@ -200,7 +200,8 @@ def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) 
     parity = load_parity(root / PARITY)
     gate = load_gate(root / GATE)
     shape = "x".join(map(str, config.input.shape))
-    lines = [f"# {markdown_line(recipe.name)}", ""]
+    version = recipe.release.version
+    lines = [f"# {markdown_line(recipe.name)}{'' if version is None else f' {markdown_line(version)}'}", ""]
     lines += [
         f"`{markdown_line(config.built.name)}` made smaller by corp-deploy; images {shape}. Gate: **{gate.verdict}**.",
         "",

@@ -1,4 +1,6 @@
-"""Whether a release is what it was when it was made: digests, manifest, and the samples replayed. Imports no torch."""
+"""Whether a release is what it was when it was made: signature, digests, manifest, and the samples replayed. Imports no
+torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,35 +8,52 @@ from pathlib import Path
 
 from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
-from ground.files import below, leaves, sha256_of_file, text_from_file
+from ground.files import below, sha256_of_file
 
-from .names import MANIFEST, SUMS
+from .names import MANIFEST, PROVENANCE, SUMS
 from .samples import replay
-
-MOST_SUMS_BYTES = 2**26
+from .signature import Signed, Unverified
+from .sums import added_to, sums_from_file
+from .verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """How many files were compared, what differs, and whether the samples were replayed."""
+    """How many files were compared, what differs, and whether the samples were replayed; what the release is called,
+    and who signed it where that was asked.
+    """
 
     files: int
     graphs_replayed: bool
     differs: tuple[str, ...]
+    name: str | None = None
+    version: str | None = None
+    signed_by: str | None = None
 
 
-def _sums(path: Path) -> dict[str, str]:
-    try:
-        lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
-    if not sums or len(sums) != len(lines):
-        raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
-    outside = [name for name in sums if leaves(name)]
-    if outside:
-        raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
-    return sums
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Whose signature is asked for, and of which release; None where any is taken."""
+
+    verifier: Verifier
+    name: str | None = None
+    version: str | None = None
+
+    def signed(self, folder: Path) -> Signed:
+        """Before anything else of the release is read. Raises Unverified also for a release of another name or
+        version: a signature of an older one holds for ever.
+        """
+        signed = self.verifier.verify(folder)
+        if MANIFEST not in signed.files:
+            raise Unverified(f"{MANIFEST}: missing, so that the signature is of no release")
+        release = load_manifest(folder).release
+        for what, asked, got in (
+            ("name", self.name, None if release is None else release.name),
+            ("version", self.version, None if release is None else release.version),
+        ):
+            if asked is not None and asked != got:
+                raise Unverified(f"{MANIFEST}: the signed {what} is {got!r:.100}, expected {asked!r:.100}")
+        return signed
 
 
 def _goes_through_a_link(folder: Path, name: str) -> bool:
@@ -62,21 +81,35 @@ def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
     """Where manifest.json and SHA256SUMS contradict one another, so that neither can be edited alone."""
     entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
-    listed = {name: digest for name, digest in sums.items() if name != MANIFEST}
+    listed = {name: digest for name, digest in sums.items() if name not in (MANIFEST, PROVENANCE)}
     names = sorted({*entries, *listed})
     return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]
 
 
-def check(folder: Path) -> Checked:
-    """Compare every digest, then replay the samples of the graphs that are whole.
+def check(folder: Path, expected: Expected | None = None) -> Checked:
+    """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
+    whole. Nothing is read of a release whose signature doesn't hold.
 
-    Raises BadInput for a directory that is no release, Missing without ONNX Runtime.
+    Raises BadInput for a directory that is no release, Missing without ONNX Runtime, or the library that verifies.
     """
-    sums = _sums(folder / SUMS)
+    try:
+        signed = None if expected is None else expected.signed(folder)
+    except Unverified as unverified:
+        return Checked(files=0, graphs_replayed=False, differs=unverified.differs)
+    sums = sums_from_file(folder / SUMS)
     changed = _changed(folder, sums)
-    differs = list(changed.values())
+    differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
+    release = None
     if MANIFEST in sums and MANIFEST not in changed:
         differs += _manifest_differs(folder, sums)
+        release = load_manifest(folder).release
     if not changed:
         differs += replay(folder)
-    return Checked(files=len(sums), graphs_replayed=not changed, differs=tuple(differs))
+    return Checked(
+        files=len(sums),
+        graphs_replayed=not changed,
+        differs=tuple(differs),
+        name=None if release is None else release.name,
+        version=None if release is None else release.version,
+        signed_by=None if signed is None else signed.by,
+    )

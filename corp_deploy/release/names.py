@@ -8,6 +8,11 @@ __all__ = ["MANIFEST"]
 
 RECIPE = "recipe.toml"
 SUMS = "SHA256SUMS"
+BILL = "sbom.cdx.json"
+PROVENANCE = "provenance.json"
+ATTESTATION = "provenance.intoto.jsonl"
+"""The provenance in a signed envelope."""
+SIGNATURE = "model.sig"
 SCRIPT = "remaining.sh"
 SUBJECTS = ("dense", "reduced")
 MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") for subject in SUBJECTS}

@@ -41,13 +41,16 @@ from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
 from .baseline import OldRecords
+from .bill import bill_of_release
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
 from .names import (
+    BILL,
     CARD,
     GATE,
     MANIFEST,
+    PROVENANCE,
     RECIPE,
     REPORTS,
     SAMPLES,
@@ -63,6 +66,7 @@ from .names import (
     plan_name,
     rival_name,
 )
+from .provenance import provenance
 from .recipe import Recipe, Target
 from .recipe_parity import trusted_metrics
 from .sample_steps import named_samples
@@ -243,20 +247,23 @@ def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
     }
 
 
-def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: str) -> None:
-    """manifest.json over the files of all stages, then SHA256SUMS over them and the manifest."""
+def _entry(path: Path, maker: str) -> dict[str, Any]:
+    return {"sha256": sha256_of_file(path), "size_bytes": path.stat().st_size, "made_by": maker}
+
+
+def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Stage], command: str, own: str) -> None:
+    """The bill of materials, manifest.json over that and the files of all stages, the provenance of them all, then
+    SHA256SUMS. `command` made the release, `own` this alone.
+    """
     root = dirs.root
-    files = {
-        name: {
-            "sha256": sha256_of_file(root / name),
-            "size_bytes": (root / name).stat().st_size,
-            "made_by": maker,
-        }
-        for name, maker in sorted(_made_by(root, stages).items())
-    }
+    write_json(dirs.into / BILL, bill_of_release(root, recipe))
+    files = {name: _entry(root / name, maker) for name, maker in _made_by(root, stages).items()}
+    files[BILL] = _entry(dirs.into / BILL, own)
+    files = {name: files[name] for name in sorted(files)}
     manifest = {
         "kind": MANIFEST_KIND,
         "version": 1,
+        "release": {"name": recipe.name, "version": recipe.release.version},
         "command": command,
         "versions": versions(),
         "lineage": _lineage(root),
@@ -269,4 +276,6 @@ def write_release_manifest(dirs: StageDirs, stages: Sequence[Stage], command: st
     write_json(dirs.into / MANIFEST, manifest)
     digests = {name: str(entry["sha256"]) for name, entry in files.items()}
     digests[MANIFEST] = sha256_of_file(dirs.into / MANIFEST)
+    write_json(dirs.into / PROVENANCE, provenance(root, recipe, stages, digests))
+    digests[PROVENANCE] = sha256_of_file(dirs.into / PROVENANCE)
     write_text(dirs.into / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))

@@ -13,6 +13,7 @@ from . import calls
 from .baseline import Baseline, OldRecords
 from .incremental import Stage
 from .names import (
+    BILL,
     CARD,
     GATE,
     HELD_OUT_MOMENTS,
@@ -21,6 +22,7 @@ from .names import (
     MODELS,
     MOMENTS,
     PARITY,
+    PROVENANCE,
     RECIPE,
     REPORTS,
     REPOSITORY,
@@ -278,10 +280,11 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
 
 def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
     command = str(calls.whole(recipe, baseline, root))
+    own = str(calls.only_beside("manifest", recipe, baseline, root))
     return Stage(
         name="manifest",
-        outputs=(MANIFEST, SUMS),
-        run=own_step("manifest", before, command),
+        outputs=(BILL, MANIFEST, PROVENANCE, SUMS),
+        run=own_step("manifest", recipe, before, command, own),
         reads=tuple(name for stage in before for name in stage.outputs if not name.startswith(".")),
         settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
     )

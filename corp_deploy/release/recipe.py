@@ -24,6 +24,7 @@ from .recipe_tables import (
     CalibrationTable,
     GateTable,
     HeldOutTable,
+    LicencesTable,
     ModelTable,
     PackageTable,
     ReleaseTable,
@@ -71,6 +72,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gate: GateTable = GateTable()
     samples: SamplesTable = SamplesTable()
     package: PackageTable = PackageTable()
+    licences: LicencesTable = LicencesTable()
     target_tables: dict[TargetName, TargetTable] = msgspec.field(
         default_factory=lambda: {"onnxruntime-cpu": TargetTable()}, name="targets"
     )

@@ -21,7 +21,18 @@ from .recipe_table import Table
 
 
 class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`version` is what a signature is of, beside the name."""
+
     name: recipe_values.Text
+    version: recipe_values.ServedName | None = None
+
+
+class LicencesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SPDX expressions for the model, the dense one's and so the reduced one's, and for the images."""
+
+    model: recipe_values.Licence | None = None
+    calibration: recipe_values.Licence | None = None
+    held_out: recipe_values.Licence | None = None
 
 
 class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

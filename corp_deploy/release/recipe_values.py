@@ -70,6 +70,14 @@ ServedName: TypeAlias = Annotated[
         description="letters, digits, '_', '.' and '-', starting with a letter or digit",
     ),
 ]
+Licence: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"\A\(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*(?: (?:AND|OR|WITH) \(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*)*\Z",
+        max_length=500,
+        description="an SPDX expression, such as 'Apache-2.0', 'CC-BY-4.0 AND MIT' or 'LicenseRef-ours'",
+    ),
+]
 
 _Device = Literal["cpu", "cuda"]
 _Heads = Literal["padded", "square", "ragged", "auto"]

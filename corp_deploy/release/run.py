@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from corp_deploy.families import torchvision_names, trusted_code
 from corp_deploy.families.timm_names import require_local_name
@@ -17,25 +18,34 @@ from . import calls, incremental
 from .baseline import Baseline
 from .digests import files_of
 from .incremental import Outcome, Stage, StageStatus, locked
-from .names import GATE, SCRIPT
+from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
 from .recipe import Recipe
 from .recipe_parity import trusted_metrics
 from .recipe_tables import ModelTable
 from .rendering import rendered
+from .signer import Signer, sign
 from .stage_parts import heads_read
+from .sums import sums_from_file
 
 StageListener = Callable[[Stage, str], None]
 """Hears each stage before it runs, and why it does."""
 
 
+Signature = Literal["signed", "kept", "removed", "refused"]
+"""Made, still that of these files, removed as it was of others, or not made, as the gate did not pass."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine."""
+    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine.
+    `signature`: what became of it, None where none was and none was asked for.
+    """
 
     outcome: Outcome
     verdict: str | None
     exit_code: int | None
+    signature: Signature | None = None
 
 
 def _unheard(stage: Stage, why: str) -> None:
@@ -115,20 +125,61 @@ def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListen
     return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
 
-def release(recipe: Recipe, root: Path, baseline: Baseline, *, starts: StageListener = _unheard) -> Released:
-    """Run what is not done. Raises BadInput when another process works in the directory."""
+def _require_signer(recipe: Recipe, signer: Signer) -> None:
+    """Raise BadInput before any work is done for what can't be signed, or not with this."""
+    if recipe.release.version is None:
+        raise BadInput(
+            "release.version is missing: what is signed is a name and a version, so that no older release passes for "
+            'a newer one; write version = "1.0.0" under [release]'
+        )
+    signer.require()
+
+
+def _unsign(root: Path) -> bool:
+    """Remove a signature, first of all; whether there was one."""
+    there = (root / SIGNATURE).is_file()
+    for name in (SIGNATURE, ATTESTATION):
+        (root / name).unlink(missing_ok=True)
+    return there
+
+
+def _signature(root: Path, signer: Signer | None, *, passed: bool, changed: bool) -> Signature | None:
+    """A release that passes its gate is signed where that was asked; a signature never outlives what it is of."""
+    if signer is not None and passed:
+        files = frozenset((*sums_from_file(root / SUMS), SUMS))
+        return "signed" if sign(root, signer, files) else "kept"
+    removed = _unsign(root) if changed or not passed else False
+    if signer is not None:
+        return "refused"
+    return "removed" if removed else None
+
+
+def release(
+    recipe: Recipe,
+    root: Path,
+    baseline: Baseline,
+    *,
+    starts: StageListener = _unheard,
+    signer: Signer | None = None,
+) -> Released:
+    """Run what is not done, and sign what passes. Raises BadInput when another process works in the directory."""
     require_inputs(recipe, baseline, root)
+    if signer is not None:
+        _require_signer(recipe, signer)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         outcome = _run_all(recipe, root, baseline, starts)
         if outcome.blocked:
+            if outcome.finished:
+                _unsign(root)
             return Released(outcome=outcome, verdict=None, exit_code=None)
         gate = load_gate(root / GATE)
         own = own_records(recipe, root)
         if recipe.gate.history is not None and own.bench is not None:
             add_release(recipe.gate.history, own.bench)
         baseline.start(own, exit_code=gate.exit_code)
-    return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code)
+        signature = _signature(root, signer, passed=gate.exit_code == 0, changed=bool(outcome.finished))
+    return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
 
 def run_only(

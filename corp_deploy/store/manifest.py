@@ -23,11 +23,19 @@ class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
     made_by: str
 
 
+class ReleaseName(msgspec.Struct, frozen=True, kw_only=True):
+    """What a release is called; a version where its recipe gives one."""
+
+    name: str
+    version: str | None = None
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a manifest."""
+    """What is read of a manifest; `release` in that of a release alone."""
 
     versions: dict[str, Any]
     files: dict[str, ManifestEntry]
+    release: ReleaseName | None = None
 
 
 def load_manifest(directory: Path) -> Manifest:

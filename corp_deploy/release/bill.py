@@ -1,0 +1,157 @@
+"""The bill of materials of a release: its models with what was measured of them, the data, and the environment."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corp_deploy import __version__
+from corp_deploy.store.model_config import ModelConfig, load_model_config
+from ground import bill
+from ground.files import sha256_of_file
+from ground.installed import Package, installed
+from ground.records import Natural, record_from_file
+from perf.gate.verdicts import load_gate
+from perf.parity.parity import Parity, load_parity
+from perf.record.runs import load_bench
+from perf.stats.summary import summarise
+
+from .names import GATE, MODELS, PARITY, SUBJECTS, SUMMARY, bench_name, graphs_of
+from .recipe import Recipe
+
+NAME = "corp-deploy"
+TOOL = {"type": "application", "bom-ref": NAME, "name": NAME, "version": __version__}
+MODEL = "model:{}"
+CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
+
+
+def _hashes(digest: str) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": digest}]
+
+
+def _licensed(expression: str | None) -> dict[str, Any]:
+    return {"licenses": bill.licences(expression)} if expression else {}
+
+
+def _data(reference: str, name: str, digest: str, count: int, licence: str | None) -> dict[str, Any]:
+    """A set of images, told by the digest over their content in order."""
+    counted = [{"name": "images", "value": str(count)}]
+    return {
+        "type": "data",
+        "bom-ref": reference,
+        "name": name,
+        "hashes": _hashes(digest),
+        **_licensed(licence),
+        "data": [{"type": "dataset", "name": name, "contents": {"properties": counted}}],
+    }
+
+
+class _Moments(msgspec.Struct, frozen=True, kw_only=True):
+    images: Natural
+
+
+def _datasets(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> list[dict[str, Any]]:
+    fitted = record_from_file(root / SUMMARY, _Moments, kind="corp-deploy/moments-reference").images
+    own = recipe.licences
+    return [
+        _data(CALIBRATION, "calibration images", config.lineage["images"], fitted, own.calibration),
+        _data(HELD_OUT, "held-out images", parity.images.digest, parity.images.count, own.held_out),
+    ]
+
+
+def _interval(low: float, high: float) -> dict[str, Any]:
+    return {"confidenceInterval": {"lowerBound": f"{low:.6g}", "upperBound": f"{high:.6g}"}}
+
+
+def _agreement(parity: Parity) -> Iterator[dict[str, Any]]:
+    for link in parity.links:
+        where = f"{link.name}, held-out images: {link.status}"
+        yield {"type": "relative error", "value": f"{link.measures.relative_error:.6g}", "slice": where}
+        if link.measures.agreement is not None:
+            name = "top-1 agreement" if link.role == "logits" else "agreement"
+            yield {"type": name, "value": f"{link.measures.agreement:.6g}", "slice": where}
+    for row in parity.accuracy:
+        interval = _interval(row.low, row.high)
+        yield {"type": "accuracy", "value": f"{row.accuracy:.6g}", "slice": f"{row.model}, held-out images", **interval}
+    for own in parity.metrics:
+        yield {"type": own.name, "value": f"{own.value:.6g}", "slice": f"{own.model}, held-out images"}
+
+
+def _speed(root: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    for target in recipe.targets:
+        for row in summarise(load_bench(root / bench_name(recipe, target))).rows:
+            if (gain := row.speedup) is not None:
+                where = f"{target.name} {target.precision}, batch {row.batch}"
+                value, interval = f"{gain.value:.6g}", _interval(gain.low, gain.high)
+                yield {"type": "speed-up", "value": value, "slice": where, **interval}
+
+
+def _card(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> dict[str, Any]:
+    shape = "x".join(map(str, config.input.shape)) or "by the preprocessing"
+    metrics = [*_agreement(parity), *_speed(root, recipe)]
+    metrics.append({"type": "release gate", "value": load_gate(root / GATE).verdict})
+    limit = f"Agreement was measured on {parity.images.count} images; on images of another kind it may be lower."
+    return {
+        "modelParameters": {
+            "task": "image classification" if parity.compared == "logits" else f"images to {parity.compared}",
+            "architectureFamily": config.family,
+            "modelArchitecture": config.built.name,
+            "datasets": [{"ref": CALIBRATION}, {"ref": HELD_OUT}],
+            "inputs": [{"format": f"{recipe.export.input} images, {shape}"}],
+            "outputs": [{"format": parity.compared}],
+        },
+        "quantitativeAnalysis": {"performanceMetrics": metrics},
+        "considerations": {"technicalLimitations": [limit]},
+    }
+
+
+def _model(recipe: Recipe, subject: str, config: ModelConfig) -> dict[str, Any]:
+    version = {} if recipe.release.version is None else {"version": recipe.release.version}
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": MODEL.format(subject),
+        "name": f"{recipe.name} ({subject})",
+        **version,
+        "hashes": _hashes(config.weights_sha256),
+        **_licensed(recipe.licences.model),
+    }
+
+
+def _graphs(root: Path, recipe: Recipe, subject: str) -> list[dict[str, Any]]:
+    """The files that hold a model, each with its digest."""
+    names = (*MODELS[subject], *graphs_of(recipe, subject))
+    return [
+        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": _hashes(sha256_of_file(root / name))}
+        for name in names
+    ]
+
+
+def _beside(packages: Sequence[Package]) -> tuple[list[Package], dict[str, Any]]:
+    """The packages without this tool, and what of them it asks for itself."""
+    beside = [each for each in packages if each.name != NAME]
+    asked = {name for each in packages if each.name == NAME for name in each.requires}
+    direct = [f"pkg:pypi/{each.name}@{each.version}" for each in beside if each.name in asked]
+    return beside, {"ref": NAME, "dependsOn": direct}
+
+
+def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
+    """Of this tool and every package that is installed beside it."""
+    beside, needs = _beside(packages)
+    own = {**TOOL, "licenses": bill.licences("Apache-2.0")}
+    return bill.bill(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
+
+
+def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
+    """Of the reduced model: the dense one that it comes from, the images that both met, and the environment."""
+    configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
+    parity, reduced = load_parity(root / PARITY), configs["reduced"]
+    beside, needs = _beside(installed())
+    dense = _model(recipe, "dense", configs["dense"]) | {"components": _graphs(root, recipe, "dense")}
+    subject = _model(recipe, "reduced", reduced) | {
+        "components": _graphs(root, recipe, "reduced"),
+        "modelCard": _card(root, recipe, reduced, parity),
+    }
+    of_model = {"ref": MODEL.format("reduced"), "dependsOn": [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
+    parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
+    return bill.bill(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])

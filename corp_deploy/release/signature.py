@@ -1,0 +1,157 @@
+"""The signature over a directory in the format of OpenSSF model signing, made and verified by its library.
+
+`model.sig` is a Sigstore bundle around an in-toto statement that lists every file with its digest. The library is asked
+for the cryptography and for the digests; that the statement leaves nothing out but itself and the state of the staged
+build is looked at here, since it would skip what a statement tells it to.
+"""
+
+import base64
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ground.errors import BadInput, Missing
+from ground.files import regular, sha256_of_file
+
+from .names import SIGNATURE
+
+if TYPE_CHECKING:
+    from model_signing import hashing, verifying
+
+UNSIGNED = (".stages", SIGNATURE)
+"""What no signature covers: how far a staged build is, and the signature."""
+MOST_BYTES = 2**26
+
+
+class Unverified(Exception):
+    """A signature that doesn't vouch for a directory; `differs` says in what, a line each."""
+
+    def __init__(self, *differs: str) -> None:
+        super().__init__("; ".join(differs))
+        self.differs = differs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signed:
+    """What a signature that holds says: by whom, and the digest of every file."""
+
+    by: str
+    files: Mapping[str, str]
+
+
+def require_library() -> None:
+    """Raise Missing where signatures can't be made or verified."""
+    try:
+        import model_signing.signing
+        import model_signing.verifying  # noqa: F401
+    except ImportError:
+        raise Missing("signatures need the package model-signing: pip install 'corp-deploy[sign]'") from None
+
+
+def hashed() -> "hashing.Config":
+    """All files by SHA-256, links refused."""
+    from model_signing import hashing
+
+    config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
+    return config.set_ignored_paths(paths=UNSIGNED, ignore_git_paths=False)
+
+
+def entries_below(folder: Path) -> Iterator[Path]:
+    """What lies below a directory but for what is never signed; a link is an entry and isn't followed."""
+    for path in sorted(folder.iterdir()):
+        if path.name not in UNSIGNED:
+            yield from _within(path)
+
+
+def _within(path: Path) -> Iterator[Path]:
+    if path.is_dir() and not path.is_symlink():
+        for inner in sorted(path.iterdir()):
+            yield from _within(inner)
+    else:
+        yield path
+
+
+def _statement(data: bytes) -> dict[str, Any]:
+    """What a bundle signs, read only after the library has found the signature to hold."""
+    statement: dict[str, Any] = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
+    return statement
+
+
+def _listed(statement: Mapping[str, Any]) -> dict[str, str]:
+    return {each["name"]: each["digest"] for each in statement["predicate"]["resources"]}
+
+
+def _refuse_gaps(folder: Path, statement: Mapping[str, Any]) -> None:
+    """Raise Unverified for a statement that would have files skipped, or digests of another kind."""
+    serial = statement["predicate"]["serialization"]
+    ignored = {Path(each) for each in serial.get("ignore_paths", ())}
+    if beyond := ignored - {Path(each) for each in UNSIGNED}:
+        raise Unverified(f"{SIGNATURE}: leaves out {str(min(beyond))[:150]!r}; a signature of a release covers it all")
+    if (serial["method"], serial["hash_type"]) != ("files", "sha256"):
+        kind = f"{serial['method']!s:.20} by {serial['hash_type']!s:.20}"
+        raise Unverified(f"{SIGNATURE}: of {kind}, expected files by sha256")
+
+
+def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
+    """What is there and isn't signed, the other way about, and what is changed."""
+    there = {path.relative_to(folder).as_posix(): path for path in entries_below(folder)}
+    told = [f"{name}: not signed, it was added" for name in sorted(there.keys() - listed.keys())]
+    told += [f"{name}: missing, the signature lists it" for name in sorted(listed.keys() - there.keys())]
+    for name in sorted(there.keys() & listed.keys()):
+        if (digest := sha256_of_file(there[name])) != listed[name]:
+            told.append(f"{name}: sha256 {digest[:16]}..., the signature says {listed[name][:16]}...")
+    return told
+
+
+def _refuse_links(folder: Path) -> None:
+    odd = [path for path in entries_below(folder) if path.is_symlink() or not path.is_file()]
+    if odd:
+        raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
+
+
+def _bundle(folder: Path) -> bytes:
+    path = folder / SIGNATURE
+    try:
+        if path.is_symlink() or regular(path).stat().st_size > MOST_BYTES:
+            raise Unverified(f"{SIGNATURE}: a link, or larger than {MOST_BYTES} bytes: no signature")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise Unverified(f"{SIGNATURE}: missing: nobody signed what lies here") from None
+
+
+def _why(error: Exception) -> str:
+    """What the library found, in a few words."""
+    words = " ".join(str(error).split())
+    if words.startswith("Key mismatch"):
+        return "made with another key"
+    return f"does not hold ({words[:300] or type(error).__name__})"
+
+
+def verify(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
+    """What is signed, once the signature holds by `verifier` and covers every file as it is. `who` names the signer
+    by the bundle. Nothing but the signature is parsed.
+
+    Raises Unverified, and BadInput for what is no directory.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"{folder}: no such directory, expected a release or repository that was signed")
+    data = _bundle(folder)
+    _refuse_links(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # of old bundles the library says something
+            verifier.set_hashing_config(hashed()).verify(folder, folder / SIGNATURE)
+    except OSError as error:
+        raise BadInput(f"{folder}: can't be read ({error})") from None
+    except Exception as error:  # whatever a hostile bundle does to the library, it is not verified
+        if not str(error).startswith("Signature mismatch"):
+            raise Unverified(f"{SIGNATURE}: {_why(error)}") from None
+        statement = _statement(data)
+        _refuse_gaps(folder, statement)
+        raise Unverified(*_differences(folder, _listed(statement)) or [f"{SIGNATURE}: {_why(error)}"]) from None
+    statement = _statement(data)
+    _refuse_gaps(folder, statement)
+    return Signed(by=who(data), files=_listed(statement))

@@ -1,0 +1,156 @@
+"""Whose signature is asked for: a public key's, an identity's in a certificate, or one's that Sigstore vouches for."""
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ground.errors import BadInput, Missing
+from ground.files import sha256_of_text, text_from_file
+
+from .signature import Signed, Unverified, require_library
+from .signature import verify as verify_with
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from model_signing import verifying
+
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+NEW_KEY = "make one with: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+PUBLIC_PART = "its public part is made with: openssl ec -in key.pem -pubout -out key.pub.pem"
+
+
+def pem_from_file(path: Path, what: str) -> bytes:
+    """The text of a PEM file. Raises BadInput for another one."""
+    try:
+        text = text_from_file(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file, expected {what} in PEM") from None
+    if "-----BEGIN " not in text:
+        raise BadInput(f"{path}: not PEM, expected {what} that begins with -----BEGIN")
+    return text.encode()
+
+
+def certificates_from_file(path: Path) -> "list[x509.Certificate]":
+    """Raises BadInput for a file that has none."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(pem_from_file(path, "certificates"))
+    except ValueError as error:
+        raise BadInput(f"{path}: not certificates in PEM ({error!s:.200})") from None
+
+
+def names_in_certificate(certificate: "x509.Certificate") -> list[str]:
+    """Whom it is for: alternative names (mail addresses, URIs, hosts), then the common name."""
+    from cryptography import x509
+
+    names: list[str] = []
+    try:
+        others = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        for kind in (x509.RFC822Name, x509.UniformResourceIdentifier, x509.DNSName):
+            names += others.get_values_for_type(kind)
+    except x509.ExtensionNotFound:
+        pass
+    common = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    return [*names, *(str(each.value) for each in common)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicKey:
+    """A key of an elliptic curve, in PEM."""
+
+    path: Path
+
+    def verify(self, folder: Path) -> Signed:
+        """Raises Unverified, BadInput for a file that holds no such key, Missing without the library."""
+        require_library()
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+        from model_signing import verifying
+
+        data = pem_from_file(self.path, "a public key")
+        try:
+            key = load_pem_public_key(data)
+        except (ValueError, UnsupportedAlgorithm) as error:
+            private = "; it holds a private key: " + PUBLIC_PART if b"PRIVATE KEY" in data else ""
+            raise BadInput(f"{self.path}: not a public key in PEM ({error!s:.120}){private}") from None
+        if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
+            raise BadInput(f"{self.path}: no key of {', '.join(CURVES)}; the library verifies no others")
+        text = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+        words = f"the key {sha256_of_text(text)[:16]}"
+        config = verifying.Config().use_elliptic_key_verifier(public_key=self.path)
+        return verify_with(folder, config, lambda data: words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certified:
+    """A name in a certificate that leads to one of these roots, as of the time from which that is valid."""
+
+    identity: str
+    roots: tuple[Path, ...]
+
+    def _who(self, data: bytes) -> str:
+        from cryptography import x509
+
+        chain = json.loads(data)["verificationMaterial"]["x509CertificateChain"]["certificates"]
+        names = names_in_certificate(x509.load_der_x509_certificate(base64.b64decode(chain[0]["rawBytes"])))
+        if self.identity not in names:
+            others = ", ".join(names)[:200] or "nobody by name"
+            raise Unverified(f"model.sig: the certificate is of {others}, expected {self.identity}")
+        return self.identity
+
+    def verify(self, folder: Path) -> Signed:
+        """As PublicKey.verify."""
+        require_library()
+        from model_signing import verifying
+
+        for root in self.roots:
+            certificates_from_file(root)
+        config = verifying.Config().use_certificate_verifier(certificate_chain=self.roots)
+        return verify_with(folder, config, self._who)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sigstore:
+    """An identity that an OpenID issuer vouched for when the release was signed. This alone asks a network."""
+
+    identity: str
+    issuer: str
+
+    def verify(self, folder: Path) -> Signed:
+        """As PublicKey.verify; raises Missing where Sigstore can't be asked for its roots."""
+        require_library()
+        config = _sigstore(lambda config: config.use_sigstore_verifier(identity=self.identity, oidc_issuer=self.issuer))
+        return verify_with(folder, config, lambda data: f"{self.identity} by {self.issuer}")
+
+
+def _sigstore(configure: "Callable[[verifying.Config], verifying.Config]") -> "verifying.Config":
+    from model_signing import verifying
+
+    try:
+        return configure(verifying.Config())
+    except Exception as error:
+        raise Missing(f"Sigstore's roots of trust can't be had here ({type(error).__name__}: {error!s:.200})") from None
+
+
+Verifier = PublicKey | Certified | Sigstore
+
+
+def verifier_from_options(verify: str, roots: tuple[Path, ...], issuer: str | None) -> Verifier:
+    """Who is meant by an option: with roots or an issuer an identity, else the file of a public key."""
+    if roots and issuer is not None:
+        raise BadInput("--root is of certificates, --issuer of Sigstore; give one of the two")
+    if roots:
+        return Certified(identity=verify, roots=roots)
+    if issuer is not None:
+        return Sigstore(identity=verify, issuer=issuer)
+    if not Path(verify).is_file():
+        raise BadInput(
+            f"--verify {verify[:200]}: no such file, expected a public key; an identity goes with --root CERTIFICATES "
+            "or, where Sigstore vouches for it, with --issuer URL"
+        )
+    return PublicKey(path=Path(verify))

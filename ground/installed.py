@@ -1,0 +1,95 @@
+"""The packages that are installed here, and their licences in SPDX's words."""
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+# What packages say in their own words, or by classifier, as SPDX calls it.
+_SPDX: Mapping[str, str] = MappingProxyType(
+    {
+        "3-Clause BSD License": "BSD-3-Clause",
+        "Apache 2.0": "Apache-2.0",
+        "Apache 2.0 License": "Apache-2.0",
+        "Apache License": "Apache-2.0",
+        "Apache Software License": "Apache-2.0",
+        "BSD": "BSD-3-Clause",
+        "BSD 2-Clause License": "BSD-2-Clause",
+        "BSD License": "BSD-3-Clause",
+        "ISC License": "ISC",
+        "ISC License (ISCL)": "ISC",
+        "MIT License": "MIT",
+        "MIT license": "MIT",
+        "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+        "NVIDIA Proprietary Software": "LicenseRef-NVIDIA-Proprietary",
+        "Other/Proprietary License": "LicenseRef-Proprietary",
+        "PSFL": "PSF-2.0",
+        "Proprietary": "LicenseRef-Proprietary",
+        "Python Software Foundation License": "PSF-2.0",
+        "The Unlicense (Unlicense)": "Unlicense",
+    }
+)
+_EXPRESSION = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
+_WORD = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*")
+_CLASSIFIER = "License :: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A distribution: `name` with '-' between its words and in small letters, `licence` an SPDX expression or empty,
+    `requires` the names of what it can't do without, extras left out.
+    """
+
+    name: str
+    version: str
+    licence: str
+    requires: tuple[str, ...]
+
+
+def normalised(name: str) -> str:
+    """A package's name as indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _field(metadata: importlib.metadata.PackageMetadata, name: str) -> str:
+    return str((metadata.get_all(name) or [""])[0]).strip()
+
+
+def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
+    """By the field for SPDX, then the older free one if it is a known word, then the classifiers."""
+    if expression := _field(metadata, "License-Expression"):
+        return expression
+    words = _field(metadata, "License")
+    if words in _SPDX:
+        return _SPDX[words]
+    said = [each.removeprefix(_CLASSIFIER) for each in metadata.get_all("Classifier") or ()]
+    classified = {_SPDX.get(each.rpartition(" :: ")[2], "") for each in said} - {""}
+    if _EXPRESSION.fullmatch(words) and words != "UNKNOWN":
+        return words
+    return " AND ".join(sorted(classified))
+
+
+def _required(requirement: str) -> str | None:
+    """The name in a requirement, None in one of an extra."""
+    word = _WORD.match(requirement)
+    if word is None or re.search(r";.*\bextra\s*==", requirement):
+        return None
+    return normalised(word[0])
+
+
+def installed() -> tuple[Package, ...]:
+    """By name, each once: the one that is imported."""
+    packages: dict[str, Package] = {}
+    for found in importlib.metadata.distributions():
+        name = normalised(_field(found.metadata, "Name"))
+        requires = {_required(each) for each in found.requires or ()} - {None, name}
+        package = Package(
+            name=name,
+            version=found.version,
+            licence=_licence(found.metadata),
+            requires=tuple(sorted(each for each in requires if each is not None)),
+        )
+        if name:
+            packages.setdefault(name, package)
+    return tuple(packages[name] for name in sorted(packages))
