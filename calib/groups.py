@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ground.arrays import array_from_npy
@@ -42,7 +43,17 @@ def _labels_in(path: Path) -> list[str]:
     labels = array_from_npy(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iuU":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}; {remedy}")
+    if labels.dtype.kind == "U" and not _are_letters(labels):
+        raise BadInput(f"{path}: it holds what are no letters; {remedy}")
     return [str(each) for each in labels.tolist()]
+
+
+def _are_letters(texts: NDArray[np.str_]) -> bool:
+    """NumPy takes any four bytes for a letter, Python ends at those that are none, and no UTF-8 has half a pair."""
+    if not texts.dtype.itemsize:
+        return True
+    codes = np.ascontiguousarray(texts).view(np.dtype("u4").newbyteorder(texts.dtype.byteorder))
+    return bool(((codes <= 0x10FFFF) & ((codes < 0xD800) | (codes > 0xDFFF))).all())
 
 
 def _labels(inputs: InputSet, by: str) -> list[str]:

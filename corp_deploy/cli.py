@@ -19,7 +19,7 @@ from ground.errors import (
     os_error_from,
 )
 from ground.signals import Ended, raising_on_signals
-from ground.text import printable
+from ground.text import message_line
 
 from .commands.bench import bench
 from .commands.build import audit, build
@@ -44,7 +44,7 @@ class Failure(click.ClickException):
     """One message on stderr and an exit code of the contract."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(printable(message))
+        super().__init__(message_line(message))
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
 
@@ -101,7 +101,7 @@ class Commands(click.Group):
         except click.exceptions.Exit:
             raise
         except click.ClickException as error:
-            error.message = printable(error.message)  # type: ignore[misc]  # click shows the instance's own
+            error.message = message_line(error.message)  # type: ignore[misc]  # click shows the instance's own
             raise
         except NotComparable as error:
             raise Failure(str(error), EXIT_NOT_COMPARABLE) from error

@@ -22,6 +22,18 @@ def printable(text: str) -> str:
     return text.translate(_SHOWN)
 
 
+LONGEST_WORD, LONGEST_MESSAGE = 300, 3000
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+
+
+def message_line(text: str) -> str:
+    """A message that can be read, printable: words that nobody typed by hand are cut, and what is left of a book."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:100]}... ({len(word[0])} letters)", printable(text))
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    return f"{text[: LONGEST_MESSAGE - 600]} ... ({len(text)} letters) ... {text[-500:]}"
+
+
 def csv_cell(value: object) -> object:
     """A text as no spreadsheet computes with it, printable; what is no text as it is."""
     if not isinstance(value, str):

@@ -33,6 +33,8 @@ class RegularPath(click.Path):
         path: Any = super().convert(value, param, ctx)
         if path.exists() and not path.is_file() and not path.is_dir():
             self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
+        if (above := next((each for each in path.parents if each.exists()), None)) and not above.is_dir():
+            self.fail(f"{path} stands below {above}, which is no directory", param, ctx)
         return path
 
 

@@ -80,9 +80,12 @@ def _labels(path: Path | None) -> tuple[str, ...]:
         return ()
     try:
         text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
-        return tuple(line.strip() for line in text.splitlines() if line.strip())
     except OSError as error:
         raise BadInput(f"{path}: can't be read as a list of labels, one a line ({error})") from None
+    labels = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not labels:
+        raise BadInput(f"{path}: holds no labels, expected one a line; leave it out to serve without them")
+    return labels
 
 
 def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:

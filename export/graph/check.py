@@ -97,6 +97,8 @@ def _validity_reasons(proto: ModelProto) -> Iterator[str]:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         yield f"onnx.checker: {' '.join(str(error).split())}"
+    except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
+        yield "onnx.checker: it is not valid, and names what is no text in UTF-8"
 
 
 def _name_reasons(proto: ModelProto) -> Iterator[str]:

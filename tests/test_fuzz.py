@@ -1,0 +1,163 @@
+"""A slice of the files and calls of chance, the same in every run, and what larger runs of them found."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks import bad_calls
+from benchmarks.fuzz import page
+from benchmarks.fuzz.one import changed
+from benchmarks.fuzz.readers import Readers, is_read, made_home, readers
+from benchmarks.fuzz.watch import Strayed, Watch
+from calib.groups import group_ids
+from corp_deploy.commands.options import FILE
+from export.graph.check import check_onnx
+from ground.errors import BadInput
+from ground.text import LONGEST_MESSAGE, message_line
+from tests import tiny
+
+READERS = ("moments", "model directories", "checkpoints", "recipes", "gate rules", "records", "config.pbtxt",
+           "ONNX graphs", "images", "labels", "documents")  # fmt: skip
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("home")
+    made_home(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def every(home: Path) -> Readers:
+    return readers(home)
+
+
+def test_none_is_left_out(every: Readers) -> None:
+    assert tuple(every) == READERS
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_whole_file_is_read(reader: str, every: Readers, tmp_path: Path) -> None:
+    for each in every[reader]:
+        assert any([is_read(each, content, tmp_path) for content in each.whole]), each.name  # noqa: C419 (all are tried)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@given(data=st.data())
+@QUICK
+def test_whatever_it_holds(reader: str, data: st.DataObject, every: Readers, home: Path) -> None:
+    each = data.draw(st.sampled_from(list(every[reader])))
+    folder = home / f"tried-{reader.replace(' ', '-')}"
+    folder.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Reading `.npy` or `.npz` file required additional header parsing")
+        is_read(each, data.draw(changed(each)), folder)
+
+
+def test_the_watch_finds_what_a_reader_must_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = []
+    monkeypatch.setattr("sys.addaudithook", hooks.append)
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    watch = Watch(at=tmp_path / "found.json", own=(str(tmp_path),))
+    watch.begin()
+    (see,) = hooks
+
+    def refuses() -> bool:
+        raise BadInput("as it should")
+
+    def fails() -> bool:
+        raise KeyError("shape")
+
+    def strays() -> bool:
+        with pytest.raises(Strayed):
+            see("open", ("/etc/passwd", "r", 0))  # swallowed by the reader, and told all the same
+        return True
+
+    def starts() -> bool:
+        see("subprocess.Popen", ("sh", [], None, None))
+        return True
+
+    def stays() -> bool:
+        see("open", (str(tmp_path / "own"), "r", 0))
+        see("open", (3, "r", 0))
+        return True
+
+    for reads in (refuses, fails, strays, starts, stays):
+        watch.one("file", b"content", reads)
+    kinds = [key.partition(" in ")[0] for key in watch.findings]
+    assert kinds == ["file: KeyError", "file: Strayed", "file: Strayed"]
+    assert (watch.inputs, watch.read) == (5, 2)
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.fuzz.page"
+
+
+# What was found
+
+
+@pytest.mark.parametrize("codes", [(0x110000, 97), (97, 0xD800), (0xFFFFFFFF, 0xFFFFFFFF)])
+@pytest.mark.parametrize("order", "<>")
+def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, int], order: str) -> None:
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(2))
+    np.save(tmp_path / "groups.npy", np.array(codes, dtype=f"{order}u4").view(f"{order}U1"))
+    with pytest.raises(BadInput, match="no letters"):
+        group_ids(images, str(tmp_path / "groups.npy"))
+    np.save(tmp_path / "groups.npy", np.array(["ä", "𝄞"], dtype=f"{order}U1"))
+    assert len(set(group_ids(images, str(tmp_path / "groups.npy")).tolist())) == 2
+
+
+def test_a_graph_whose_fault_can_t_be_told() -> None:
+    """The checker names an input that nothing gives, of which it can't make a text."""
+    images, logits = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["none"], ["y"], name="n")], "g", [images], [logits])
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    content = model.SerializeToString().replace(b"none", b"\xf1one")
+    assert "onnx.checker: it is not valid, and names what is no text in UTF-8" in check_onnx(
+        onnx.load_from_string(content)
+    )
+
+
+def test_a_message_can_be_read() -> None:
+    assert message_line("no such option: --batch") == "no such option: --batch"
+    assert message_line("word " + "n" * 10_000).endswith("... (10000 letters)")
+    assert len(message_line("many words " * 1000)) <= LONGEST_MESSAGE
+
+
+def test_nothing_is_written_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Exception, match="no directory"):
+        FILE.convert(str(tmp_path / "file" / "below" / "out.json"), None, None)
+    assert FILE.convert(str(tmp_path / "new" / "out.json"), None, None) == tmp_path / "new" / "out.json"
+
+
+# Calls
+
+
+@pytest.fixture(scope="module")
+def calls_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("calls")
+    bad_calls.made_spoilt(root)
+    return root
+
+
+def test_calls_that_cannot_go_well(calls_home: Path) -> None:
+    """Those that are refused while the options are read need no models; every 16th of the calls is made."""
+    calls = list(bad_calls.bad_calls(calls_home))
+    assert len(calls) > 2500
+    assert {call.command for call in calls} == set(bad_calls.good_calls(calls_home))
+    for call in calls[::16]:
+        told = bad_calls.judged(call, calls_home)
+        assert "faults" not in told, told
+
+
+def test_a_fault_of_a_call_is_told() -> None:
+    good = bad_calls.CliRunner().invoke(bad_calls.corp_deploy, ["completion", "bash"])
+    found = bad_calls.faults_of(good, {"kept": "a", "lost": "b"}, {"kept": "c", "new": "d"})
+    assert found == ["exit code 0", "a message of 0 letters", "changed kept", "left new"]
