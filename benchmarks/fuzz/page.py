@@ -41,11 +41,12 @@ behind or changed.
 def _files(record: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name, own in record["readers"].items():
-        both = [own[driver] for driver in ("atheris", "hypothesis")]
+        both = list(own.values())
+        inputs = [f"{own[driver]['inputs']:,}" if driver in own else "-" for driver in ("atheris", "hypothesis")]
         rows.append(
             [
                 name,
-                *(f"{each['inputs']:,}" for each in both),
+                *inputs,
                 f"{sum(each['read'] for each in both):,}",
                 f"{max(each['slowest_s'] for each in both):.2f}",
                 f"{max(each['peak_mib'] for each in both):,}",
