@@ -1,11 +1,13 @@
 """A slice of the files and calls of chance, the same in every run, and what larger runs of them found."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from benchmarks.fuzz.one import changed
 from benchmarks.fuzz.readers import Readers, is_read, made_home, readers
 from benchmarks.fuzz.watch import Strayed, Watch
 from calib.groups import group_ids
+from corp_deploy.cli import main
 from corp_deploy.commands.options import FILE
 from export.graph.check import check_onnx
 from ground.errors import BadInput
@@ -61,7 +64,7 @@ def test_whatever_it_holds(reader: str, data: st.DataObject, every: Readers, hom
 
 
 def test_the_watch_finds_what_a_reader_must_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = []
+    hooks: list[Callable[..., None]] = []
     monkeypatch.setattr("sys.addaudithook", hooks.append)
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
     watch = Watch(at=tmp_path / "found.json", own=(str(tmp_path),))
@@ -158,6 +161,6 @@ def test_calls_that_cannot_go_well(calls_home: Path) -> None:
 
 
 def test_a_fault_of_a_call_is_told() -> None:
-    good = bad_calls.CliRunner().invoke(bad_calls.corp_deploy, ["completion", "bash"])
+    good = CliRunner().invoke(main, ["completion", "bash"])
     found = bad_calls.faults_of(good, {"kept": "a", "lost": "b"}, {"kept": "c", "new": "d"})
     assert found == ["exit code 0", "a message of 0 letters", "changed kept", "left new"]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,7 @@ def _escaped(word: bytes) -> str:
 
 def by_atheris(formats: Sequence[Any], take: Any, folder: Path) -> None:
     """Bytes, toward lines of the source that no file reached before."""
-    import atheris
-
+    atheris: Any = import_module("atheris")
     corpus, words = folder / "corpus", folder / "words"
     corpus.mkdir()
     for place, each in enumerate(formats):
@@ -107,8 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     instrumented: Any = nullcontext()
     if arguments.driver == "atheris":
-        import atheris
-
+        atheris: Any = import_module("atheris")
         instrumented = atheris.instrument_imports(include=list(OWN))
     with instrumented:
         from . import readers
