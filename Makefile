@@ -6,7 +6,7 @@ DEMO_DIR ?= demo-out
 # torch's own threads only get in each other's way when tests run side by side.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: setup demo real test lint clean
+.PHONY: setup locked lock sbom wheel demo real test lint clean
 
 setup: .venv/ready .venv/triton/ready
 
@@ -14,6 +14,27 @@ setup: .venv/ready .venv/triton/ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,rtx,openvino,interop,sign,dev]'
 	touch $@
+
+# As setup, but each file by its digest in requirements.lock, build tools too; for an index that has the files of that day.
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/build.lock
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement .venv/build.lock
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-build-isolation --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch .venv/ready
+
+# Writes requirements.lock anew for what constraints.txt says; wants uv on PATH.
+lock: .venv/ready
+	$(BIN)/python -m benchmarks.lock
+
+# The bill of materials of this environment; each release has one of its own.
+sbom: .venv/ready
+	$(BIN)/python -m benchmarks.sbom --output sbom.cdx.json
+
+# The same bytes wherever and whenever it is built from the same commit.
+wheel: .venv/ready
+	$(BIN)/python -m benchmarks.wheel --output dist
 
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
 .venv/triton/ready: tests/triton-requirements.txt | .venv/ready

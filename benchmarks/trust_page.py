@@ -48,7 +48,10 @@ CALLS: Mapping[Kind, frozenset[str]] = {
         "CDLL", "aoti_load_package", "deserialize_cuda_engine", "eval", "exec", "import_module",
         "register_custom_ops_library", "add_extension",
     }),
-    "asks": frozenset({"build_opener", "init_process_group", "urlopen", "socket.socket", "create_connection"}),
+    "asks": frozenset({
+        "build_opener", "init_process_group", "urlopen", "socket.socket", "create_connection", "detect_credential",
+        "use_sigstore_signer", "use_sigstore_verifier",
+    }),
 }  # fmt: skip
 
 
