@@ -31,15 +31,17 @@ class Ended(KeyboardInterrupt):
 @contextmanager
 def raising_on_signals() -> Iterator[None]:
     """Within it ASKS_TO_END raise Ended in this process; in those that it forks they end it as ever. Handlers of
-    somebody else's stay, and so does what is ignored (nohup).
+    somebody else's stay, and so does what is ignored (nohup). A KeyboardInterrupt that whoever heard of the signal
+    raises afterwards, as builders of engines do once they have stopped, is Ended too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner = os.getpid()
+    owner, heard = os.getpid(), list[int]()
 
     def ended(number: int, _: FrameType | None) -> None:
         if os.getpid() == owner:
+            heard.append(number)
             raise Ended(number)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -49,6 +51,10 @@ def raising_on_signals() -> Iterator[None]:
         signal.signal(each, ended)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if heard and not isinstance(error, Ended):
+            raise Ended(heard[-1]) from error
+        raise
     finally:
         for each in ours:
             signal.signal(each, signal.SIG_DFL)

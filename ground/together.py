@@ -50,7 +50,7 @@ def install_all(directory: Path, moves: Mapping[str, Path], *, gone: Sequence[st
         for each in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if each.is_file():
                 settle(each)
-    with _one_at_a_time(directory):
+    with one_at_a_time(directory):
         _roll_back(directory)
         for stale in directory.glob(f"{FORMER}-*"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -64,13 +64,15 @@ def install_all(directory: Path, moves: Mapping[str, Path], *, gone: Sequence[st
 def put_back(directory: Path) -> None:
     """What stood there before a process was killed in the midst of replacing it; nothing where none was."""
     if (directory / FORMER).is_dir():
-        with _one_at_a_time(directory):
+        with one_at_a_time(directory):
             _roll_back(directory)
 
 
 @contextmanager
-def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Others wait; where the file system knows no locks, nobody does."""
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Others who ask for the same directory wait until the body or this process ends; where the file system knows no
+    locks, nobody does.
+    """
     handle = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -273,6 +273,7 @@ def calibrate(
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = merging_checkpoint(model.load(out), merging)
         source = passes.source(inputs, checkpoint)
+        unsaved = "" if passes.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
@@ -281,7 +282,7 @@ def calibrate(
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
-            smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}"),
+            smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
         resumed = run.goes_on
         with watch.of("calibrate"):

@@ -2,7 +2,7 @@
 images gives, held-out ones in a file of their own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from calib.snapshots import Snapshots
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
+from ground.together import replacing_all
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
 from .halves import SUMS_HELD, in_halves
@@ -159,7 +160,9 @@ def _take(
     saved: ResumeFile | None = None,
     snapshots: Snapshots | None = None,
 ) -> Moments:
-    """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet."""
+    """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet. That saves no
+    states, which are of the size that was asked for: the same command could not go on from them.
+    """
     size = request.batch_size
     while True:
         try:
@@ -170,7 +173,7 @@ def _take(
                     batch_size=size,
                     device=request.device,
                     statistics=statistics,
-                    saved=saved,
+                    saved=saved if size == request.batch_size else None,
                     ranks=run.ranks,
                     snapshots=snapshots,
                     done=done,
@@ -271,11 +274,12 @@ def _fitted(
     )
 
 
-def _written(moments: Moments, path: Path, ranks: Ranks) -> list[dict[str, Any]]:
-    """What the file holds, by the rank that writes it."""
+def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What the file holds, by the rank that writes it; files beside it called `gone` go as it comes."""
     if ranks.rank != 0:
         return []
-    save(moments, path)
+    with replacing_all(path.parent, (path.name,), gone=gone) as (temporary,):
+        save(moments, temporary)
     return [summary_of_moments(moments, path)]
 
 
@@ -297,7 +301,9 @@ def write_moments(
     if restriction is not None:
         statistics = _restricted(checkpoint, parts.fitted, request, run, widths, output.stem)
     moments = _fitted(checkpoint, parts, request, run, statistics, output)
-    summaries = _written(moments, output, run.ranks)
+    # What an older run held out may be among the images of these.
+    gone = () if parts.held_out is None else (held_out_path(output).name,)
+    summaries = _written(moments, output, run.ranks, gone=gone)
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
-from ground.together import install_all, put_back
+from ground.together import install_all, one_at_a_time, put_back
 
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
@@ -47,16 +47,16 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
         for variant in (model.variant, model.pending):
             if variant is not None:
                 _refuse_contradictions(package, variant)
-    entries = read_expected(repository / EXPECTED_NAME)
-    for model in models:
-        entry = expected_entry(model.variant, package.version, model.expected)
-        entries.setdefault(model.variant.name, {})[str(package.version)] = entry
-    with staging_folder(repository) as folder:
-        moves = dict[str, Path]()
+    with staging_folder(repository) as folder, one_at_a_time(repository.resolve().parent):
+        _refuse_existing(package, repository)  # by now another process may have written it
+        entries = read_expected(repository / EXPECTED_NAME)
+        moves = {EXPECTED_NAME: folder / EXPECTED_NAME}
         for model in models:
+            entry = expected_entry(model.variant, package.version, model.expected)
+            entries.setdefault(model.variant.name, {})[str(package.version)] = entry
             moves |= _written(package, model, repository, folder / model.variant.name)
         (folder / EXPECTED_NAME).write_text(expected_text(entries))
-        _install(repository, moves | {EXPECTED_NAME: folder / EXPECTED_NAME})
+        _install(repository, moves)
     warnings = [*_own_warnings(package, models, records, repository), *_server_warnings(release, models, records)]
     return AddedVersion(models=tuple(model.variant.name for model in models), warnings=tuple(warnings))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import replacing, text_from_file
-from ground.together import put_back, replacing_all
+from ground.together import one_at_a_time, put_back, replacing_all
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -49,8 +49,9 @@ def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
     put_back(repository)
     able, unchanged = able_models(repository, name, version)
-    with replacing_all(repository, [f"{each}/config.pbtxt" for each in able]) as configs:
-        for each, config in zip(able, configs, strict=True):
+    configs = [f"{each}/config.pbtxt" for each in able]
+    with one_at_a_time(repository.resolve().parent), replacing_all(repository, configs) as written:
+        for each, config in zip(able, written, strict=True):
             config.write_text(text_from_file(config_path(repository / each, version)))
     return ServedVersion(version=version, models=able, unchanged=unchanged)
 
