@@ -652,3 +652,32 @@ def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(fir
     assert validation.JsonStrictValidator(schema).validate_str(text) is None
     broken = text.replace('"type": "machine-learning-model"', '"type": "magic"', 1)
     assert validation.JsonStrictValidator(schema).validate_str(broken) is not None
+
+
+def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
+    private, public = keys_of_ours(home)
+    repository, words = home / "repository", ("--name", "tiny", "--sign", private)
+    result = run("package", home / "out", "-o", repository, *words, "--model-version", 3)
+    assert result.exit_code == 0, result.output
+    verify = ("check", repository, "--verify", public, "--expect-name", "tiny", "--expect-version")
+    assert "tiny 3, signed by the key" in said(run(*verify, 3))
+    assert "the signed version is '3', expected '4'" in said(run(*verify, 4))
+    manifest = json.loads((repository / "manifest.json").read_text())
+    files = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
+    assert manifest["files"].keys() == files - {"manifest.json", "model.sig"}
+
+    (repository / "tiny_cpu" / "3" / "libtriton_x.so").write_text("")
+    assert "libtriton_x.so: not signed, it was added" in said(run(*verify, 3))
+    result = run("package", home / "out", "-o", repository, *words, "--model-version", 4)
+    assert result.exit_code == 2
+    assert "not signed" in " ".join(result.stderr.split())
+    assert not (repository / "model.sig").exists()
+    (repository / "tiny_cpu" / "3" / "libtriton_x.so").unlink()
+    (repository / "stray").write_text("")
+    result = run("package", home / "out", "-o", repository, *words, "--model-version", 5)
+    assert "stray: no file of what is signed" in " ".join(result.stderr.split())
+    (repository / "stray").unlink()
+    assert run("package", home / "out", "-o", repository, *words, "--model-version", 6).exit_code == 0
+    result = run("package", home / "out", "-o", repository, "--name", "tiny", "--model-version", 7)
+    assert "model.sig is removed" in " ".join(result.stderr.split())
+    assert not (repository / "model.sig").exists()

@@ -218,7 +218,7 @@ def test_a_changed_file_is_found_though_every_list_agrees(
     check(out, expect=0 if change is not link else 1)  # the lists alone see nothing
     told = verified(out, keys, "--expect-version", "2.0.0", expect=1)
     assert CHANGES[change] in told
-    assert "not verified, nothing of it was read" in told
+    assert told.endswith("not verified")
 
 
 def test_unsigned_lists_tell_of_what_was_added(out: Path) -> None:

@@ -13,6 +13,7 @@ from ground.quantities import ERROR, MODEL_VERSION, SECONDS
 from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
 from .serving_choice import ServingChoice, serving_options
+from .signing_choice import SigningChoice, signing_options
 
 if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--labels", type=FILE, default=None, help="Class names, one a line.")
 @click.option("--server", default=None, help="Server release such as 26.07, to warn when versions don't match.")
 @serving_options
+@signing_options
 @output_options
 def package(
     directory: Path,
@@ -37,15 +39,24 @@ def package(
     labels: Path | None,
     server: str | None,
     serving: ServingChoice,
+    signing: SigningChoice,
     out: Output,
 ) -> None:
     """Write a Triton model repository from a directory of results.
 
+    --sign signs the repository as a whole, older versions in it too, under --name and --model-version, where lint-repo
+    finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. What changes it afterwards, another version or
+    `serve-version`, ends the signature.
+
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
     from corp_deploy.release.serving import package_of_directory
+    from corp_deploy.release.signed_repository import sign_repository, unsign_repository
     from export.triton.repository import write_repository
 
+    signer = signing.signer()
+    if signer is not None:
+        signer.require()
     packaged, notes = package_of_directory(
         directory,
         name=name,
@@ -56,10 +67,15 @@ def package(
         profiles=serving.batch,
     )
     written = write_repository(packaged, output)
+    if unsign_repository(output) and signer is None:
+        out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
+    if signer is not None:
+        sign_repository(output, name, str(model_version), signer)
     for note in (*notes, *written.warnings):
         out.warn(note)
-    record = {"models": list(written.models), "warnings": [*notes, *written.warnings]}
-    out.result(record, f"{output}: version {model_version} of {', '.join(written.models)}")
+    signed = "; signed: model.sig" if signer is not None else ""
+    record = {"models": list(written.models), "warnings": [*notes, *written.warnings], "signed": signer is not None}
+    out.result(record, f"{output}: version {model_version} of {', '.join(written.models)}{signed}")
 
 
 @click.command("lint-repo")

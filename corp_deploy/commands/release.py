@@ -260,12 +260,13 @@ def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: 
     checked = check_release(directory, expected)
     if verifying.verify is not None and verifying.expect_version is None and checked.signed_by:
         out.warn(f"any version that was ever signed would do, this is {checked.version}; give --expect-version")
-    replayed = "samples replayed" if checked.graphs_replayed else "samples not replayed, as files differ"
+    why = "as files differ" if checked.differs else "a repository has none"
+    replayed = "samples replayed" if checked.graphs_replayed else f"samples not replayed, {why}"
     verdict = f"{len(checked.differs)} differ" if checked.differs else "all as they were made"
     line = f"{directory}: {checked.files} files, {replayed}: {verdict}"
     if expected is not None:
         named = f"{checked.name} {checked.version}, signed by {checked.signed_by}"
-        line = f"{line}; {named}" if checked.signed_by else f"{directory}: not verified, nothing of it was read"
+        line = f"{line}; {named}" if checked.signed_by else f"{directory}: not verified"
     out.result(asdict(checked), *checked.differs, line)
     if checked.differs:
         ctx.exit(EXIT_FAILED)

@@ -86,9 +86,21 @@ def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
     return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]
 
 
+def _of_repository(folder: Path, signed: Signed) -> Checked:
+    release = load_manifest(folder).release
+    return Checked(
+        files=len(signed.files),
+        graphs_replayed=False,
+        differs=(),
+        name=None if release is None else release.name,
+        version=None if release is None else release.version,
+        signed_by=signed.by,
+    )
+
+
 def check(folder: Path, expected: Expected | None = None) -> Checked:
     """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
-    whole. Nothing is read of a release whose signature doesn't hold.
+    whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
 
     Raises BadInput for a directory that is no release, Missing without ONNX Runtime, or the library that verifies.
     """
@@ -96,6 +108,8 @@ def check(folder: Path, expected: Expected | None = None) -> Checked:
         signed = None if expected is None else expected.signed(folder)
     except Unverified as unverified:
         return Checked(files=0, graphs_replayed=False, differs=unverified.differs)
+    if signed is not None and SUMS not in signed.files:  # a model repository: the signature is its list
+        return _of_repository(folder, signed)
     sums = sums_from_file(folder / SUMS)
     changed = _changed(folder, sums)
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]

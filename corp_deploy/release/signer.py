@@ -128,7 +128,9 @@ class KeySigner:
         return _holds(PublicKey(path=public), folder)
 
     def attest(self, folder: Path) -> None:
-        """The provenance once more, in an envelope that tools for attestations verify by itself."""
+        """The provenance, where there is one, once more in an envelope that tools for attestations verify by itself."""
+        if not (folder / PROVENANCE).is_file():
+            return
         payload = text_from_file(folder / PROVENANCE, most_bytes=2**28).encode()
         envelope = _envelope(payload, _private_key(self.key, self.password))
         write_text(folder / ATTESTATION, json.dumps(envelope) + "\n")
