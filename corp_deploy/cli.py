@@ -96,7 +96,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with raising_on_signals():
+            with raising_on_signals(click.exceptions.Exit):
                 return super().invoke(ctx)
         except click.exceptions.Exit:
             raise

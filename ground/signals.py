@@ -28,33 +28,43 @@ class Ended(KeyboardInterrupt):
         return 128 + self.number
 
 
+def _raised_by(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt() if number == signal.SIGINT else Ended(number)
+
+
 @contextmanager
-def raising_on_signals() -> Iterator[None]:
+def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
     """Within it ASKS_TO_END raise Ended in this process; in those that it forks they end it as ever. Handlers of
-    somebody else's stay, and so does what is ignored (nohup). A KeyboardInterrupt that whoever heard of the signal
-    raises afterwards, as builders of engines do once they have stopped, is Ended too.
+    somebody else's stay, and so does what is ignored (nohup).
+
+    What is raised after a signal was heard, Ctrl-C's too, is the signal's: libraries lose its exception in their native
+    code and raise another one, and builders of engines raise KeyboardInterrupt when they have stopped. But for
+    `passing`, by which a work says how it ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     owner, heard = os.getpid(), list[int]()
+    formers = {each: signal.getsignal(each) for each in (signal.SIGINT, *ASKS_TO_END)}
+    ours = {each: former for each, former in formers.items() if former in (signal.SIG_DFL, signal.default_int_handler)}
 
-    def ended(number: int, _: FrameType | None) -> None:
+    def hear(number: int, _: FrameType | None) -> None:
         if os.getpid() == owner:
             heard.append(number)
-            raise Ended(number)
-        signal.signal(number, signal.SIG_DFL)
+            raise _raised_by(number)
+        signal.signal(number, ours[signal.Signals(number)])
         os.kill(os.getpid(), number)
 
-    ours = [each for each in ASKS_TO_END if signal.getsignal(each) is signal.SIG_DFL]
     for each in ours:
-        signal.signal(each, ended)
+        signal.signal(each, hear)
     try:
         yield
-    except KeyboardInterrupt as error:
+    except passing:
+        raise
+    except (KeyboardInterrupt, Exception) as error:
         if heard and not isinstance(error, Ended):
-            raise Ended(heard[-1]) from error
+            raise _raised_by(heard[-1]) from error
         raise
     finally:
-        for each in ours:
-            signal.signal(each, signal.SIG_DFL)
+        for each, former in ours.items():
+            signal.signal(each, former)

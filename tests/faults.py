@@ -23,7 +23,7 @@ import click
 SOURCE = Path(__file__).with_suffix(".c")
 OPERATIONS = {"open": 1, "write": 2, "fsync": 4, "rename": 8, "mkdir": 16}
 EVERY = sum(OPERATIONS.values())
-LONGEST_S = 120
+LONGEST_S = 600
 NOISE = ("effort.json", "lock", "digests.json")
 """What a command writes that is another one each time, and that nothing is taken from."""
 
@@ -117,6 +117,7 @@ def _child(words: list[str], below: Path, fault: Fault, said: int, counted: int,
 
     os.dup2(said, 1)
     os.dup2(said, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.alarm(LONGEST_S)
     shim, code = ctypes.CDLL(None), 70
     number = -fault.signal if fault.signal else fault.number

@@ -20,6 +20,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from benchmarks import faults_happenings, faults_pairs
+from benchmarks.faults import AT_EVERY_POINT, RECORD
+from benchmarks.faults_page import PAGE, page
 from calib.collect import Collector
 from calib.inputs import Inputs, batch_size
 from corp_deploy.cli import main
@@ -35,6 +38,8 @@ from tests import tiny
 from tests.export_served import write_onnx
 
 ROOT = Path(__file__).parents[1]
+FOUR = {"release", "reduce", "calibrate", "package"}
+TOGETHER = {"release", "reduce", "package", "serve-version"}
 
 
 def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
@@ -47,6 +52,50 @@ def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
     assert [row["wrong"] for row in rows] == [[]] * 3
     assert all(row["tried"] and not row["torn"] and not row["some"] for row in rows)
     assert sum(row["kept"] for row in rows) >= 1, "killed between two renames"
+
+
+# The record
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(RECORD.read_text())
+    return read
+
+
+def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(record), "run python -m benchmarks.faults_page"
+
+
+def test_every_command_was_disturbed_and_nothing_is_wrong(record: dict[str, Any]) -> None:
+    rows = record["rows"]
+    disturbed = {row["command"].split(":")[0] for row in rows} | {each["command"] for each in record["happenings"]}
+    assert set(main.commands) - disturbed == set()
+    assert [row for row in rows if row["wrong"] or row["torn"]] == []
+    assert [each for each in record["happenings"] if each["wrong"]] == []
+    assert [row for row in rows if row["some"] and row["command"].split(":")[0] in TOGETHER] == []
+    assert {each["made_by"] for each in record["happenings"]} == {
+        each.__name__ for each in (*faults_pairs.EVERY, *faults_happenings.EVERY)
+    }
+
+
+@pytest.mark.parametrize(("fault", "code"), [("SIGINT", "130"), ("SIGTERM", "143"), ("SIGKILL", "-9")])
+def test_every_signal_ended_every_command(record: dict[str, Any], fault: str, code: str) -> None:
+    rows = [row for row in record["rows"] if row["fault"] == fault]
+    assert rows
+    assert [row for row in rows if row["codes"].get(code, 0) < row["tried"] / 2] == []
+
+
+def test_the_four_commands_failed_at_every_operation(record: dict[str, Any]) -> None:
+    every = {fault.name for fault in AT_EVERY_POINT if not fault.signal}
+    counted: dict[str, set[str]] = {}
+    for row in record["rows"]:
+        command = row["command"].split(":")[0]
+        if command in FOUR and row["fault"] in every:
+            assert row["tried"] == row["operations"] > 0, row
+            counted.setdefault(f"{row['command']}, {row['start']}", set()).add(row["fault"])
+    assert {name.partition(":")[0].partition(",")[0] for name in counted} == FOUR
+    assert all(faults == every for faults in counted.values())
 
 
 # Files that go together
@@ -233,6 +282,7 @@ def calibrate(home: Path, output: Path, *words: object) -> Result:
 @pytest.fixture
 def default_handlers() -> Iterator[None]:
     before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
@@ -280,6 +330,22 @@ def test_what_stops_by_itself_first_has_ended_too() -> None:
     with pytest.raises(KeyboardInterrupt) as interrupted, raising_on_signals():
         raise KeyboardInterrupt
     assert not isinstance(interrupted.value, Ended)
+
+
+@pytest.mark.usefixtures("default_handlers")
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Ended), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_native_code_lost_is_told(number: signal.Signals, kind: type[BaseException]) -> None:
+    def losing(error: Exception) -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        raise error
+
+    with pytest.raises(kind), raising_on_signals():
+        losing(ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'"))
+    with pytest.raises(LookupError), raising_on_signals(LookupError):
+        losing(LookupError("the work is done and says how"))
+    with pytest.raises(ValueError, match="its own"), raising_on_signals():
+        raise ValueError("its own")
 
 
 def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(
