@@ -15,6 +15,7 @@ from .errors import BadInput
 from .files import below, regular
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from onnx import GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto
 
 # A protocol buffer ends there; weights of larger models lie in files of their own.
@@ -41,6 +42,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
 
     proto = _parsed(path)
     where = str(path)
+    _refuse_no_text(proto, where)
     _refuse_foreign(proto, where)
     _refuse_endless(proto, where)
     outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
@@ -66,6 +68,21 @@ def _parsed(path: Path) -> "ModelProto":
         raise BadInput(f"{path}: can't be read ({error.strerror})") from error
     except (DecodeError, ValueError, RecursionError):
         raise BadInput(f"{path}: not an ONNX file, or cut short ({size} bytes); export it again") from None
+
+
+def _refuse_no_text(message: "Message", where: str) -> None:
+    """Raise BadInput for a text that is none: its reader gets bytes in its place, and libraries end at them."""
+    for field in message.DESCRIPTOR.fields:
+        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+            continue
+        value = getattr(message, field.name)
+        each = value if field.is_repeated else (value,) if message.HasField(field.name) else ()
+        for one in each:
+            if field.type == field.TYPE_MESSAGE:
+                _refuse_no_text(one, where)
+            elif not isinstance(one, str):
+                what = f"{message.DESCRIPTOR.name}.{field.name}"
+                raise BadInput(f"{where}: {what} holds {one[:40]!r}, which is no text in UTF-8; export it again")
 
 
 def _nodes(nodes: "Iterable[NodeProto]") -> "Iterator[NodeProto]":

@@ -21,6 +21,7 @@ from corp_deploy.cli import main
 from corp_deploy.commands.options import FILE
 from export.graph.check import check_onnx
 from ground.errors import BadInput
+from ground.onnx_file import read_onnx
 from ground.text import LONGEST_MESSAGE, message_line
 from tests import tiny
 
@@ -125,6 +126,31 @@ def test_a_graph_whose_fault_can_t_be_told() -> None:
     assert "onnx.checker: it is not valid, and names what is no text in UTF-8" in check_onnx(
         onnx.load_from_string(content)
     )
+
+
+def relu() -> onnx.ModelProto:
+    images, logits = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"], name="node")], "g", [images], [logits])
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    model.metadata_props.add(key="made", value="text")
+    return model
+
+
+@pytest.mark.parametrize("text", [b"node", b"text", b"made", b"Relu"])
+def test_a_graph_of_texts_that_are_none(tmp_path: Path, text: bytes) -> None:
+    content = relu().SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(content)
+    assert read_onnx(tmp_path / "m.onnx").graph.node[0].name == "node"
+    (tmp_path / "m.onnx").write_bytes(content.replace(text, b"\xf1" + text[1:]))
+    with pytest.raises(BadInput, match="no text in UTF-8"):
+        read_onnx(tmp_path / "m.onnx")
+
+
+def test_a_type_that_is_none() -> None:
+    model = relu()
+    model.graph.input[0].type.tensor_type.elem_type = 55
+    model.graph.initializer.add(name="w", data_type=55, dims=[1], raw_data=b"x")
+    assert any(reason.startswith("onnx.checker: ") and "55" in reason for reason in check_onnx(model))
 
 
 def test_a_message_can_be_read() -> None:

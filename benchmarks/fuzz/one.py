@@ -131,7 +131,7 @@ def main() -> None:
         "/dev/null",
         "/dev/urandom",
     )
-    watch = Watch(at=arguments.at, own=tuple(map(str, allowed)))
+    watch = Watch(at=arguments.at, own=tuple(os.path.realpath(each) for each in allowed))
     watch.begin()
 
     def take(each: Any, content: bytes) -> None:

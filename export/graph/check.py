@@ -99,6 +99,8 @@ def _validity_reasons(proto: ModelProto) -> Iterator[str]:
         yield f"onnx.checker: {' '.join(str(error).split())}"
     except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
         yield "onnx.checker: it is not valid, and names what is no text in UTF-8"
+    except ValueError as error:  # of types that ONNX has not
+        yield f"onnx.checker: {' '.join(str(error).split())}"
 
 
 def _name_reasons(proto: ModelProto) -> Iterator[str]:
