@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import bad_calls
+from benchmarks import bad_calls, spoilt_calls
 from benchmarks.fuzz import page
 from benchmarks.fuzz.one import changed
 from benchmarks.fuzz.readers import Readers, is_read, made_home, readers
@@ -172,15 +172,15 @@ def test_nothing_is_written_below_a_file(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def calls_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("calls")
-    bad_calls.made_spoilt(root)
+    spoilt_calls.made_spoilt(root)
     return root
 
 
 def test_calls_that_cannot_go_well(calls_home: Path) -> None:
     """Those that are refused while the options are read need no models; every 16th of the calls is made."""
-    calls = list(bad_calls.bad_calls(calls_home))
+    calls = list(spoilt_calls.bad_calls(calls_home))
     assert len(calls) > 2500
-    assert {call.command for call in calls} == set(bad_calls.good_calls(calls_home))
+    assert {call.command for call in calls} == set(spoilt_calls.good_calls(calls_home))
     for call in calls[::16]:
         told = bad_calls.judged(call, calls_home)
         assert "faults" not in told, told

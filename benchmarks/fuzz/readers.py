@@ -1,24 +1,17 @@
 """The readers of foreign files, each with files that are whole, and what a command does with what it read."""
 
-import io
 import json
 import shutil
 import tarfile
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import timm
-import tomli_w
 import torch
 from click.testing import CliRunner
-from PIL import Image
-from safetensors.torch import load as tensors_of
 from safetensors.torch import save as safetensors_from
 
 from calib import store
@@ -43,6 +36,18 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 
+from .content import (
+    JSON,
+    TOML,
+    Values,
+    moments_values,
+    npy_bytes,
+    npz_bytes,
+    pictures,
+    sealed_moments,
+    tar_bytes,
+    torch_bytes,
+)
 from .valid import Record, bench, parity, valid_records
 
 SIZE, CLASSES = 16, 3
@@ -78,9 +83,6 @@ RULES = (
     b"p50@b1 > baseline * 1.03", b"reduced.speedup@b1 < 1.2", b"top1_agreement < 0.99", b"fused_attention < dense",
     b"size_bytes > 3.5 MB", b"compute.p99@b1 >= dense - 1e-3", b"metric.f1 < 0.5", b"cosine_mean@whole <= .5",
 )  # fmt: skip
-Values = tuple[Callable[[bytes], Any], Callable[[Any], bytes]]
-JSON: Values = (json.loads, lambda value: json.dumps(value).encode())
-TOML: Values = (lambda content: tomllib.loads(content.decode()), lambda value: tomli_w.dumps(value).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ def made_home(home: Path) -> None:
     rng = np.random.default_rng(0)
     np.save(home / "images.npy", rng.standard_normal((24, 3, SIZE, SIZE)).astype(np.float32))
     (home / "photographs").mkdir()
-    for name, content in _pictures().items():
+    for name, content in pictures().items():
         (home / "photographs" / name).write_bytes(content)
     for words in (
         ("calibrate", "--model", "model", "--images", "images.npy", "-o", "moments.safetensors"),
@@ -118,67 +120,6 @@ def made_home(home: Path) -> None:
             raise RuntimeError(done.output)
     write_repository(Package(name="vit", cpu_onnx=home / "model.onnx"), home / "repository")
     (home / "served").symlink_to(next((home / "repository").glob("*/config.pbtxt")).parent)
-
-
-def _pictures() -> dict[str, bytes]:
-    picture = Image.fromarray(np.random.default_rng(1).integers(0, 255, (20, 24, 3), dtype=np.uint8))
-    return {f"a.{name}": _saved(picture, name) for name in ("png", "jpeg", "webp", "bmp")}
-
-
-def _saved(picture: Image.Image, name: str) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, name)
-    return file.getvalue()
-
-
-def _npy(values: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
-def _npz(**values: Any) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **values)
-    return file.getvalue()
-
-
-def _torch(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _tar(members: Mapping[str, bytes], form: int) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue()
-
-
-def sealed_moments(content: bytes) -> bytes:
-    """With the digests of the tensors and of the header that stand in it."""
-    with suppress(Exception):
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][store.HEADER])
-        tensors = tensors_of(content)
-        header.pop("header_sha256", None)
-        header["sha256"] = {name: store._sha256(tensor) for name, tensor in tensors.items()}
-        return safetensors_from(tensors, {store.HEADER: store._signed(header)})
-    return content
-
-
-def _moments_values(content: bytes) -> Values:
-    tensors = tensors_of(content)
-
-    def read(moments: bytes) -> Any:
-        length = int.from_bytes(moments[:8], "little")
-        return json.loads(json.loads(moments[8 : 8 + length])["__metadata__"][store.HEADER])
-
-    return read, lambda value: safetensors_from(tensors, {store.HEADER: json.dumps(value)})
 
 
 def _read_moments(path: Path) -> object:
@@ -242,11 +183,14 @@ def readers(home: Path) -> Readers:
     weights = (home / "model" / "model.safetensors").read_bytes()
     moments = (home / "moments.safetensors").read_bytes()
     state = timm.create_model("vit_tiny_patch16_224", **TINY.kwargs).state_dict()
-    pictures, three = _pictures(), images_for_model(model, home / "three.npy")
+    photographs, three = pictures(), images_for_model(model, home / "three.npy")
 
     def images(path: Path) -> object:
         opened = images_for_model(model, path)
         return [opened.rows[position] for position in range(opened.count)]
+
+    def labelled(path: Path) -> object:
+        return labels_from_path(path, three, model)
 
     def grouped(path: Path) -> object:
         return group_ids(three, str(path))
@@ -268,7 +212,7 @@ def readers(home: Path) -> Readers:
         "moments": [
             Format(name="plain.safetensors", whole=[moments], read=_read_moments),
             Format(
-                name="sealed.safetensors", whole=[moments], read=_read_moments, values=_moments_values(moments),
+                name="sealed.safetensors", whole=[moments], read=_read_moments, values=moments_values(moments),
                 seal=sealed_moments,
             ),
         ],
@@ -280,7 +224,10 @@ def readers(home: Path) -> Readers:
             Format(name="model.safetensors", whole=[weights], read=_read_sealed_model(home)),
         ],
         "checkpoints": [
-            Format(name="w.pth", whole=[_torch(state), _torch({"state_dict": state, "epoch": 3})], read=read_weights),
+            Format(
+                name="w.pth", whole=[torch_bytes(each) for each in (state, {"state_dict": state, "epoch": 3})],
+                read=read_weights,
+            ),
             Format(name="w.safetensors", whole=[safetensors_from(state)], read=read_weights),
         ],
         "recipes": [Format(name="recipe.toml", whole=[RECIPE], read=_read_recipe, values=TOML)],
@@ -294,19 +241,19 @@ def readers(home: Path) -> Readers:
         ],
         "ONNX graphs": [Format(name="m.onnx", whole=[(home / "model.onnx").read_bytes()], read=_read_graph)],
         "images": [
-            *(Format(name=name, whole=[content], read=pictured) for name, content in pictures.items()),
-            Format(name="i.npy", whole=[_npy(pixels), _npy(pixels.astype(np.uint8))], read=images),
-            Format(name="i.npz", whole=[_npz(images=pixels)], read=images),
+            *(Format(name=name, whole=[content], read=pictured) for name, content in photographs.items()),
+            Format(name="i.npy", whole=[npy_bytes(pixels), npy_bytes(pixels.astype(np.uint8))], read=images),
+            Format(name="i.npz", whole=[npz_bytes(images=pixels)], read=images),
             Format(name="i.safetensors", whole=[safetensors_from({"images": torch.from_numpy(pixels)})], read=images),
             Format(
                 name="i.tar", read=images,
-                whole=[_tar(pictures, form) for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT)],
+                whole=[tar_bytes(photographs, form) for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT)],
             ),
         ],
         "labels": [
-            Format(name="l.npy", whole=[_npy(labels)], read=lambda path: labels_from_path(path, three, model)),
-            Format(name="l.npz", whole=[_npz(labels=labels)], read=lambda path: labels_from_path(path, three, model)),
-            Format(name="g.npy", whole=[_npy(np.array(["a", "b", "a"]))], read=grouped),
+            Format(name="l.npy", whole=[npy_bytes(labels)], read=labelled),
+            Format(name="l.npz", whole=[npz_bytes(labels=labels)], read=labelled),
+            Format(name="g.npy", whole=[npy_bytes(np.array(["a", "b", "a"]))], read=grouped),
             Format(name="g.json", whole=[b'["a", "b", 1]'], read=grouped, values=JSON),
         ],
         "documents": [
