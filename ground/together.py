@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from .errors import BadInput
-from .files import below, regular, settle, temporary_beside, text_from_file
+from .files import below, leaves, regular, settle, temporary_beside, text_from_file
 
 FORMER = ".former"
 _ABSENT = ".absent.json"
@@ -125,13 +125,16 @@ def _first_absent(directory: Path, name: str) -> str:
 def _absent(journal: Path) -> list[str]:
     """The names that stood for nothing. Raises BadInput for a journal that this tool did not write."""
     try:
-        return msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
+        names = msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
     except (msgspec.DecodeError, FileNotFoundError):
-        raise BadInput(f"{journal}: not what this tool left there; look at it, and remove it") from None
+        names = [""]
+    if any(map(leaves, names)):
+        raise BadInput(f"{journal}: not what this tool left there; look at it, and remove it")
+    return names
 
 
 def _remove(path: Path, journal: Path) -> None:
-    if path.is_symlink() or not path.resolve().is_relative_to(journal.parent.resolve()):
+    if path.is_symlink() or journal.parent.resolve() not in path.resolve().parents or path == journal:
         raise BadInput(f"{journal}: {str(path)[:200]} is not of its directory; look at it, and remove it")
     if path.is_dir():
         shutil.rmtree(path)

@@ -33,6 +33,7 @@ from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz
 from ground.errors import BadInput
 from ground.files import below, write_json
+from ground.together import put_back
 from tests import tiny
 
 SHAPE = (3, 4, 6)
@@ -488,3 +489,33 @@ def test_commands_end_with_exit_code_2_and_one_message(dense: Path, tmp_path: Pa
         assert "Traceback" not in done.output
         assert len(done.stderr) < 1500
         assert not (tmp_path / "m.safetensors").exists()
+
+
+# A journal of files that were replaced, from anybody
+
+
+@pytest.mark.parametrize(
+    "name", [".", "", "sub/..", "../beside", "link", "link/file", ".former", "/etc/hostname", "a\0b"]
+)
+def test_a_foreign_journal_removes_nothing(tmp_path: Path, name: str) -> None:
+    """Files of a directory are put back before it is read: its journal may come from whoever made it."""
+    place, beside = tmp_path / "model", tmp_path / "beside"
+    for path in (place / "sub" / "file", beside / "file", place / ".former" / "config.json"):
+        path.parent.mkdir(parents=True)
+        path.write_text("kept")
+    (place / "link").symlink_to(beside)
+    (place / ".former" / ".absent.json").write_text(json.dumps([name]))
+    with pytest.raises(BadInput):
+        put_back(place)
+    assert (place / "sub" / "file").read_text() == (beside / "file").read_text() == "kept"
+    assert (place / ".former" / "config.json").exists()
+
+
+def test_a_journal_is_put_back(tmp_path: Path) -> None:
+    (tmp_path / ".former").mkdir()
+    (tmp_path / ".former" / "config.json").write_text("old")
+    (tmp_path / ".former" / ".absent.json").write_text('["model.safetensors"]')
+    (tmp_path / "config.json").write_text("new")
+    (tmp_path / "model.safetensors").write_text("new")
+    put_back(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.json": "old"}
