@@ -108,6 +108,7 @@ class HeadTaps:
     output: nn.Module
     merge: nn.Module | None = None
     slots_WN: Tensor | None = None
+    causal: bool = False
 
     @property
     def summed_width(self) -> int:

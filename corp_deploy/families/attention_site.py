@@ -7,9 +7,15 @@ from .head_site import HeadSite, Mixing
 
 
 def site_of_attention(
-    name: str, attention: HeadAttention, *, mixing: Mixing = "free", norm: nn.Module | None = None, reason: str = ""
+    name: str,
+    attention: HeadAttention,
+    *,
+    mixing: Mixing = "free",
+    norm: nn.Module | None = None,
+    reason: str = "",
+    biasless: bool = False,
 ) -> HeadSite:
-    """A site in HeadAttention itself; `mixing`, `norm` and `reason` as HeadSite's."""
+    """A site in HeadAttention itself; `mixing`, `norm`, `reason` and `biasless` as HeadSite's."""
     return HeadSite(
         name=name,
         module=attention,
@@ -28,5 +34,8 @@ def site_of_attention(
         position_bias=attention.position_bias,
         windows=attention.windows,
         talk=attention.talk,
+        causal=attention.causal,
+        grouped=attention.heads // attention.groups,
+        biasless=biasless,
         reason=reason,
     )

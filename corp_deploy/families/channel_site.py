@@ -25,7 +25,7 @@ class ChannelSite:
     rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
     `between`: a convolution of each channel by itself that stands between the layers, None where none does. `merge`:
     the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels by their
-    norms over the image, behind the activation.
+    norms over the image, behind the activation. `biasless`: the last layer has no bias, and gets none.
     """
 
     kind: ClassVar[str] = "channels"
@@ -42,6 +42,7 @@ class ChannelSite:
     merge: nn.Module | None = None
     norm: ResponseNorm | None = None
     norm_name: str = ""
+    biasless: bool = False
 
     def __post_init__(self) -> None:
         assert self.between is None or (not self.gated and self.between.channels == self.width), self.name
@@ -121,7 +122,7 @@ class ChannelSite:
             dim=self.first.in_features,
             hidden=width,
             input_bias=self.first.bias is not None,
-            output_bias=self.last.bias is not None or width != self.width,
+            output_bias=self.last.bias is not None or (width != self.width and not self.biasless),
             rows=self.rows,
         )
 

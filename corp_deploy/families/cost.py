@@ -21,13 +21,17 @@ def attention_macs(
     windows: tuple[int, int] | None = None,
     out: int | None = None,
     pooled: int = 1,
+    groups: int | None = None,
 ) -> int:
     """MACs of one attention layer for one image: projections, Q K' and A V. In windows, so many of so many slots, each
     slot, of padding too, has its query, key and value, each token that leaves its output. `out`: the channels that it
-    gives, as many as it takes unless said; `pooled`: of how many slots the queries become one.
+    gives, as many as it takes unless said; `pooled`: of how many slots the queries become one; `groups` of heads share
+    keys and values. A causal attention's products are counted whole.
     """
+    shared = heads if groups is None else groups
     count, size = (1, pooled * tokens) if windows is None else windows
-    projections = heads * (dim * count * size * (2 * qk + v) + (out or dim) * tokens * v)
+    rows = heads * qk + shared * (qk + v)
+    projections = dim * count * size * rows + (out or dim) * tokens * heads * v
     core_qk, core_v = (max(qk, v), max(qk, v)) if padded else (qk, v)
     return projections + heads * count * (size // pooled) * size * (core_qk + core_v)
 
@@ -38,7 +42,16 @@ def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bia
 
 
 def attention_parameters(
-    *, dim: int, heads: int, qk: int, v: int, qkv_bias: bool = True, proj_bias: bool = True, out: int | None = None
+    *,
+    dim: int,
+    heads: int,
+    qk: int,
+    v: int,
+    qkv_bias: bool = True,
+    proj_bias: bool = True,
+    out: int | None = None,
+    groups: int | None = None,
 ) -> int:
-    """Parameters of qkv and proj; `out` as for its MACs."""
-    return (dim + qkv_bias) * heads * (2 * qk + v) + (heads * v + proj_bias) * (out or dim)
+    """Parameters of qkv and proj; `out` and `groups` as for its MACs."""
+    shared = heads if groups is None else groups
+    return (dim + qkv_bias) * (heads * qk + shared * (qk + v)) + (heads * v + proj_bias) * (out or dim)

@@ -4,7 +4,7 @@ A family is a file (or an object) with these functions; it alone spells its libr
 how the model is run, taken apart, built again and exported. What is done at a site is the business of the kind of site.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -18,6 +18,7 @@ from ground.ports import OutputPort, Port
 
 from . import (
     bert,
+    decoder,
     own_modules,
     timm_cait,
     timm_convnet,
@@ -38,6 +39,7 @@ from .named_sites import NamedSites
 from .outputs import Outputs
 from .sites import Sites
 from .steps import Step, Walk
+from .tokenizer import SequenceSpec, TextSpec
 from .widths import HeadGeometry
 
 Medium = Literal["images", "text"]
@@ -83,14 +85,6 @@ class ImageSpec(InputSpec, Protocol):
 
     def transform(self) -> Callable[[Any], Tensor]:
         """An RGB image of PIL -> float32 [C,H,W]."""
-        ...
-
-
-class TextSpec(InputSpec, Protocol):
-    """Texts as a model takes them."""
-
-    def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
-        """Texts [B] -> a tensor [B,N] for each port."""
         ...
 
 
@@ -221,7 +215,7 @@ _OF_TIMM: tuple[TimmFamily, ...] = (
     timm_swin,
     timm_hierarchy,
 )
-_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert, own_modules)
+_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert, decoder, own_modules)
 _FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
 
 
@@ -251,9 +245,9 @@ def family_of(model: nn.Module) -> Family:
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
         "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, ConvNeXt, MlpMixer (MLP-Mixer, "
         "ResMLP), SwinTransformer, Hiera, MaxxVit (MaxViT, CoAtNet), TinyVit, EfficientFormer, ResNet (ResNeXt), "
-        "RegNet, EfficientNet (MobileNet V1 and V2, MNASNet), MobileNetV3 (V4) or an encoder of BERT's kind: its "
-        "blocks are built differently, so corp-deploy can't reduce it unless its sites are named, with "
-        "corp_deploy.sites(...)"
+        "RegNet, EfficientNet (MobileNet V1 and V2, MNASNet), MobileNetV3 (V4), an encoder of BERT's kind or a decoder "
+        "(OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3): its blocks are built differently, so corp-deploy can't reduce it "
+        "unless its sites are named, with corp_deploy.sites(...)"
     )
 
 
@@ -325,8 +319,16 @@ def image_spec(model: nn.Module) -> ImageSpec:
 
 
 def text_spec(model: nn.Module) -> TextSpec:
-    """How texts become the model's input. Raises BadInput for a model that takes something else."""
+    """How each text becomes the model's input. Raises BadInput for a model that takes something else."""
+    if sequence_spec(model) is not None:
+        raise BadInput("the model takes one text as sequences of tokens, not each text for itself")
     return cast(TextSpec, _spec(model, "text"))
+
+
+def sequence_spec(model: nn.Module) -> SequenceSpec | None:
+    """How one text becomes a decoder's inputs; None for a model that takes something else."""
+    spec = family_of(model).input_spec(model)
+    return spec if isinstance(spec, SequenceSpec) else None
 
 
 def _spec(model: nn.Module, medium: Medium) -> InputSpec:

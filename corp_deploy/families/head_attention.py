@@ -1,6 +1,6 @@
 """Self-attention whose query/key width may differ from its value width: the ordinary module a reduced model is made of.
 
-Legend: B batch, N tokens, C channels, H heads, q/k width `qk`, v width `v`.
+Legend: B batch, N tokens, C channels, H heads, G groups of heads, q/k width `qk`, v width `v`.
 """
 
 from typing import Literal
@@ -38,6 +38,18 @@ def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
     return bias_BN[:, None, None, :]
 
 
+def shared_by_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values of groups [B,G,N,D], each for all heads of its group in turn [B,H,N,D]."""
+    groups = x.shape[1]
+    return x if groups == heads else x.repeat_interleave(heads // groups, dim=1)
+
+
+def causal_bias(q: Tensor) -> Tensor:
+    """What is added to the scores of queries [B,H,N,D] so that none sees a key behind its own place: [N,N]."""
+    place_N = torch.arange(q.shape[-2], device=q.device)
+    return (place_N[:, None] < place_N).to(q.dtype) * _HIDDEN
+
+
 def rows_by_head(rows_BNR: Tensor, heads: int, windows: Windows | None) -> Tensor:
     """What a layer gives of each token, the rows of the heads in turn [B,N,R] -> [B,H,N,R/H]; of each slot of windows
     [B,S,R] -> [B,W,H,n,R/H].
@@ -66,7 +78,10 @@ class HeadAttention(nn.Module):
 
     Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N]. With
     `windows` a token sees those of its own window alone, by a bias [1,H,n,n], and none is merged or masked. `talk`
-    mixes scores over the heads, before the softmax and behind it.
+    mixes scores over the heads, before the softmax and behind it. `causal`: a token sees itself and those before it.
+
+    Of grouped queries (arXiv 2305.13245) `groups` of heads in turn share keys and values, so that `qkv` has rows
+    q (heads * qk), k (groups * qk), v (groups * v).
     """
 
     rotary: Rotary | None
@@ -94,6 +109,8 @@ class HeadAttention(nn.Module):
         talk: TalkingHeads | None = None,
         fused: bool = True,
         out: int | None = None,
+        groups: int | None = None,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         if min(dim, heads) < 1 or (min(qk, v) < 1 and (qk, v) != (0, 0)):
@@ -103,22 +120,31 @@ class HeadAttention(nn.Module):
         if geometry == "square" and qk != v:
             raise ValueError(f"geometry 'square' needs qk = v, got qk={qk}, v={v}; use 'padded' or 'ragged'")
         self.heads, self.qk, self.v = heads, qk, v
+        self.groups, self.causal = groups or heads, causal
+        if heads % self.groups:
+            raise ValueError(f"attention widths: {heads} heads are no multiple of {groups} groups")
+        assert not causal or (windows is None and talk is None), "causal attention in windows or of talking heads"
         self.scale = scale
         self.geometry: Geometry = geometry
         self.fused = fused
-        self.qkv = linear(dim, heads * (2 * qk + v), bias=qkv_bias)
+        self.qkv = linear(dim, sum(self.rows), bias=qkv_bias)
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
         self.rotary, self.position_bias, self.windows, self.talk = rotary, position_bias, windows, talk
         self.proj = linear(heads * v, dim if out is None else out, bias=proj_bias)
 
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """How many rows of `qkv` give queries, keys and values."""
+        return self.heads * self.qk, self.groups * self.qk, self.groups * self.v
+
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input, in windows [B,W,H,n,..]."""
-        widths = (self.heads * self.qk, self.heads * self.qk, self.heads * self.v)
         entering_BNC = x_BNC if self.windows is None else self.windows(x_BNC)
-        q, k, v = (rows_by_head(rows, self.heads, self.windows) for rows in self.qkv(entering_BNC).split(widths, -1))
-        q, k = self.q_norm(q), self.k_norm(k)
+        apart = zip(self.qkv(entering_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
+        q, k, v = (rows_by_head(rows, count, self.windows) for rows, count in apart)
+        q, k, v = self.q_norm(q), shared_by_heads(self.k_norm(k), self.heads), shared_by_heads(v, self.heads)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
         return q, k, v
@@ -176,10 +202,13 @@ class HeadAttention(nn.Module):
         return scores.softmax(-1, dtype=torch.float32).mean(dim=1).squeeze(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias_BHNN: Tensor | None) -> Tensor:
+        alone = self.fused and self.causal and bias_BHNN is None
+        if self.causal and not alone:
+            bias_BHNN = causal_bias(q) if bias_BHNN is None else bias_BHNN + causal_bias(q)
         if self.fused and self.windows is not None:
             return self.windows.attended(q, k, v, bias_BHNN, self.scale)
         if self.fused and self.talk is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, scale=self.scale)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, is_causal=alone, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
         if bias_BHNN is not None:
             scores = scores + bias_BHNN

@@ -1,20 +1,21 @@
 """Head sites: the heads of one attention layer."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from calib.sites import HeadTaps, Tap
+from calib.sites import HeadTaps
 
 from . import cost
 from .by_head import bias_of_heads, norm_of_heads
 from .constant import Constant
 from .cosine import ScaledUnitLength
-from .head_attention import HeadAttention, rows_by_head
+from .head_attention import HeadAttention
+from .head_taps import taps_of
 from .modules import fill_, parameters, replaced
 from .pooled_queries import pooled_by
 from .position_bias import FixedBias, macs_of
@@ -31,32 +32,15 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-def _then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: second(first(x))
-
-
-def _queries(turned: Any) -> Tensor:
-    q_BHND: Tensor = turned[0]
-    return q_BHND
-
-
-def _keys(turned: Any) -> Tensor:
-    k_BHND: Tensor = turned[1]
-    return k_BHND
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
     `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
     the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary`,
-    `position_bias`, `windows` and `talk`: as HeadAttention's. `merge`: the module that merges the tokens that come
-    here, None where none are merged.
+    `position_bias`, `windows`, `talk` and `causal`: as HeadAttention's. `merge`: the module that merges the tokens that
+    come here, None where none are merged. `grouped` heads in turn share keys and values, which go with them and keep
+    their width. `biasless`: the output projection has no bias, and gets none.
     """
 
     kind: ClassVar[str] = "heads"
@@ -77,6 +61,9 @@ class HeadSite:
     position_bias: nn.Module | None = None
     windows: Windows | None = None
     talk: TalkingHeads | None = None
+    causal: bool = False
+    biasless: bool = False
+    grouped: int = 1
     reason: str = ""
     merge: nn.Module | None = None
 
@@ -97,7 +84,22 @@ class HeadSite:
     @property
     def keeps_v(self) -> bool:
         """Whether values must stay, so that a reduction can change queries and keys alone."""
-        return self.norm is not None
+        return self.norm is not None or self.grouped > 1
+
+    @property
+    def keeps_dims(self) -> bool:
+        """Whether no dimension of a head can go, whole heads at most."""
+        return self.keeps_qk and self.keeps_v
+
+    @property
+    def groups(self) -> int:
+        """How many keys and values there are."""
+        return self.heads // self.grouped
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Of the first layer, for queries, keys and values."""
+        return self.heads * self.qk, self.groups * self.qk, self.groups * self.v
 
     @property
     def keeps_heads(self) -> str:
@@ -112,6 +114,8 @@ class HeadSite:
         turned = self.rotary is not None and len(self.rotary.tables()[0]) > 1
         if turned or self.position_bias is not None or isinstance(self.q_norm, ScaledUnitLength):
             return "positions or scales are told to each head apart, so that heads can't be merged"
+        if self.grouped > 1:
+            return "heads share keys and values in groups, so that heads can't be merged"
         return self.keeps_heads
 
     @property
@@ -146,41 +150,24 @@ class HeadSite:
         assert isinstance(width, HeadWidths), (self.name, width)
         return width.v if self.keeps_qk else width.qk
 
-    def _rows(self, start: int) -> Callable[[Tensor], Tensor]:
-        """Take rows start .. start + heads * qk of the qkv output by head."""
-        return lambda qkv: rows_by_head(qkv[..., start : start + self.heads * self.qk], self.heads, self.windows)
-
     def listening(self) -> tuple[HeadTaps, ...]:
         return (self.taps(),)
 
     def taps(self) -> HeadTaps:
-        """q and k as they enter the dot product, and the input of the output projection. In windows those of each part
-        whose tokens see each other; nobody asks what padding is like, so that its queries are zeros; its keys are seen.
-        """
-        if self.rotary is not None:
-            queries, keys = Tap(module=self.rotary, take=_queries), Tap(module=self.rotary, take=_keys)
-        elif self.keeps_qk:
-            queries, keys = Tap(module=self.q_norm, take=_identity), Tap(module=self.k_norm, take=_identity)
-        else:
-            queries, keys = (Tap(module=self.first, take=self._rows(at)) for at in (0, self.heads * self.qk))
-        slots = None
-        if self.windows is not None:
-            windows, slots = self.windows, self.windows.slots_Vn
-            of_tokens = _then(queries.take, windows.of_tokens)
-            queries = Tap(module=queries.module, take=_then(of_tokens, windows.in_parts))
-            keys = Tap(module=keys.module, take=_then(keys.take, windows.in_parts))
-        return HeadTaps(name=self.name, queries=queries, keys=keys, output=self.last, merge=self.merge, slots_WN=slots)
+        """See taps_of."""
+        return taps_of(self)
 
     def words(self) -> str:
-        return f"{self.heads} heads, qk {self.qk}, v {self.v}, {self.geometry}{self._windows()}"
+        return f"{self._heads()}, qk {self.qk}, v {self.v}, {self.geometry}{self._windows()}"
+
+    def _heads(self) -> str:
+        return f"{self.heads} heads" + (f" in {self.groups} groups" if self.grouped > 1 else "")
 
     def _windows(self) -> str:
         return "" if self.windows is None else f", {self.windows.words()}"
 
     def outline(self, geometry: HeadGeometry) -> str:
-        widths = (
-            f"{self.heads} heads of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
-        )
+        widths = f"{self._heads()} of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
         beside = {"rotary": self.rotary, "biased": self.position_bias, "talking": self.talk}
         more = "".join(f", {word}" for word, module in beside.items() if module is not None)
         given = "" if self.last.out_features == self.first.in_features else f" to {self.last.out_features}"
@@ -201,6 +188,7 @@ class HeadSite:
                 out=self.last.out_features,
                 pooled=self.pooled,
                 heads=heads,
+                groups=heads // self.grouped,
                 qk=width.qk,
                 v=width.v,
                 padded=geometry_of_heads(width, geometry) == "padded",
@@ -215,6 +203,7 @@ class HeadSite:
         kept_H = self._first_heads(heads)
         norms = (norm_of_heads(norm, kept_H) for norm in (self.q_norm, self.k_norm))
         stay = (*norms, self.norm, *((self._bias(kept_H), self.talk) if width.v else ()))
+        changed = width.v != self.v or heads != self.heads
         turning = 0 if self.rotary is None else parameters(self._turning(kept_H)) * width.qk // self.qk
         return (
             turning
@@ -223,10 +212,11 @@ class HeadSite:
                 dim=self.first.in_features,
                 out=self.last.out_features,
                 heads=heads,
+                groups=heads // self.grouped,
                 qk=width.qk,
                 v=width.v,
                 qkv_bias=self.first.bias is not None,
-                proj_bias=self.last.bias is not None or width.v != self.v or heads != self.heads,
+                proj_bias=self.last.bias is not None or (changed and not self.biasless),
             )
         )
 
@@ -282,6 +272,8 @@ class HeadSite:
                 talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
                 out=self.last.out_features,
+                groups=len(kept_H) // self.grouped,
+                causal=self.causal,
             )
         return module.to(self.first.weight.dtype)
 
@@ -306,15 +298,16 @@ class HeadSite:
         return rotary.narrowed(first_K.expand(len(kept_H), -1))
 
     def of_heads(self, kept_H: Tensor, last: Weights) -> "HeadSite":
-        """The site with these heads alone, and an output projection with these weights, which reads them."""
+        """The site with these heads alone, all of a group or none, and an output projection with these weights, which
+        reads them.
+        """
         module = self.empty(
             qk=self.qk, v=self.v, geometry=self.geometry, heads=len(kept_H), proj_bias=last[1] is not None
         )
-        sizes = [self.heads * width for width in (self.qk, self.qk, self.v)]
-        rows = [
-            part.reshape(self.heads, -1)[kept_H].flatten()
-            for part in torch.arange(sum(sizes), device=self.first.weight.device).split(sizes)
-        ]
+        kept_G = kept_H[:: self.grouped] // self.grouped
+        counts, kept = (self.heads, self.groups, self.groups), (kept_H, kept_G, kept_G)
+        parts = zip(self._row_numbers(), counts, kept, strict=True)
+        rows = [part.reshape(count, -1)[own].flatten() for part, count, own in parts]
         own, bias = torch.cat(rows), self.first.bias
         fill_(module.qkv, self.first.weight.detach()[own], None if bias is None else bias.detach()[own])
         fill_(module.proj, *last)
@@ -322,6 +315,11 @@ class HeadSite:
         module.position_bias = bias_of_heads(self.position_bias, kept_H)
         module.rotary = None if self.rotary is None else self._turning(kept_H)
         return replace(self.of_layer(module.eval()), heads=len(kept_H))
+
+    def _row_numbers(self) -> tuple[Tensor, ...]:
+        """Those of the first layer that give queries, keys and values."""
+        every: tuple[Tensor, ...] = torch.arange(sum(self.rows), device=self.first.weight.device).split(self.rows)
+        return every
 
     def placed(
         self,
@@ -368,8 +366,7 @@ class HeadSite:
     @torch.no_grad()
     def reorder_(self, order_C: Tensor) -> None:
         """Put the values of all heads in another order, in front of the output projection, which has yet to take it."""
-        start = 2 * self.heads * self.qk
-        values = slice(start, start + self.heads * self.v)
+        values = self._row_numbers()[2]
         self.first.weight[values] = self.first.weight[values][order_C]
         if self.first.bias is not None:
             self.first.bias[values] = self.first.bias[values][order_C]

@@ -112,6 +112,11 @@ class LinearSite(Site, Protocol):
     @property
     def last(self) -> nn.Linear: ...
 
+    @property
+    def biasless(self) -> bool:
+        """Whether the last layer has no bias and gets none: repairs are fitted without means."""
+        ...
+
     def of_layer(self, layer: nn.Module) -> "LinearSite": ...
 
     def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:

@@ -1,15 +1,22 @@
-"""Texts -> token ids of one length with their mask, by a tokenizer.json. It is data: nothing in it is executed."""
+"""Texts -> token ids by a tokenizer.json: each of one length with its mask, or all as sequences of that length.
 
-from collections.abc import Callable, Mapping, Sequence
+The file is data: nothing in it is executed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Meta
+from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.token_ids import in_rows
 from ground.errors import BadInput, Missing
 from ground.files import regular, sha256_of_text
 from ground.ports import Port
@@ -86,6 +93,70 @@ class TextSpec:
             }
 
         return encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What a decoder with this `vocabulary` takes: full sequences of ids. A text is one stream, cut into such."""
+
+    tokenization: Tokenization
+    tokenizer_json: str
+    vocabulary: int
+    medium: Literal["text"] = "text"
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return (Port(name="input_ids", shape=self.shape, dtype="int64"),)
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.tokenization.length,)
+
+    def as_line(self) -> str:
+        """The preparation for people."""
+        length, digest = self.tokenization.length, self.tokenization.sha256[:12]
+        return f"text cut into sequences of {length} tokens, {FILE} of sha256 {digest}..."
+
+    def as_json(self) -> dict[str, Any]:
+        """The preparation as plain JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
+        return values
+
+    def sequences(self, lines: Iterable[str], *, where: str) -> NDArray[np.int64]:
+        """One text, line by line with their ends, as rows [S,N]; each begins with the marks that the tokenizer puts in
+        front of a text, and what is left over at the end is dropped.
+
+        Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read or whose ids the
+        model does not know, and for less than one row.
+        """
+        inner = _tokenizer(self.tokenizer_json)
+        _refuse_foreign(inner, self.tokenization, self.vocabulary)
+        inner.no_truncation()
+        inner.no_padding()
+        ids: list[int] = []
+        for some in _in_parts(lines, _LINES):
+            encodings = inner.encode_batch(some, add_special_tokens=False)
+            ids += (id for encoding in encodings for id in encoding.ids)
+        marks = _marks_in_front(inner)
+        own = in_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
+        return np.concatenate([np.tile(np.asarray(marks, dtype=np.int64), (len(own), 1)), own], axis=1)
+
+
+_LINES = 1000  # tokenized at once
+
+
+def _in_parts(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    left = iter(lines)
+    while some := list(islice(left, size)):
+        yield some
+
+
+def _marks_in_front(inner: Any) -> list[int]:
+    """The ids of the marks before a text's first own token."""
+    encoding = inner.encode("a", add_special_tokens=True)
+    own = next((at for at, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+    marks: list[int] = encoding.ids[:own]
+    return marks
 
 
 def _tokenizer(content: str) -> Any:

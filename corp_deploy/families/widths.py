@@ -63,7 +63,7 @@ def head_widths(
     queries and keys with the others and where values must stay. Where nothing is taken away, values stay, too.
     """
     if keeps_qk:
-        return HeadWidths(qk=dense.qk, v=size)
+        return HeadWidths(qk=dense.qk, v=dense.v if keeps_v else size)
     if keeps_v:
         return HeadWidths(qk=size, v=dense.v)
     is_whole = size == dense.qk

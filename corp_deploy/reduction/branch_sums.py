@@ -32,6 +32,7 @@ from corp_deploy.families.steps import Branch
 from ground.errors import BadInput
 
 from .streams import Pair, Streams
+from .uncentred import gram_uncentred, heads_uncentred, regression_uncentred
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -201,7 +202,9 @@ def head_moments_in_halves(
         halves = moments, on_device(by_half.held_out.moments(), streams.device)
         moments = added(site.name, *halves)
     refuse_nonfinite(site.name, torch.cat([moments.energy_HD.flatten(), moments.z_sum_C]))
-    return moments, halves
+    if not site.biasless:
+        return moments, halves
+    return heads_uncentred(moments), halves and (heads_uncentred(halves[0]), heads_uncentred(halves[1]))
 
 
 def _for_layer(last: nn.Linear) -> Halves[RegressionSums]:
@@ -224,6 +227,8 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
             add_active_(active_F, pair.rows(h_BNF), ACTIVE_EPS, _weights(branch, pair))
     x = lacking.fit.x.with_those_of(lacking.held_out.x).with_those_of(unread)
     refuse_nonfinite(site.name, x.sum_K)
+    if site.biasless:
+        x, lacking = gram_uncentred(x), lacking.each(regression_uncentred)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
 

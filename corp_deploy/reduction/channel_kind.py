@@ -28,6 +28,7 @@ from .report import SiteReport
 from .response_norms import norm_moments_of, with_norm
 from .statistics import statistics_at
 from .streams import Streams
+from .uncentred import channels_uncentred
 
 
 class ChannelKind:
@@ -37,7 +38,8 @@ class ChannelKind:
     reads_every_token: ClassVar[bool] = False
 
     def moments_at(self, site: ChannelSite, moments: Moments, device: torch.device) -> ChannelMoments:
-        return statistics_at(site, moments, ChannelMoments, device)
+        own = statistics_at(site, moments, ChannelMoments, device)
+        return channels_uncentred(own) if site.biasless else own
 
     def rest_of(self, own: ChannelMoments, half: ChannelMoments) -> ChannelMoments:
         return without(own, half)

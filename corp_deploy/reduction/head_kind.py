@@ -40,6 +40,7 @@ from .method import Method
 from .report import SiteReport
 from .statistics import statistics_at
 from .streams import Streams
+from .uncentred import heads_uncentred
 from .whole_heads import fewer_heads, heads_report, kept_heads
 
 
@@ -50,7 +51,8 @@ class HeadKind:
     reads_every_token: ClassVar[bool] = True
 
     def moments_at(self, site: HeadSite, moments: Moments, device: torch.device) -> HeadMoments:
-        return statistics_at(site, moments, HeadMoments, device)
+        own = statistics_at(site, moments, HeadMoments, device)
+        return heads_uncentred(own) if site.biasless else own
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
         return without(own, half)
@@ -62,17 +64,20 @@ class HeadKind:
         """Where Q/K must stay, only square heads and fewer heads ask for something else."""
         if is_empty(site.width):
             return None
-        asked, heads = self._uniform_dims(site, method), method.heads_left(site.heads)
+        asked, heads = self._uniform_dims(site, method), site.grouped * method.heads_left(site.groups)
         if _whole(site, method) or method.heads_recovery == "keep" or heads == site.heads:
             return asked
         return replace(asked or site.width, heads=heads)
 
     def _uniform_dims(self, site: HeadSite, method: Method) -> HeadWidths | None:
-        if not method.reduces_attention or (site.keeps_qk and method.geometry != "square"):
+        values_stay = site.keeps_v or method.geometry != "square"
+        if not method.reduces_attention or (site.keeps_qk and values_stay):
             return None
         return _widths(site, method, aligned_width(site.size, method.attention_kept, _step(site, method)))
 
     def widths(self, site: HeadSite, method: Method) -> tuple[HeadWidths, ...]:
+        if site.keeps_dims:
+            return (site.width,)
         sizes = aligned_widths(site.size, _step(site, method))
         return tuple(_widths(site, method, size) for size in sizes)
 
@@ -89,11 +94,15 @@ class HeadKind:
     def refusal(self, site: HeadSite, method: Method) -> str:
         if method.heads_sparsity and (reason := _whole(site, method)):
             return reason
-        return f"{site.reason}; --heads square reduces its values" if site.keeps_qk and method.reduces_attention else ""
+        if not site.keeps_qk or not method.reduces_attention:
+            return ""
+        return site.reason if site.keeps_v else f"{site.reason}; --heads square reduces its values"
 
     def note(self, site: HeadSite, method: Method, width: HeadWidths | None) -> str | None:
         if method.heads_sparsity and (reason := _whole(site, method)):
             return f"{site.name} keeps its heads: {reason}"
+        if site.keeps_dims:
+            return f"{site.name} keeps Q/K and V: {site.reason}" if method.attention_sparsity else None
         if site.keeps_v and width is not None and method.attention_sparsity:
             return f"{site.name} keeps V: {site.reason}"
         if not site.keeps_qk or not (width is not None or (method.reduces_attention and method.attention_sparsity)):
@@ -222,7 +231,7 @@ def _kept_heads(site: HeadSite, moments: HeadMoments, method: Method, width: Hea
     weight_OC = site.last.weight.detach().double()
     if width.heads is None:
         return torch.arange(site.heads, device=weight_OC.device)
-    return kept_heads(weight_OC, moments, method, width.heads)
+    return kept_heads(weight_OC, moments, method, width.heads, grouped=site.grouped)
 
 
 def _folded(branch: Branch, site: HeadSite, streams: Streams, method: Method, count: int) -> LinearReduced:

@@ -133,7 +133,11 @@ def reduced_heads(
     if site.keeps_qk or not leaves_values(method, widths.v, site.v):
         reports.append(_value_report(site, at_values, moments, method, widths.v, held_out))
     recovery, values = _rotated(site, method, widths, recovery, values)
-    maps = HeadMaps(q_HRD=recovery.q_map_HRD, k_HRD=recovery.k_map_HRD, v_HRD=values.v_map_HRV)
+    maps = HeadMaps(
+        q_HRD=recovery.q_map_HRD,
+        k_HRD=recovery.k_map_HRD[:: site.grouped],
+        v_HRD=values.v_map_HRV[:: site.grouped],
+    )
     bias = None if site.first.bias is None else maps.applied(site.first.bias.detach())
     needs_bias = bias_O is not None or bool(values.bias_O.any())
     module, last = site.placed(

@@ -21,6 +21,7 @@ from .loop import Loop
 from .method import Method
 from .report import LoopFit, SiteReport
 from .streams import Streams
+from .uncentred import differences_uncentred, regression_uncentred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ def _aligned(
     first = site.stacked_first()
     read = None if kind.reads_every_token else branch.read
     sums = alignment_sums(branch, site.first.in_features, streams, read)
+    if site.biasless and site.first.bias is None:
+        sums = sums.each(differences_uncentred)
     fit = correct_through_(first, sums.fit, sums.held_out, strengths=loop.strengths, both_ways=streams.in_halves)
     layer = site.with_first(branch.layer, first)
     return replace(branch, layer=layer), site.of_layer(layer), fit
@@ -109,6 +112,8 @@ def fitted_linear(
         branch, site, alignment = _aligned(kind, step, site, streams, loop)
     refit = loop.strengths if loop.refit_first else None
     reduced = kind.on_streams(branch, site, step, streams, method, width, refit=refit)
+    if site.biasless:
+        reduced = replace(reduced, lacking=reduced.lacking.each(regression_uncentred))
     fit = _fitted(branch, reduced, loop, both_ways=streams.in_halves)
     first, *rest = reduced.new.reports
     reports = [replace(first, alignment=alignment), *rest]

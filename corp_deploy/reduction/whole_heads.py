@@ -85,16 +85,21 @@ def moments_of_heads(moments: HeadMoments, kept_M: Tensor) -> HeadMoments:
     return replace(moments, **by_head, z_sum_C=moments.z_sum_C[own_K], zz_CC=moments.zz_CC[own_K[:, None], own_K])
 
 
-def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: int) -> Tensor:
-    """The heads that stay, by the method's ranking [M]."""
-    heads = len(moments.q_sum_HD)
+def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: int, *, grouped: int = 1) -> Tensor:
+    """The heads that stay, by the method's ranking, all of so many neighbours or none [M]."""
+    groups = len(moments.q_sum_HD) // grouped
+    kept_G = _kept_groups(weight_OC, moments, method, groups, count // grouped)
+    return (kept_G.unsqueeze(1) * grouped + torch.arange(grouped, device=kept_G.device)).flatten()
+
+
+def _kept_groups(weight_OC: Tensor, moments: HeadMoments, method: Method, groups: int, count: int) -> Tensor:
     if method.heads_selection == "obs":
-        order_H = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, heads, ridge_rel=method.ridge_rel).order_F
-        return order_H[heads - count :].sort().values
+        order_G = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, groups, ridge_rel=method.ridge_rel).order_F
+        return order_G[groups - count :].sort().values
     if method.heads_selection == "magnitude":
-        return whole_heads.best_heads(whole_heads.magnitude(weight_OC, heads), count)
+        return whole_heads.best_heads(whole_heads.magnitude(weight_OC, groups), count)
     assert method.heads_selection == "grail", method.heads_selection
-    return whole_heads.best_heads(whole_heads.output_energy(moments.z_second_CC, weight_OC, heads), count)
+    return whole_heads.best_heads(whole_heads.output_energy(moments.z_second_CC, weight_OC, groups), count)
 
 
 def heads_report(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families import hf_config, timm_library, torchvision_names, trusted_code
+from corp_deploy.families import decoder_config, hf_config, timm_library, torchvision_names, trusted_code
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -18,6 +18,7 @@ from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .code_model import load_from_code
+from .decoder_directory import load_decoder
 from .hub_snapshot import (
     CONFIG,
     PREFIX,
@@ -118,15 +119,18 @@ def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
 
 
 def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """A vision tower or a text encoder of transformers. Raises BadInput for any other model."""
+    """A vision tower, a text encoder or a decoder of transformers. Raises BadInput for any other model."""
     kind = config_of_transformers(directory).get("model_type")
     if kind in hf_config.KINDS:
         return load_vision(directory, kwargs, preprocessing)
     if kind in MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)
         return load_transformers(directory, kwargs)
+    if kind in decoder_config.MODEL_TYPES:
+        _refuse_beside(directory, preprocessing.settings)
+        return load_decoder(directory, kwargs)
     naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
-    known = ", ".join((*hf_config.KINDS, *MODEL_TYPES))
+    known = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder_config.MODEL_TYPES))
     raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {known}")
 
 

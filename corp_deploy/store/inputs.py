@@ -1,6 +1,7 @@
 """Images and texts prepared the way a given model was evaluated, and the digests that tie records together."""
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import InputSet
 from calib.texts import Texts, open_texts
-from corp_deploy.families.family import ImageSpec, family_of, image_spec, text_spec
+from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
+from corp_deploy.families.family import ImageSpec, family_of, image_spec, sequence_spec, text_spec
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.timm_images import image_spec_of_note
 from ground.arrays import array_from_file
 from ground.errors import BadInput
+from ground.files import text_from_file
 from ground.pixels import PIXEL
 from ground.ports import Port
 from ground.records import record_from_bytes
@@ -29,6 +32,7 @@ from .checkpoint import Checkpoint
 from .model_config import MergingEntry
 
 MERGING = "merging"
+MOST_TEXT = 2**29  # bytes of a text that becomes one stream of tokens
 
 
 def images_for_model(
@@ -98,11 +102,18 @@ def _image_of_pixels(prepared: ImageSpec, pixels: NDArray[np.uint8]) -> NDArray[
     return prepared.normalisation.images(pixels)
 
 
-def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts:
-    """Open the documents of a text file, a line each, as the model's tokenizer cuts and pads them. Raises calib's
-    BadInput, and one for a model that takes no text.
+def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts | Sequences:
+    """Open the documents of a text file, a line each, as the model's tokenizer cuts and pads them; for a decoder the
+    whole text as sequences, or their ids (.npy). Raises calib's BadInput, and one for a model that takes no text.
     """
-    return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
+    spec = sequence_spec(model)
+    if spec is None:
+        return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
+    if path.suffix == SUFFIX:
+        return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
+    lines = io.StringIO(text_from_file(path, most_bytes=MOST_TEXT), newline="\n")
+    ids_SN = spec.sequences(lines, where=str(path))
+    return sequences_of(ids_SN, where=str(path), samples=samples, seed=seed)
 
 
 def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import msgspec
 from safetensors.torch import save_file
 
-from corp_deploy.families import bert_saved, hf_saved
+from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
+from corp_deploy.families.decoder_files import require_decoder_files
 from corp_deploy.families.family import family_of, image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
@@ -88,6 +89,28 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
         return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
 
 
+class Decoder(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a decoder: its configuration, and what stands beside its tokenizer.json, by name."""
+
+    config: dict[str, Any]
+    files: dict[str, Any]
+
+    def refuse_unsayable(self, widths: Widths) -> None:
+        decoder_saved.refuse_unsayable(self.config, widths)
+
+    def saved(self, checkpoint: Checkpoint) -> Saved:
+        return decoder_saved.saved(checkpoint.model, self.config)
+
+
+def _decoder(origin: Mapping[str, Any], where: str) -> Decoder:
+    try:
+        decoder = msgspec.convert(dict(origin), Decoder)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
+    require_decoder_files(decoder.files)
+    return decoder
+
+
 def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> Encoder:
     try:
         encoder = msgspec.convert(dict(origin), Encoder)
@@ -115,6 +138,8 @@ def origin_of(checkpoint: Checkpoint) -> Origin:
     config, where = origin["config"], f"{CONFIG}: lineage: source"
     if config.get("model_type") in MODEL_TYPES:
         return _encoder(origin, checkpoint, where)
+    if config.get("model_type") in decoder_config.MODEL_TYPES:
+        return _decoder(origin, where)
     return Tower(model=vision_model(config, where=where), config=config, preprocessor=origin.get("preprocessor") or {})
 
 

@@ -185,3 +185,8 @@ def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
     if beside:
         notes += (f"{path.name}: left out what stands beside the model: {first_names(beside)}",)
     return Weights(path=path, state=state, entry=entry, notes=notes)
+
+
+def state_as_named(path: Path) -> State:
+    """The tensors of a file or of shards by the names that they have there. Raises BadInput as `read_weights`."""
+    return _tensors(_content(path), path)

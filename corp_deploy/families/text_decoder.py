@@ -1,0 +1,193 @@
+"""A causal language model in plain torch: tokens -> pre-norm blocks -> logits of the next token at each place.
+
+OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in how places are told (learned rows, rotary
+planes), in groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k
+and v of a layer in one fused projection. Sequences are full: none is padded.
+
+Legend: B sequences, N tokens, C channels, V words.
+"""
+
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .head_attention import HeadAttention
+from .sequence_rotary import Rope, SequenceRotary
+from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
+from .tokenizer import Tokenization
+
+
+class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that it takes to build a decoder. `head`: the width of a head; `groups` of heads share keys and values.
+
+    `rope`: how places turn queries and keys, None for rows of a table, of which the first `first_position` stand for no
+    place. `rms`: norms without means (RMSNorm, arXiv 1910.07467). `window`: how many tokens back one may see, in models
+    that are run on no more. `tied`: the words' embeddings are the head's rows, too.
+    """
+
+    vocabulary: Rows
+    positions: Rows
+    first_position: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    width: Width
+    heads: Heads
+    groups: Heads
+    head: Width
+    hidden: Width
+    layers: Layers
+    activation: str = "silu"
+    gated: bool = True
+    rms: bool = True
+    eps: Eps = 1e-6
+    rope: Rope | None = None
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ValueError(f"{self.heads} heads are no multiple of {self.groups} groups that share keys and values")
+        if self.rope is not None and self.head % 2:
+            raise ValueError(f"heads of {self.head} dimensions, which make no whole planes to be turned")
+        if self.longest < 1:
+            raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are no places")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r:.60}, expected one of {', '.join(ACTIVATIONS)}")
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence whose every token sees all before it."""
+        places = self.positions - (0 if self.rope else self.first_position)
+        return places if self.window is None else min(places, self.window)
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x), times a weight: in float32, as transformers has it."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_float = x.float()
+        normed: Tensor = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def _norm(architecture: DecoderArchitecture, width: int | None = None) -> nn.Module:
+    width, eps = width or architecture.width, architecture.eps
+    return RmsNorm(width, eps) if architecture.rms else nn.LayerNorm(width, eps=eps)
+
+
+class WordsAndPlaces(nn.Module):
+    """Token ids [B,N] -> [B,N,C]: the word, and the place where that is a row of a table."""
+
+    def __init__(self, architecture: DecoderArchitecture) -> None:
+        super().__init__()
+        self.first_position = architecture.first_position
+        self.word = nn.Embedding(architecture.vocabulary, architecture.width)
+        has_table = architecture.rope is None
+        self.position = nn.Embedding(architecture.positions, architecture.width) if has_table else None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_BNC: Tensor = self.word(input_ids)
+        if self.position is None:
+            return x_BNC
+        first = self.first_position
+        return x_BNC + self.position.weight[first : first + input_ids.shape[1]]
+
+
+class PlainMlp(nn.Module):
+    """fc1, activation, fc2."""
+
+    def __init__(self, architecture: DecoderArchitecture) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(architecture.width, architecture.hidden, bias=architecture.mlp_bias)
+        self.act = ACTIVATIONS[architecture.activation]()
+        self.fc2 = nn.Linear(architecture.hidden, architecture.width, bias=architecture.mlp_bias)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.act(self.fc1(x_BNC)))
+        return out
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate x) * (up x)) (SwiGLU and its like, arXiv 2002.05202)."""
+
+    def __init__(self, architecture: DecoderArchitecture) -> None:
+        super().__init__()
+        self.gate = nn.Linear(architecture.width, architecture.hidden, bias=architecture.mlp_bias)
+        self.up = nn.Linear(architecture.width, architecture.hidden, bias=architecture.mlp_bias)
+        self.act = ACTIVATIONS[architecture.activation]()
+        self.down = nn.Linear(architecture.hidden, architecture.width, bias=architecture.mlp_bias)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        out: Tensor = self.down(self.act(self.gate(x_BNC)) * self.up(x_BNC))
+        return out
+
+
+class DecoderBlock(nn.Module):
+    """x = x + attn(norm1(x)); x = x + mlp(norm2(x))."""
+
+    def __init__(self, architecture: DecoderArchitecture) -> None:
+        super().__init__()
+        head, rope = architecture.head, architecture.rope
+        self.norm1 = _norm(architecture)
+        self.attn = HeadAttention(
+            dim=architecture.width,
+            heads=architecture.heads,
+            groups=architecture.groups,
+            qk=head,
+            v=head,
+            scale=head**-0.5,
+            geometry="square",
+            qkv_bias=architecture.qkv_bias,
+            proj_bias=architecture.proj_bias,
+            q_norm=_norm(architecture, head) if architecture.qk_norm else None,
+            k_norm=_norm(architecture, head) if architecture.qk_norm else None,
+            rotary=None if rope is None else SequenceRotary(rope.frequencies(head // 2).unsqueeze(0)),
+            causal=True,
+        )
+        self.norm2 = _norm(architecture)
+        self.mlp = GatedMlp(architecture) if architecture.gated else PlainMlp(architecture)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        x_BNC = x_BNC + self.attn(self.norm1(x_BNC))
+        out: Tensor = x_BNC + self.mlp(self.norm2(x_BNC))
+        return out
+
+
+class TextDecoder(nn.Module):
+    """input_ids [B,N] -> the logits of what comes next at each place [B,N,V]."""
+
+    def __init__(self, architecture: DecoderArchitecture, tokenization: Tokenization | None = None) -> None:
+        """`tokenization` and the content of its tokenizer.json go with the model, as ids are nothing without them."""
+        super().__init__()
+        self.architecture = architecture
+        self.tokenization = tokenization
+        self.tokenizer_json = ""
+        self.embeddings = WordsAndPlaces(architecture)
+        self.blocks = nn.ModuleList(DecoderBlock(architecture) for _ in range(architecture.layers))
+        self.norm = _norm(architecture)
+        self.head = None if architecture.tied else nn.Linear(architecture.width, architecture.vocabulary, bias=False)
+
+    def logits(self, x_BNC: Tensor) -> Tensor:
+        """Of what the last block gave [B,N,V]."""
+        x_BNC = self.norm(x_BNC)
+        if self.head is None:
+            return F.linear(x_BNC, self.embeddings.word.weight)
+        out: Tensor = self.head(x_BNC)
+        return out
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_BNC: Tensor = self.embeddings(input_ids)
+        for block in self.blocks:
+            x_BNC = block(x_BNC)
+        return self.logits(x_BNC)

@@ -1,0 +1,351 @@
+"""Decoders of transformers: read, run, reduced and saved again; held against transformers itself and explicit loops."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from corp_deploy import load
+from corp_deploy.cli import main
+from corp_deploy.families.decoder_config import architecture_from_transformers
+from corp_deploy.families.family import family_of, sequence_spec, sites_of
+from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.text_decoder import DecoderBlock
+from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.inputs import texts_for_model
+from ground.errors import BadInput
+from tests import decoders
+
+pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+
+
+def invoked(*arguments: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of every kind in a directory of its name, and text."""
+    directory = tmp_path_factory.mktemp("decoders")
+    for kind in decoders.KINDS:
+        decoders.write_decoder(directory / kind, kind)
+    (directory / "text.txt").write_text(decoders.text())
+    return directory
+
+
+def dense_of(directory: Path, **kwargs: Any) -> nn.Module:
+    return load_dense(f"hf:{directory}", weights=None, kwargs=kwargs).model
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        answer = model(ids)
+    logits: Tensor = getattr(answer, "logits", answer)
+    return logits
+
+
+def theirs(directory: Path) -> nn.Module:
+    """As AutoModelForCausalLM loads it; nothing may be missing of it or stand beside it."""
+    import transformers
+
+    kind: Any = transformers.AutoModelForCausalLM
+    model, loading = kind.from_pretrained(directory, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def calibrated(home: Path, kind: str, *options: Any) -> Path:
+    moments = home / f"{kind}.moments.safetensors"
+    if not moments.exists():
+        where = ("--text", home / "text.txt", "--samples", 48, "-o", moments)
+        invoked("calibrate", "--model", f"hf:{home / kind}", *where, *options)
+    return moments
+
+
+def reduced(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> Result:
+    own = ("--model", f"hf:{home / kind}", "--moments", calibrated(home, kind), "--align", "mlp=8,head=8")
+    return invoked("reduce", *own, *options, "-o", home / name, code=code)
+
+
+@pytest.mark.parametrize("kind", decoders.KINDS)
+def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
+    ids = decoders.ids(3, 40)
+    expected = logits_of(theirs(home / kind), ids)
+    torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", decoders.KINDS)
+def test_without_sparsity_nothing_changes(home: Path, kind: str) -> None:
+    heads = () if kind == "qwen3" else ("--attn", 0.0)
+    reduced(home, kind, f"{kind}-same", "--mlp", 0.0, "--whole-heads", 0.0, *heads)
+    dense, ids = dense_of(home / kind), decoders.ids(2)
+    same = load(home / f"{kind}-same")
+    torch.testing.assert_close(logits_of(same, ids), logits_of(dense, ids), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", decoders.KINDS)
+def test_a_reduced_decoder_loads_in_transformers_alone(home: Path, kind: str) -> None:
+    heads = () if kind in ("opt", "gpt2") else ("--whole-heads", 0.5)
+    reduced(home, kind, f"{kind}-hf", "--mlp", 0.5, *heads, "--save-as", "hf")
+    ids, saved = decoders.ids(2), home / f"{kind}-hf" / "hf"
+    model, ours = theirs(saved), load(home / f"{kind}-hf")
+    torch.testing.assert_close(logits_of(model, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
+    again = dense_of(saved)
+    torch.testing.assert_close(logits_of(again, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
+    config = json.loads((saved / "config.json").read_text())
+    entry = {"opt": "ffn_dim", "gpt2": "n_inner"}.get(kind, "intermediate_size")
+    assert config[entry] == 80
+    assert "per_layer_config" not in config
+    if heads:
+        assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 1, 16)
+        names = load_file(saved / "model.safetensors")
+        added = [name for name in names if name.endswith("bias") and not name.endswith(("q_proj.bias", "k_proj.bias"))]
+        assert all(name.endswith("v_proj.bias") for name in added)
+        assert kind == "qwen2" or not added
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("llama", ("--attn", 0.5), "made anew"),
+        ("opt", ("--attn", 0.5), "opt reads no width"),
+        ("opt", ("--mlp", 0.5, "--whole-heads", 0.5), "makes their width of that number"),
+        ("llama", ("--params", 0.8), "a budget gives every layer"),
+    ],
+)
+def test_what_no_configuration_can_say_is_refused_before_any_work(
+    home: Path, kind: str, options: tuple[Any, ...], said: str
+) -> None:
+    result = reduced(home, kind, "refused", *options, "--save-as", "hf", code=2)
+    assert said in " ".join(result.stderr.split())
+    assert not (home / "refused").exists()
+
+
+def explicit(attention: HeadAttention, x_BNC: Tensor) -> Tensor:
+    """Loops over sequences, heads and queries, in float64."""
+    rows, bias = attention.qkv.weight.double(), attention.qkv.bias
+    qkv = x_BNC.double() @ rows.T + (0.0 if bias is None else bias.double())
+    width, per_group = attention.qk, attention.heads // attention.groups
+    q, k, v = qkv.split(attention.rows, dim=-1)
+    z = torch.zeros(*x_BNC.shape[:2], attention.heads * width, dtype=torch.float64)
+    for text in range(len(x_BNC)):
+        for head in range(attention.heads):
+            own, group = slice(head * width, (head + 1) * width), head // per_group
+            shared = slice(group * width, (group + 1) * width)
+            for place in range(x_BNC.shape[1]):
+                scores = torch.stack(
+                    [
+                        turned(attention, q[text, place, own], place) @ turned(attention, k[text, key, shared], key)
+                        for key in range(place + 1)
+                    ]
+                )
+                z[text, place, own] = (scores * attention.scale).softmax(0) @ v[text, : place + 1, shared]
+    return z @ attention.proj.weight.double().T
+
+
+def turned(attention: HeadAttention, x_D: Tensor, place: int) -> Tensor:
+    """Pairs (p, p + P) as complex numbers, times e^(i angle)."""
+    planes = len(x_D) // 2
+    angles = [place * 10_000.0 ** (-plane / planes) for plane in range(planes)]
+    numbers = torch.complex(x_D[:planes], x_D[planes:])
+    spun = numbers * torch.tensor([complex(math.cos(angle), math.sin(angle)) for angle in angles])
+    return torch.cat((spun.real, spun.imag))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_grouped_causal_attention_equals_loops_over_heads_and_queries(home: Path, fused: bool) -> None:
+    block = dense_of(home / "llama").get_submodule("blocks.0")
+    assert isinstance(block, DecoderBlock)
+    attention = copy.deepcopy(block.attn)
+    attention.fused = fused
+    x_BNC = torch.randn(2, 9, decoders.WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        got, expected = attention(x_BNC), explicit(attention, x_BNC)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_redundant_channels_and_groups_come_back(home: Path, tmp_path: Path) -> None:
+    """Half of the channels are sums of the others' outputs, and the second group of heads is the first again."""
+    model: Any = decoders.decoder("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            mlp, attention, half = layer.mlp, layer.self_attn, decoders.HIDDEN // 2
+            for projection in (mlp.gate_proj, mlp.up_proj):
+                projection.weight[half:] = projection.weight[:half]
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                rows = len(projection.weight) // 2
+                projection.weight[rows:] = projection.weight[:rows]
+    decoders.write_decoder(tmp_path / "planted", "llama", model)
+    (tmp_path / "text.txt").write_text(decoders.text())
+    reduced(tmp_path, "planted", "less", "--mlp", 0.5, "--whole-heads", 0.5, "--ridge", "1e-9", "--save-as", "hf")
+    ids = decoders.ids(2)
+    expected = logits_of(model, ids)
+    got = logits_of(theirs(tmp_path / "less" / "hf"), ids)
+    assert float((got - expected).norm() / expected.norm()) < 2e-3
+
+
+def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
+    """The last layer of a reduced MLP is the ridge solution on hidden activations as they are, not centred."""
+    repair = ("--preset", "grail", "--ridge", "1e-6")
+    reduced(home, "llama", "gram", "--mlp", 0.5, *repair)
+    affine = ("--preset", "grail", "--repair", "mlp=affine", "--ridge", "1e-6")
+    reduced(home, "llama", "uncentred", "--mlp", 0.5, *affine)
+    gram, ours = load(home / "gram"), load(home / "uncentred")
+    for index in range(2):
+        one, other = (model.get_submodule(f"blocks.{index}.mlp.down") for model in (gram, ours))
+        assert isinstance(other, nn.Linear)
+        assert other.bias is None
+        assert isinstance(one, nn.Linear)
+        torch.testing.assert_close(other.weight, one.weight, rtol=2e-2, atol=2e-3)
+    dense = dense_of(home / "llama")
+    sequences = texts_for_model(dense, home / "text.txt", samples=48)
+    ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
+    heard: list[Tensor] = []
+    down = dense.get_submodule("blocks.0.mlp.down")
+    assert isinstance(down, nn.Linear)
+    handle = down.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    logits_of(dense, ids)
+    handle.remove()
+    hidden = heard[0].flatten(0, 1).double()
+    gate, kept = dense.get_submodule("blocks.0.mlp.gate"), ours.get_submodule("blocks.0.mlp.gate")
+    assert isinstance(gate, nn.Linear)
+    assert isinstance(kept, nn.Linear)
+    own = [int((gate.weight == row).all(1).nonzero()) for row in kept.weight]
+    expected = torch.linalg.lstsq(hidden[:, own], hidden @ down.weight.double().T).solution.T
+    last = ours.get_submodule("blocks.0.mlp.down")
+    assert isinstance(last, nn.Linear)
+    (last.weight.double(), expected)
+    error, best = (
+        (hidden[:, own] @ w.T - hidden @ down.weight.double().T).square().sum()
+        for w in (last.weight.double(), expected)
+    )
+    assert float(best) <= float(error) <= 1.001 * float(best)
+
+
+@pytest.mark.parametrize("loop", ["asymmetric", "symmetric"])
+def test_a_closed_loop_adds_no_bias_to_layers_without_one(home: Path, loop: str) -> None:
+    options = ("--mlp", 0.5, "--whole-heads", 0.5, "--closed-loop", loop, "--text", home / "text.txt", "--samples", 32)
+    reduced(home, "qwen2", f"loop-{loop}", *options, "--save-as", "hf")
+    names = [name for name, _ in load(home / f"loop-{loop}").named_parameters() if name.endswith("bias")]
+    assert names == [f"blocks.{index}.attn.qkv.bias" for index in range(2)]
+
+
+def test_sequences_begin_with_the_marks_of_the_tokenizer(home: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    decoders.write_decoder(tmp_path / "llama", "llama")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "llama" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["\1"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="\1 $A", special_tokens=[("\1", 1)])
+    tokenizer.save(str(tmp_path / "llama" / "tokenizer.json"))
+    model = dense_of(tmp_path / "llama", length=20)
+    sequences = texts_for_model(model, home / "text.txt")
+    rows = next(sequences.batches(2000))
+    assert not isinstance(rows, Tensor)
+    ids = rows["input_ids"]
+    letters = [ord(letter) for letter in decoders.text()]
+    assert ids.shape == (len(letters) // 19, 20)
+    assert bool((ids[:, 0] == 1).all())
+    assert ids[:, 1:].flatten().tolist() == letters[: 19 * len(ids)]
+
+
+def test_ids_may_be_given_instead_of_text(home: Path, tmp_path: Path) -> None:
+    """As rows or as one stream; the same as the text that they are of."""
+    model = dense_of(home / "opt")
+    letters = np.array([ord(letter) for letter in decoders.text()], dtype=np.uint16)
+    count = len(letters) // decoders.LENGTH
+    np.save(tmp_path / "stream.npy", letters)
+    np.save(tmp_path / "rows.npy", letters[: count * decoders.LENGTH].reshape(count, -1).astype(np.int64))
+    of_text = texts_for_model(model, home / "text.txt")
+    for name in ("stream", "rows"):
+        given = texts_for_model(model, tmp_path / f"{name}.npy")
+        assert given.digest == of_text.digest
+        assert torch.equal(given.ids, of_text.ids)
+    np.save(tmp_path / "foreign.npy", np.array([[0, decoders.LETTERS] * 32]))
+    with pytest.raises(BadInput, match="ids from 0 to 128, expected 0 to 127"):
+        texts_for_model(model, tmp_path / "foreign.npy")
+    np.save(tmp_path / "short.npy", letters[:10])
+    with pytest.raises(BadInput, match="10 tokens, expected at least one sequence of 64"):
+        texts_for_model(model, tmp_path / "short.npy")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "norms stand behind the branches"),
+        ("opt", {"word_embed_proj_dim": 32}, "embedded in another width"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled otherwise"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "positions scaled by 'yarn'"),
+        ("llama", {"num_key_value_heads": 3}, "no multiple of 3 groups"),
+        ("llama", {"auto_map": {"AutoModel": "x.py"}}, "never run"),
+        ("llama", {"hidden_act": "mish"}, "activation"),
+        ("llama", {"per_layer_config": {"0": {}}}, "widths of their own"),
+        ("llama", {"model_type": "gemma"}, "expected one of opt, gpt2"),
+    ],
+)
+def test_other_decoders_are_refused_with_the_reason(home: Path, kind: str, changes: dict[str, Any], said: str) -> None:
+    config = json.loads((home / kind / "config.json").read_text()) | changes
+    with pytest.raises(BadInput, match=said):
+        architecture_from_transformers(config, where="config.json")
+
+
+def test_a_token_sees_no_more_than_its_window(home: Path, tmp_path: Path) -> None:
+    decoders.write_decoder(tmp_path / "mistral", "mistral", sliding_window=24)
+    model = dense_of(tmp_path / "mistral")
+    spec = sequence_spec(model)
+    assert spec is not None
+    assert spec.shape == (24,)
+    ids = decoders.ids(2, 24)
+    torch.testing.assert_close(
+        logits_of(model, ids), logits_of(theirs(tmp_path / "mistral"), ids), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(BadInput, match="sees 24 at most"):
+        dense_of(tmp_path / "mistral", length=25)
+
+
+def test_shards_are_read_and_foreign_tensors_refused(home: Path, tmp_path: Path) -> None:
+    model: Any = theirs(home / "llama")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    decoders.write_tokenizer(tmp_path / "sharded")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+    ids = decoders.ids(1)
+    assert torch.equal(logits_of(dense_of(tmp_path / "sharded"), ids), logits_of(dense_of(home / "llama"), ids))
+    state = load_file(home / "llama" / "model.safetensors")
+    decoders.write_decoder(tmp_path / "odd", "llama")
+    save_file(state | {"model.layers.0.mlp.router.weight": torch.zeros(2)}, tmp_path / "odd" / "model.safetensors")
+    with pytest.raises(BadInput, match=r"mlp\.router\.weight.* has no place in a llama decoder"):
+        dense_of(tmp_path / "odd")
+
+
+def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
+    half = dense_of(home / "llama").half()
+    assert half.get_buffer("blocks.0.attn.rotary.freqs_HP").dtype == torch.float32
+
+
+def test_costs_equal_what_counting_finds(home: Path) -> None:
+    """MACs and parameters of grouped heads by formula, at their own width and at half of the groups."""
+    model = dense_of(home / "llama")
+    site = next(iter(sites_of(model).heads))
+    block = model.get_submodule("blocks.0.attn")
+    assert site.parameters(site.width, "square") == sum(each.numel() for each in block.parameters())
+    reduced(home, "llama", "counted", "--whole-heads", 0.5)
+    less = load(home / "counted").get_submodule("blocks.0.attn")
+    from corp_deploy.families.widths import HeadWidths
+
+    width = HeadWidths(qk=16, v=16, heads=2)
+    assert site.parameters(width, "square") == sum(each.numel() for each in less.parameters())
+    tokens, dim = 10, decoders.WIDTH
+    projections = tokens * dim * (2 * 16 + 16 + 16 + 2 * 16)
+    assert site.macs(width, "square", tokens) == projections + 2 * tokens * tokens * (16 + 16)
+    assert family_of(model).depth(model) == 2
