@@ -78,6 +78,8 @@ class Collector:
         self._counted = self._ran = 0
         self._heard: list[tuple[str, Role]] = []
         self._stop_after: int | None = None
+        self._to_the_end = False
+        self._given: list[Tensor] = []
         self._stack = ExitStack()
         _refuse_other_device(model, self.device)
 
@@ -95,6 +97,15 @@ class Collector:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
+
+    def passed(self, inputs: Inputs) -> Tensor:
+        """As `add`, every pass to the model's end: its one output [B,...]."""
+        self._to_the_end, self._given = True, []
+        try:
+            self.add(inputs)
+            return torch.cat(self._given)
+        finally:
+            self._to_the_end, self._given = False, []
 
     def add(self, inputs: Inputs) -> None:
         """Runs inputs, the batch in front, through the model."""
@@ -164,7 +175,9 @@ class Collector:
         forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
         with suppress(_AllHeard), torch.no_grad(), forward, cast:
-            run_model(self._model, moved(inputs, self.device))
+            given = run_model(self._model, moved(inputs, self.device))
+            if self._to_the_end:
+                self._given.append(given[: self._counted].float())
         for site in self._sites:
             for role in site.taps:
                 if (runs := self._heard.count((site.name, role))) != 1:
@@ -183,7 +196,7 @@ class Collector:
             if weights is not None and activation.ndim > 4:
                 raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
             self.sums[name].add(role, activation[: self._counted], weights)
-        if len(self._heard) == self._stop_after:
+        if len(self._heard) == self._stop_after and not self._to_the_end:
             raise _AllHeard
 
     def _hear_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
@@ -208,7 +221,7 @@ def _new_sums(
 
     def of_heads(site: HeadTaps) -> HeadSums:
         system = attention_system or site.name in kept
-        return HeadSums(system=system, kept_HK=kept.get(site.name), slots_WN=site.slots_WN)
+        return HeadSums(system=system, kept_HK=kept.get(site.name), slots_WN=site.slots_WN, causal=site.causal)
 
     empty: dict[SiteKind, Callable[[Any], SiteSums]] = {
         "mlp": lambda site: ChannelSums(eps=eps),

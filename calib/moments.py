@@ -78,7 +78,8 @@ class HeadMoments:
     ||q_j||^2 ||k_j||^2, the norms taken over one image's tokens. Where tokens have weights, each counts by its own: in
     every sum, in every norm, and in the mean that k is centred by; `tokens` is the sum of the weights. Where tokens
     see those of their window alone, or of a part of it, that counts as an image in all that is kept of q and k per
-    image.
+    image. Where they see none behind them, sums of q and k are over the pairs that see each other (see causal.py), the
+    energy of the logits of those pairs, and in the systems below K'K stands for the keys that each query sees.
 
     system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
     set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for

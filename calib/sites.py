@@ -97,7 +97,8 @@ class HeadTaps:
 
     `merge`: a module that merged tokens before they came here; the second of its outputs [B,N] is how many stand in
     each, by which they are weighted, or None. `slots_WN`: 1 for what of q and k in windows [B,W,H,N,D] is there, 0 for
-    what isn't; None for all.
+    what isn't; None for all. `causal`: a query sees the keys up to its own place, and no other pair of them counts.
+    Where queries share keys in groups, q and k are of all heads, keys of a group for each of its heads again.
     """
 
     kind: ClassVar[SiteKind] = "attention"

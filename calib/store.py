@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -216,3 +217,70 @@ def load(path: Path) -> Moments:
         image_ids=_ids(path, HALF + IMAGE_IDS, header.sha256),
     )
     return replace(whole, group_ids=_ids(path, GROUP_IDS, header.sha256), half=half)
+
+
+_COPIED = 2**22  # bytes at once
+_LENGTH = struct.Struct("<Q")  # of the header of a safetensors file, which its tensors follow
+
+
+def _layout(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file that has been opened before, and where its tensors begin."""
+    with path.open("rb") as file:
+        (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        layout: dict[str, Any] = json.loads(file.read(size))
+    return layout, _LENGTH.size + size
+
+
+def _united(parts: Sequence[Path]) -> dict[str, Any]:
+    """The header of all parts' sites, in the order of the parts."""
+    first, *others = [_read_header(path) for path in parts]
+    sites, order, digests = dict(first.sites), [*first.order], dict(first.sha256)
+    for path, other in zip(parts[1:], others, strict=True):
+        same = (other.lineage, other.images, other.sha256[IMAGE_IDS])
+        if same != (first.lineage, first.images, first.sha256[IMAGE_IDS]) or other.half or first.half:
+            raise BadInput(f"{path}: not of the same images and model as {parts[0]}: {_REMEDY}")
+        if both := sorted(sites.keys() & other.sites.keys()):
+            raise BadInput(f"{path}: {both[0]} is in another part, too: {_REMEDY}")
+        sites, digests = sites | other.sites, digests | other.sha256
+        order += other.order
+    own = {
+        "images": first.images,
+        "order": order,
+        "sites": {name: msgspec.to_builtins(each) for name, each in sites.items()},
+    }
+    return own | {"kind": KIND, "version": VERSION, "lineage": first.lineage, "sha256": digests}
+
+
+def join(parts: Sequence[Path], path: Path) -> None:
+    """One file of moments of several, each of other sites over the same images, whole or not at all. Bytes are copied,
+    no tensor is held. Raises BadInput for a part that is damaged, or of other images.
+    """
+    header = _united(parts)
+    layout: dict[str, Any] = {"__metadata__": {HEADER: _signed(header)}}
+    copies, end = list[tuple[Path, int, int]](), 0
+    for part in parts:
+        entries, start = _layout(part)
+        for name, entry in entries.items():
+            if name == "__metadata__" or name in layout:
+                continue
+            first, last = entry["data_offsets"]
+            layout[name] = {**entry, "data_offsets": [end, end + last - first]}
+            copies.append((part, start + first, last - first))
+            end += last - first
+    text = json.dumps(layout).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as written:
+        written.write(_LENGTH.pack(len(text)) + text)
+        for part, start, size in copies:
+            with part.open("rb") as read:
+                read.seek(start)
+                _copy(read, written, size)
+
+
+def _copy(read: IO[bytes], written: IO[bytes], size: int) -> None:
+    while size:
+        piece = read.read(min(size, _COPIED))
+        if not piece:
+            raise BadInput(f"{read.name}: cut off; {_REMEDY}")
+        written.write(piece)
+        size -= len(piece)

@@ -5,10 +5,12 @@ z, T = D (D + 1) / 2.
 """
 
 from copy import copy
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from .causal import add_system_, add_target_, inputs_apart, sums_of_pairs
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .patch_sums import PatchSums
@@ -89,9 +91,17 @@ class HeadSums:
     What q and k leave per image is held until both are in; the system takes a whole batch in one product at `flush`.
     """
 
-    def __init__(self, *, system: bool, kept_HK: Tensor | None = None, slots_WN: Tensor | None = None) -> None:
-        """`slots_WN`: see HeadTaps."""
-        self.system, self.kept_HK = system, kept_HK
+    def __init__(
+        self,
+        *,
+        system: bool,
+        kept_HK: Tensor | None = None,
+        slots_WN: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        """`slots_WN` and `causal`: see HeadTaps."""
+        self.system, self.kept_HK, self.causal = system, kept_HK, causal
+        self._waiting: dict[Role, Tensor] = {}
         self._slots = None if slots_WN is None else weights_of(slots_WN, slots_WN.device)
         self.kernel: Kernel = "blas"
         self.images = 0
@@ -103,12 +113,33 @@ class HeadSums:
         self._triangles: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def add(self, role: Role, activation: Tensor, weights: Weights | None = None) -> None:
-        if role == "q":
-            self._add_queries(activation, weights)
-        elif role == "k":
-            self._add_keys(activation, weights)
-        else:
+        if role == "z":
             self._add_outputs(activation, weights)
+        elif self.causal:
+            self._add_causal(role, activation, weights)
+        elif role == "q":
+            self._add_queries(activation, weights)
+        else:
+            self._add_keys(activation, weights)
+
+    def _add_causal(self, role: Role, x_BHND: Tensor, weights: Weights | None) -> None:
+        """Once queries and keys of the same inputs are in."""
+        self._allocate_heads(x_BHND)
+        self._waiting[role] = x_BHND
+        if len(self._waiting) < 2:
+            return
+        q_BHND, k_BHND = self._waiting.pop("q"), self._waiting.pop("k")
+        for q_HND, k_HND in inputs_apart(q_BHND, k_BHND, weights):
+            sums = sums_of_pairs(q_HND, k_HND)
+            for each in fields(sums):
+                self.totals[each.name].add_(getattr(sums, each.name))
+            if self.kept_HK is not None:
+                sums_at = self.totals["target_HKK"], self.totals["target_energy_H"]
+                add_target_(*sums_at, q_HND, k_HND, self.kept_HK)
+                at_HNK = self.kept_HK.unsqueeze(1).expand(-1, q_HND.shape[1], -1)
+                q_HND, k_HND = q_HND.gather(2, at_HNK), k_HND.gather(2, at_HNK)
+            if self.system:
+                add_system_(self.totals["system_HTT"], q_HND, k_HND)
 
     def _add_queries(self, q: Tensor, weights: Weights | None) -> None:
         q_BHND, weights = _by_window(q, weights, self._slots)

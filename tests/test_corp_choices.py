@@ -139,7 +139,16 @@ def test_options_become_one_value() -> None:
         click.echo(f"{choice} {asdict(inputs)} {other}")
 
     shown = CliRunner().invoke(command, ["m", "--size", "3", "--images", ".", "--seed", "5"])
-    drawn = {"images": Path("."), "text": None, "labels": None, "samples": None, "seed": 5, "workers": 0, "max_bad": 0}
+    drawn = {
+        "images": Path("."),
+        "text": None,
+        "tokens": None,
+        "labels": None,
+        "samples": None,
+        "seed": 5,
+        "workers": 0,
+        "max_bad": 0,
+    }
     assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
     help_text = CliRunner().invoke(command, ["--help"]).stdout
     assert "Help of its own." in help_text

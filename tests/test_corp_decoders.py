@@ -349,3 +349,36 @@ def test_costs_equal_what_counting_finds(home: Path) -> None:
     projections = tokens * dim * (2 * 16 + 16 + 16 + 2 * 16)
     assert site.macs(width, "square", tokens) == projections + 2 * tokens * tokens * (16 + 16)
     assert family_of(model).depth(model) == 2
+
+
+def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of the first attention, scores before the softmax without their scale, in float64 [B,H,N,N], 0 where unseen."""
+    site = next(iter(sites_of(model).heads))
+    taps, heard = site.taps(), dict[str, Tensor]()
+    handles = [
+        taps.queries.listen("q", lambda x: heard.update(q=x)),
+        taps.keys.listen("k", lambda x: heard.update(k=x)),
+    ]
+    logits_of(model, ids)
+    for handle in handles:
+        handle.remove()
+    return (heard["q"].double() @ heard["k"].double().mT).tril()
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> None:
+    """CORP's maps by its per-image system: the loss of visible logits over all sequences that it was fitted to."""
+    moments = home / f"{kind}.system.safetensors"
+    where = ("--text", home / "text.txt", "--samples", 24, "--attention-system", "-o", moments)
+    invoked("calibrate", "--model", f"hf:{home / kind}", *where)
+    own = ("--model", f"hf:{home / kind}", "--moments", moments, "--align", "mlp=8,head=8")
+    result = invoked("reduce", *own, "--attn", 0.5, "--preset", "corp", "-o", home / f"{kind}-qk", "--json")
+    reports = {(each["site"], each["part"]): each for each in json.loads(result.stdout)["sites"]}
+    report = reports["blocks.0.attn", "qk"]
+    dense, less = dense_of(home / kind), load(home / f"{kind}-qk")
+    sequences = texts_for_model(dense, home / "text.txt", samples=24)
+    ids = torch.cat([batch["input_ids"] for batch in sequences.batches(8)])
+    whole, left = logits_inside(dense, ids), logits_inside(less, ids)
+    assert report["energy"] == pytest.approx(float(whole.square().sum()), rel=1e-4)
+    assert report["error"] == pytest.approx(float((whole - left).square().sum()), rel=1e-3)
+    assert report["error"] < report["error_uncompensated"]

@@ -9,6 +9,9 @@ turned, the logits lose Q E K', where E is the identity on planes that are left 
 
 from second moments of all tokens (aggregated), or from CORP's per-image system (eq. 15), both of q and k as turned.
 
+Where `grouped` heads in turn share their keys they keep the same planes, and each head's factors are all in its own
+queries: keys are only selected, and nothing is lost by it.
+
 Legend: H heads, D = 2 P dimensions, K planes kept, X = 2 P numbers.
 """
 
@@ -21,7 +24,7 @@ from torch import Tensor
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
 from .queries_keys import QkRecovery, explained, residual_aggregated, residual_per_image
-from .scores import kept_from_scores
+from .scores import kept_from_scores, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
 _PARTS = (((0, 0, 1.0), (1, 1, 1.0)), ((0, 1, 1.0), (1, 0, -1.0)))
@@ -150,10 +153,11 @@ def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> _Factors:
     return _Factors(factor_HK2=torch.stack(factors), condition=max(conditions), ridge=max(ridges))
 
 
-def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int) -> tuple[Tensor, Tensor]:
-    """Maps [H,2K,D] of q and of k; either takes the root of a factor's modulus, q its angle."""
+def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
+    """Maps [H,2K,D] of q and of k; either takes the root of a factor's modulus, q its angle, or q all of it."""
     a_HK1, b_HK1 = factor_HK2.split(1, dim=2)
     root_HK1 = torch.linalg.vector_norm(factor_HK2, dim=2, keepdim=True).sqrt()
+    root_HK1 = root_HK1 if grouped == 1 else torch.ones_like(root_HK1)
     safe_HK1 = root_HK1.clamp_min(torch.finfo(root_HK1.dtype).tiny)
     a_HK1, b_HK1 = a_HK1 / safe_HK1, b_HK1 / safe_HK1
     one_HKD, other_HKD = (
@@ -174,9 +178,9 @@ def _start(gram_HXX: Tensor, ridge_rel: float) -> tuple[Tensor, Tensor]:
     return torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True), theta_HX
 
 
-def elimination(gram_HXX: Tensor, *, ridge_rel: float) -> PlaneOrder:
+def elimination(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> PlaneOrder:
     """Planes of each head by greedy backward elimination, the factors of those left fitted anew after each (optimal
-    brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p.
+    brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p, of heads that share keys the sum.
     """
     heads, planes = len(gram_HXX), gram_HXX.shape[1] // 2
     inverse_HXX, theta_HX = _start(gram_HXX, ridge_rel)
@@ -188,7 +192,7 @@ def elimination(gram_HXX: Tensor, *, ridge_rel: float) -> PlaneOrder:
         theta_HP2 = theta_HX.view(heads, 2, planes).mT
         metric_HP22 = torch.linalg.pinv(diagonal_HXX, hermitian=True)
         cost_HP = torch.einsum("hpi,hpij,hpj->hp", theta_HP2, metric_HP22, theta_HP2).clamp_min(0.0)
-        pick_H = cost_HP.masked_fill(gone_HP, torch.inf).argmin(dim=1)
+        pick_H = shared_by_groups(cost_HP, grouped).masked_fill(gone_HP, torch.inf).argmin(dim=1)
         at_H2 = torch.stack((pick_H, pick_H + planes), dim=1)
         columns_HX2 = inverse_HXX.gather(2, at_H2[:, None, :].expand(-1, 2 * planes, -1))
         metric_H22 = metric_HP22[each_H, pick_H]
@@ -209,28 +213,29 @@ def _without(matrix_HXX: Tensor, at_H2: Tensor) -> Tensor:
     return matrix_HXX.scatter(2, at_H2[:, None, :].expand(-1, count, -1), 0.0)
 
 
-def spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor, *, ridge_rel: float) -> Tensor:
+def spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
     """[H, D + 1]: what `eliminated` loses at widths 0..D, an odd one as the even one below it."""
-    error_HP = elimination(aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX, ridge_rel=ridge_rel).error_HP
+    gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
+    error_HP = elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped).error_HP
     at_width_HP = torch.cat((error_HP.flip(1), torch.zeros_like(error_HP[:, :1])), dim=1)
     return at_width_HP.repeat_interleave(2, dim=1)[:, :-1]
 
 
 def _aggregated(
-    q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float
+    q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
     """Planes with fitted factors on the aggregated objective; a head that would lose more than by leaving out all but
-    `plain_HK`, which is the uncompensated case, does that instead.
+    `plain_HK`, which is the uncompensated case, does that instead, or all heads that share keys do.
     """
     dims = q_second_HDD.shape[1]
     fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims)
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map, k_map)
     ones_HK2 = torch.stack((torch.ones_like(fitted.factor_HK2[..., 0]), torch.zeros_like(fitted.factor_HK2[..., 1])), 2)
-    plain, _ = _maps(ones_HK2, plain_HK, dims)
+    plain, _ = _maps(ones_HK2, plain_HK, dims, grouped)
     plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain, plain)
-    worse_H = residual_H > plain_H
-    residual_H = torch.minimum(residual_H, plain_H)
+    worse_H = shared_by_groups((residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
+    residual_H = torch.where(worse_H, plain_H, residual_H)
     return QkRecovery(
         q_map_HRD=torch.where(worse_H[:, None, None], plain, q_map),
         k_map_HRD=torch.where(worse_H[:, None, None], plain, k_map),
@@ -244,26 +249,31 @@ def _aggregated(
     )
 
 
-def eliminated(q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float) -> QkRecovery:
+def eliminated(
+    q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1
+) -> QkRecovery:
     """So many planes a head, those left after the greedy elimination. Give k's second moment centred per image."""
-    order = elimination(aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX, ridge_rel=ridge_rel)
+    gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
+    order = elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
-    plain_HK = kept_from_scores(plane_scores(energy_HD), planes)
-    return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel)
+    plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
+    return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
-def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float) -> QkRecovery:
+def logit_v1(
+    q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
+) -> QkRecovery:
     """Factors of these planes by CORP's first version's equation, on second moments of all tokens."""
-    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel)
+    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
-def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float) -> QkRecovery:
+def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
     """CORP's eq. 14-16 with M of a complex number a plane: the missing logits of every image ~ Q_S M K_S'. The planes
     are among those that the system covers.
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, system.head_dim)
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, system.head_dim, grouped)
     plain = torch.nn.functional.one_hot(dims_of_planes(kept_HK, system.head_dim), system.head_dim).to(torch.float64)
     residual_H, plain_H = (residual_per_image(system, q, k) for q, k in ((q_map, k_map), (plain, plain)))
     return QkRecovery(

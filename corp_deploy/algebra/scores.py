@@ -87,6 +87,14 @@ def logit_magnitude(q_weight_HDI: Tensor, k_weight_HDI: Tensor) -> Tensor:
     return q_weight_HDI.square().sum(dim=2) * k_weight_HDI.square().sum(dim=2)
 
 
+def shared_by_groups(value_HX: Tensor, grouped: int) -> Tensor:
+    """The sum over so many heads in turn, for each of them [H,X]: what ranks what they share."""
+    if grouped == 1:
+        return value_HX
+    shared_GX: Tensor = value_HX.unflatten(0, (-1, grouped)).sum(dim=1)
+    return shared_GX.repeat_interleave(grouped, dim=0)
+
+
 def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
     """The `width` best indices along the last dimension, ascending, int64; ties go to the lower index."""
     assert 0 < width <= score_F.shape[-1], (width, tuple(score_F.shape))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from calib.input_set import InputSet
     from corp_deploy.store.checkpoint import Checkpoint
 
-TEXT_HELP = "For a text encoder: UTF-8 text, a line a document."
+TEXT_HELP = "For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
+TOKENS_HELP = "For a decoder: token ids, whole numbers .npy, a row a sequence or one stream."
 IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed."
 
 
@@ -35,6 +36,7 @@ class InputChoice:
 
     images: Path | None = None
     text: Path | None = None
+    tokens: Path | None = None
     labels: Path | None = None
     samples: int | None = None
     seed: int = 0
@@ -42,25 +44,35 @@ class InputChoice:
     max_bad: int = 0
 
     def __post_init__(self) -> None:
-        if self.images is not None and self.text is not None:
-            raise click.UsageError("--images and --text exclude each other; give what the model takes")
+        if len(self._given) > 1:
+            first, second = list(self._given)[:2]
+            raise click.UsageError(f"{first} and {second} exclude each other; give what the model takes")
+
+    @property
+    def _given(self) -> dict[str, Path]:
+        """By the option that they were given by."""
+        options = {"--images": self.images, "--text": self.text, "--tokens": self.tokens}
+        return {option: path for option, path in options.items() if path is not None}
 
     @property
     def path(self) -> Path | None:
-        return self.images if self.text is None else self.text
+        return next(iter(self._given.values()), None)
 
     @property
     def words(self) -> str:
         """The option by which they were given, as a command line has it."""
-        return f"{'--images' if self.text is None else '--text'} {shlex.quote(str(self.path))}"
+        option = next(iter(self._given), "--images")
+        return f"{option} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint") -> "InputSet":
         """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
-        from corp_deploy.store.inputs import images_for_model, texts_for_model
+        from corp_deploy.store.inputs import ids_for_model, images_for_model, texts_for_model
 
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         if self.text is not None:
             return texts_for_model(checkpoint.model, self.text, **drawn)
+        if self.tokens is not None:
+            return ids_for_model(checkpoint.model, self.tokens, **drawn)
         assert self.images is not None, self
         decoded = {"workers": self.workers, "max_bad": self.max_bad}
         return images_for_model(checkpoint.model, self.images, **drawn, **decoded)
@@ -79,7 +91,7 @@ class InputChoice:
 def input_choice(**options: Any) -> InputChoice:
     """From the options of these names; those that are typed and that texts would ignore are refused."""
     choice = InputChoice(**options)
-    if choice.text is not None:
+    if choice.text is not None or choice.tokens is not None:
         INPUTS.refuse([("", "text")], explicit_options())
     return choice
 
@@ -87,7 +99,7 @@ def input_choice(**options: Any) -> InputChoice:
 def _required_choice(**options: Any) -> InputChoice:
     choice = input_choice(**options)
     if choice.path is None:
-        raise click.UsageError("Missing option '--images', or '--text' for a model that takes text.")
+        raise click.UsageError("Missing option '--images', or '--text' or '--tokens' for a model that takes text.")
     return choice
 
 
@@ -111,6 +123,11 @@ def images_option(*, help: str = IMAGES_HELP) -> Option:
 def text_option(*, help: str = TEXT_HELP) -> Option:
     """--text itself."""
     return click.option("--text", type=FILE, default=None, help=help)
+
+
+def tokens_option(*, help: str = TOKENS_HELP) -> Option:
+    """--tokens itself."""
+    return click.option("--tokens", type=FILE, default=None, help=help)
 
 
 def input_options(*options: Option, required: bool = True) -> Callable[[Command], Command]:

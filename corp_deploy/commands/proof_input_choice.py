@@ -9,7 +9,7 @@ import click
 from corp_deploy.invocation.table import VERIFY
 from ground.quantity import BATCH
 
-from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
+from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option, tokens_option
 from .numbers import Number
 from .options import FILE, explicit_options, value_options
 
@@ -87,6 +87,7 @@ proof_input_options = value_options(
     _proof_input_choice,
     images_option(),
     text_option(),
+    tokens_option(),
     click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
     click.option(
         "--labels",

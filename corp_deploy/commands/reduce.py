@@ -15,6 +15,7 @@ from .input_choice import (
     images_option,
     input_options,
     text_option,
+    tokens_option,
 )
 from .model_choice import ModelChoice, model_options
 from .options import DIRECTORY, FILE, output_options
@@ -44,6 +45,7 @@ TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 @input_options(
     images_option(help=IMAGES_HELP),
     text_option(help=TEXT_HELP),
+    tokens_option(),
     *drawing_options,
     *decoding_options,
     required=False,

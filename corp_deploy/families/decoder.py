@@ -110,7 +110,7 @@ def _head_site(name: str, attention: nn.Module, architecture: DecoderArchitectur
     return site_of_attention(
         name,
         attention,
-        mixing="none" if architecture.qk_norm else "planes" if architecture.rope else "free",
+        mixing="none" if normed or (shares and not architecture.rope) else "planes" if architecture.rope else "free",
         reason="; ".join(filter(None, (normed, shares))),
         biasless=attention.proj.bias is None,
     )
@@ -119,10 +119,15 @@ def _head_site(name: str, attention: nn.Module, architecture: DecoderArchitectur
 def sites(model: nn.Module) -> Sites:
     """The MLPs, then the attentions, dense or already reduced."""
     decoder = _decoder(model)
-    blocks = [(f"blocks.{index}", block) for index, block in enumerate(decoder.blocks)]
-    channels = [_channel_site(f"{name}.mlp", block.get_submodule("mlp")) for name, block in blocks]
-    heads = [_head_site(f"{name}.attn", block.get_submodule("attn"), decoder.architecture) for name, block in blocks]
-    return Sites(every=(*channels, *heads), refused=())
+    blocks = [sites_of_block(index, block, decoder.architecture) for index, block in enumerate(decoder.blocks)]
+    return Sites(every=(*(mlp for mlp, _ in blocks), *(attention for _, attention in blocks)), refused=())
+
+
+def sites_of_block(index: int, block: nn.Module, architecture: DecoderArchitecture) -> tuple[ChannelSite, HeadSite]:
+    """Of one block, by their names in the whole model."""
+    at = f"blocks.{index}"
+    attention = _head_site(f"{at}.attn", block.get_submodule("attn"), architecture)
+    return _channel_site(f"{at}.mlp", block.get_submodule("mlp")), attention
 
 
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:

@@ -125,9 +125,11 @@ def _qkv(names: Names, at: str, theirs: Mapping[str, dict[str, Tensor]], where: 
 
 
 def block_from_transformers(
-    state: Mapping[str, Tensor], model_type: str, *, where: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """A block's tensors, by their names within it, under those here, and names that have no place."""
+    state: Mapping[str, Tensor], architecture: DecoderArchitecture, model_type: str, *, where: str
+) -> dict[str, Tensor]:
+    """A block's tensors, by their names within it, under those here, with what no file has: how fast planes turn.
+    Raises BadInput for a tensor that has no place here.
+    """
     names = _NAMES[model_type]
     ours = {theirs: path for path, theirs in names.parts.items()}
     mapped, fused, foreign = dict[str, Tensor](), dict[str, dict[str, Tensor]](), list[str]()
@@ -139,16 +141,41 @@ def block_from_transformers(
             fused.setdefault(theirs, {})[entry] = tensor
         elif not _BUFFERS.fullmatch(name):
             foreign.append(name)
-    return mapped | _qkv(names, where, fused, where), foreign
+    refuse_foreign(foreign, model_type, where=where)
+    if architecture.rope is not None:
+        mapped["attn.rotary.freqs_HP"] = architecture.rope.frequencies(architecture.head // 2).unsqueeze(0)
+    return mapped | _qkv(names, where, fused, where)
 
 
-def outside_from_transformers(names: Names) -> dict[str, str]:
-    """Of what stands in no block: ours by theirs, without `base`."""
-    outside = {f"{names.word}.weight": "embeddings.word.weight"}
+def outside_names(model_type: str) -> dict[str, str]:
+    """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
+    names = _NAMES[model_type]
+    outside = {f"{names.word}.weight": "embeddings.word.weight", f"{names.head}.weight": "head.weight"}
     outside |= {f"{names.last_norm}.{entry}": f"norm.{entry}" for entry in ("weight", "bias")}
     if names.position:
         outside[f"{names.position}.weight"] = "embeddings.position.weight"
     return outside
+
+
+def outside_from_transformers(
+    state: Mapping[str, Tensor], architecture: DecoderArchitecture, model_type: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of no block under those names here, and names that have no place; a head that is tied has no own."""
+    ours = outside_names(model_type)
+    mapped = {ours[name]: tensor for name, tensor in state.items() if name in ours}
+    if architecture.tied:
+        mapped.pop("head.weight", None)
+    return mapped, [name for name in state if name not in ours and not _BUFFERS.fullmatch(name)]
+
+
+def names_by_block(
+    state: Iterable[str], model_type: str, *, where: str
+) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
+    """Names in a file by what they are called outside of all blocks, and by block within it."""
+    outside, blocks = dict[str, str](), dict[int, dict[str, str]]()
+    for name, index, own in _parted(state, _NAMES[model_type], where):
+        (outside if index is None else blocks.setdefault(index, {}))[own] = name
+    return outside, blocks
 
 
 def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[str, int | None, str]]:
@@ -165,42 +192,25 @@ def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[st
         yield (name, int(match[1]), match[2]) if match else (name, None, own)
 
 
+def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
+    """Raise BadInput, naming the first one, where a tensor has no place here."""
+    for name in sorted(foreign):
+        raise BadInput(f"{where}: {name!r:.150} has no place in a {model_type} decoder: its blocks are of another kind")
+
+
 def state_from_transformers(
     state: Mapping[str, Tensor], architecture: DecoderArchitecture, *, model_type: str, where: str
 ) -> dict[str, Tensor]:
     """A state dict under this model's names. Raises BadInput for a tensor that has no place here."""
-    names = _NAMES[model_type]
-    outside = outside_from_transformers(names)
-    mapped, foreign = dict[str, Tensor](), list[str]()
-    blocks: dict[int, dict[str, Tensor]] = {}
-    for name, index, own in _parted(state, names, where):
-        if index is not None:
-            blocks.setdefault(index, {})[own] = state[name]
-        elif own in outside:
-            mapped[outside[own]] = state[name]
-        elif own == f"{names.head}.weight":
-            mapped |= {} if architecture.tied else {"head.weight": state[name]}
-        elif not _BUFFERS.fullmatch(own):
-            foreign.append(name)
-    for index, block in sorted(blocks.items()):
-        at = f"blocks.{index}."
-        own_block, others = block_from_transformers(block, model_type, where=f"{where}: {names.of_block(index)[:-1]}")
-        mapped |= {f"{at}{name}": tensor for name, tensor in own_block.items()}
-        foreign += [f"{names.of_block(index)}{name}" for name in others]
-    if foreign:
-        raise BadInput(
-            f"{where}: {sorted(foreign)[0]!r:.150} has no place in a {model_type} decoder: its blocks are of another "
-            "kind"
-        )
-    return mapped | frequencies_of(architecture)
-
-
-def frequencies_of(architecture: DecoderArchitecture) -> dict[str, Tensor]:
-    """What no file has: how fast the planes of each block turn."""
-    if architecture.rope is None:
-        return {}
-    freqs_1P = architecture.rope.frequencies(architecture.head // 2).unsqueeze(0)
-    return {f"blocks.{index}.attn.rotary.freqs_HP": freqs_1P.clone() for index in range(architecture.layers)}
+    outside, blocks = names_by_block(state, model_type, where=where)
+    own_outside = {own: state[name] for own, name in outside.items()}
+    mapped, foreign = outside_from_transformers(own_outside, architecture, model_type)
+    for index, names in sorted(blocks.items()):
+        own = {within: state[name] for within, name in names.items()}
+        block = block_from_transformers(own, architecture, model_type, where=f"{where}: block {index}")
+        mapped |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
+    refuse_foreign(foreign, model_type, where=where)
+    return mapped
 
 
 def _block_to_transformers(
@@ -223,7 +233,7 @@ def state_to_transformers(
     v's.
     """
     names = _NAMES[model_type]
-    theirs = {ours: name for name, ours in outside_from_transformers(names).items()}
+    theirs = {ours: name for name, ours in outside_names(model_type).items() if ours != "head.weight"}
     named = {f"{names.base}{theirs[name]}": tensor for name, tensor in state.items() if name in theirs}
     for index in range(layers):
         at = f"blocks.{index}."

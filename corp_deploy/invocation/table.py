@@ -291,6 +291,26 @@ CALIBRATE = Axis(
     },
 )
 
+# By how much of the model is held.
+CALIBRATE_BY = Axis(
+    command="calibrate",
+    ways={
+        "whole": Way(
+            words="a model run whole",
+            ask="no --sequential",
+            honours=dict.fromkeys(
+                ("checkpoint_every", "snapshots", "groups", "attn", "align", "residual", "patch_memory"), ANY
+            ),
+        ),
+        "blocks": Way(
+            words="--sequential",
+            ask="--sequential",
+            honours={},
+            instead={"checkpoint_every": "each block that is finished is kept"},
+        ),
+    },
+)
+
 # By what the model takes.
 INPUTS = Axis(
     command="calibrate",
@@ -300,8 +320,20 @@ INPUTS = Axis(
             ask="--images P",
             honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
-        "text": Way(words="a text encoder", ask="--text FILE", honours={"text": ANY, "calibration_text": ANY}),
+        "text": Way(words="text", ask="--text FILE", honours={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
     },
 )
 
-AXES = (BENCH, BUILD, AUDIT, EXPORT, EXPORT_HEADS, VERIFY, VERIFY_HEADS, VERIFY_REFERENCE, CALIBRATE, INPUTS)
+AXES = (
+    BENCH,
+    BUILD,
+    AUDIT,
+    EXPORT,
+    EXPORT_HEADS,
+    VERIFY,
+    VERIFY_HEADS,
+    VERIFY_REFERENCE,
+    CALIBRATE,
+    CALIBRATE_BY,
+    INPUTS,
+)

@@ -180,7 +180,7 @@ def head_moments_in_halves(
 ) -> tuple[HeadMoments, tuple[HeadMoments, HeadMoments] | None]:
     """The same with those of either half, where the streams are in halves."""
     slots_WN = site.taps().slots_WN
-    fit, held_out = (HeadSums(system=system, slots_WN=slots_WN) for _ in range(2))
+    fit, held_out = (HeadSums(system=system, slots_WN=slots_WN, causal=site.causal) for _ in range(2))
     by_half = Halves(fit=fit, held_out=held_out)
     sums = by_half.fit
     weights: Weights | None = None

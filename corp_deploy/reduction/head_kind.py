@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ class HeadKind:
         rows_XI = site.first.weight.detach().double()
         return HeadsChosen(
             kept_M=_kept_heads(site, moments, method, width),
-            scores_HD=None if site.keeps_qk else qk_scores(moments, method, rows_XI),
+            scores_HD=None if site.keeps_qk else qk_scores(moments, method, rows_XI, grouped=site.grouped),
         )
 
     def reduced(
@@ -260,7 +260,8 @@ def _step(site: HeadSite, method: Method) -> int:
 def _logits_lost(site: HeadSite, moments: HeadMoments, method: Method) -> Tensor:
     """[H, D + 1]: by each head at each width of queries and keys."""
     if site.in_planes:
-        return planes.spectrum(moments.q_second_HDD, moments.k_centred_HDD, ridge_rel=method.ridge_rel)
+        how: dict[str, Any] = {"ridge_rel": method.ridge_rel, "grouped": site.grouped}
+        return planes.spectrum(moments.q_second_HDD, moments.k_centred_HDD, **how)
     return queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
 
 

@@ -1,6 +1,7 @@
 """A head site's new attention module, its weights set, with its reports."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,9 +123,8 @@ def reduced_heads(
         recovery = kept_qk(moments)
     else:
         weight_XI = site.first.weight.detach().double()
-        at_site = qk_at_site(
-            site.name, moments, method, weight_XI, widths.qk, halves, in_planes=site.in_planes, scores_HD=scores_HD
-        )
+        how: dict[str, Any] = {"in_planes": site.in_planes, "grouped": site.grouped, "scores_HD": scores_HD}
+        at_site = qk_at_site(site.name, moments, method, weight_XI, widths.qk, halves, **how)
         recovery = at_site.recovery
         reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)

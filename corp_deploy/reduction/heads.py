@@ -5,6 +5,7 @@ Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,14 +47,18 @@ def qk_at_site(
     halves: Halves | None = None,
     *,
     in_planes: bool = False,
+    grouped: int = 1,
     scores_HD: Tensor | None = None,
 ) -> QkAtSite:
     """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
-    (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes; `scores_HD`, where known,
-    rank them. Raises BadInput when the moments lack what the recovery needs.
+    (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes, alike in `grouped` heads in turn
+    that share keys; `scores_HD`, where known, rank them. Raises BadInput when the moments lack what the recovery needs.
     """
-    recover = recovered_planes if in_planes else _recovered_qk
-    scores_HD, ridge = qk_scores(moments, method, rows_XI) if scores_HD is None else scores_HD, None
+    recover: Recover = partial(recovered_planes, grouped=grouped) if in_planes else _recovered_qk
+    assert in_planes or grouped == 1, site
+    if scores_HD is None:
+        scores_HD = qk_scores(moments, method, rows_XI, grouped=grouped)
+    ridge = None
     if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
         ridge = _qk_ridge(recover, site, halves, method, scores_HD, width)
         method = replace(method, ridge_rel=ridge.strength_whole)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from calib.moments import HeadMoments, Moments
 from calib.sites import Site
 from corp_deploy.algebra.planes import dims_of_planes
-from corp_deploy.algebra.scores import kept_from_scores, logit_energy
+from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.widths import HeadWidths, aligned_widths
@@ -48,7 +48,7 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
     for name, width in widths.items():
         statistics = site_moments(sites[name], first, where)
         assert isinstance(statistics, HeadMoments), name
-        scores_HD = logit_energy(statistics.energy_HD, statistics.images)
+        scores_HD = shared_by_groups(logit_energy(statistics.energy_HD, statistics.images), sites[name].grouped)
         if sites[name].in_planes:
             kept[name] = dims_of_planes(kept_planes(scores_HD, width), scores_HD.shape[1]).cpu()
         else:

@@ -60,13 +60,16 @@ def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
     return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
 
 
-def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor) -> Tensor:
-    """What ranks the dimensions of each head [H, D]; `rows_XI` are those of the fused projection, queries first."""
+def qk_scores(moments: HeadMoments, method: Method, rows_XI: Tensor, *, grouped: int = 1) -> Tensor:
+    """What ranks the dimensions of each head [H, D], alike for `grouped` heads in turn that share keys; `rows_XI` are
+    those of the fused projection, queries first.
+    """
     if method.qk_selection == "energy":
-        return scores.logit_energy(moments.energy_HD, moments.images)
+        return scores.shared_by_groups(scores.logit_energy(moments.energy_HD, moments.images), grouped)
     heads, head_dim = moments.energy_HD.shape
-    rows_2HDI = rows_XI[: 2 * heads * head_dim].reshape(2, heads, head_dim, -1)
-    return scores.logit_magnitude(rows_2HDI[0], rows_2HDI[1])
+    rows_nDI = rows_XI[: (heads + heads // grouped) * head_dim].unflatten(0, (-1, head_dim))
+    keys_HDI = rows_nDI[heads:].repeat_interleave(grouped, dim=0)
+    return scores.shared_by_groups(scores.logit_magnitude(rows_nDI[:heads], keys_HDI), grouped)
 
 
 def refuse_uncovered(site: str, system: ImageSystem, width: int, align: int) -> None:

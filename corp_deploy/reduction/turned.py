@@ -4,6 +4,7 @@ Legend: H heads, D dense head width, K planes kept of D / 2.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,9 @@ def kept_planes(scores_HD: Tensor, width: int) -> Tensor:
     return kept_from_scores(planes.plane_scores(scores_HD), width // 2)
 
 
-def _by_images(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
+def _by_images(
+    site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, grouped: int
+) -> QkRecovery:
     system = system_of(site, moments)
     if system.covered_HS.shape[1] < width == system.head_dim:
         return _selected(moments, kept_planes(scores_HD, width))  # nothing is missing, whatever the system leaves out
@@ -31,7 +34,7 @@ def _by_images(site: str, moments: HeadMoments, method: Method, scores_HD: Tenso
     kept_HK = covered_HC.gather(1, kept_from_scores(of_covered_HC, width // 2))
     if method.qk_selection != "energy" and not kept_HK.equal(kept_planes(scores_HD, width)):
         refuse_other_ranking(site, method)
-    return planes.logit(system, kept_HK, ridge_rel=method.ridge_rel)
+    return planes.logit(system, kept_HK, ridge_rel=method.ridge_rel, grouped=grouped)
 
 
 def _selected(moments: HeadMoments, kept_HK: Tensor) -> QkRecovery:
@@ -42,16 +45,21 @@ def _selected(moments: HeadMoments, kept_HK: Tensor) -> QkRecovery:
     )
 
 
-def recovered_planes(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
-    """The chosen recovery at one head width. `lowrank`, which would mix planes, keeps those of least loss instead."""
+def recovered_planes(
+    site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, grouped: int = 1
+) -> QkRecovery:
+    """The chosen recovery at one head width. `lowrank`, which would mix planes, keeps those of least loss instead.
+    `grouped` heads in turn share keys, and have scores alike.
+    """
     q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
+    how: dict[str, Any] = {"ridge_rel": method.ridge_rel, "grouped": grouped}
     assert width % 2 == 0, (site, width)
     if method.qk_recovery == "lowrank":
-        return planes.eliminated(q_second_HDD, k_centred_HDD, width // 2, ridge_rel=method.ridge_rel)
+        return planes.eliminated(q_second_HDD, k_centred_HDD, width // 2, **how)
     if method.qk_recovery == "logit":
-        return _by_images(site, moments, method, scores_HD, width)
+        return _by_images(site, moments, method, scores_HD, width, grouped)
     kept_HK = kept_planes(scores_HD, width)
     if method.qk_recovery == "select":
         return _selected(moments, kept_HK)
     assert method.qk_recovery == "logit-v1", method.qk_recovery
-    return planes.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HK, ridge_rel=method.ridge_rel)
+    return planes.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HK, **how)

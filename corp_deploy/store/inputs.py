@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -104,16 +104,31 @@ def _image_of_pixels(prepared: ImageSpec, pixels: NDArray[np.uint8]) -> NDArray[
 
 def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts | Sequences:
     """Open the documents of a text file, a line each, as the model's tokenizer cuts and pads them; for a decoder the
-    whole text as sequences, or their ids (.npy). Raises calib's BadInput, and one for a model that takes no text.
+    whole text as sequences, or their ids (.npy) as `ids_for_model`. Raises calib's BadInput, and one for a model that
+    takes no text.
     """
     spec = sequence_spec(model)
     if spec is None:
         return open_texts(path, encode=text_spec(model).encoder(), samples=samples, seed=seed)
     if path.suffix == SUFFIX:
-        return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
+        return ids_for_model(model, path, samples=samples, seed=seed)
     lines = io.StringIO(text_from_file(path, most_bytes=MOST_TEXT), newline="\n")
     ids_SN = spec.sequences(lines, where=str(path))
     return sequences_of(ids_SN, where=str(path), samples=samples, seed=seed)
+
+
+def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Sequences:
+    """Open token ids for a decoder. Raises calib's BadInput, and one for a model that takes none."""
+    spec = sequence_spec(model)
+    if spec is None:
+        raise BadInput(f"{path}: token ids are for a decoder, this model takes {text_or_images(model)}")
+    return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
+
+
+def text_or_images(model: nn.Module) -> str:
+    """What a model takes, and the option that gives it."""
+    medium = family_of(model).input_spec(model).medium
+    return f"{medium}: give --{medium}"
 
 
 def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
@@ -132,8 +147,13 @@ def preprocessing_text(model: nn.Module) -> str:
 
 def model_digest(model: nn.Module) -> str:
     """Digest of every weight's name, type, shape and value; the same wherever and however the model was loaded."""
+    return digest_of_tensors(sorted(model.state_dict().items()))
+
+
+def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of a model's tensors, given in the order of their names."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -153,17 +173,19 @@ def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
     return record_from_bytes(text.encode(), MergingEntry, where="the moments' merging").merging
 
 
-def lineage_of_model(model: nn.Module) -> dict[str, str]:
-    """What tells moments which model they are of: its weights, how images are prepared for it, which tokens merge."""
-    lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
+def lineage_of_model(model: nn.Module, digest: str | None = None) -> dict[str, str]:
+    """What tells moments which model they are of: its weights, how images are prepared for it, which tokens merge;
+    `digest` is of the weights, where the model has none.
+    """
+    lineage = {"model": digest or model_digest(model), "preprocessing": preprocessing_text(model)}
     return lineage | ({MERGING: text} if (text := merging_text(model)) else {})
 
 
-def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet) -> dict[str, str]:
+def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | None = None) -> dict[str, str]:
     """What moments carry so that they are never used for another model, and never merged across preprocessings."""
     return {
         "architecture": checkpoint.architecture.name,
-        **lineage_of_model(checkpoint.model),
+        **lineage_of_model(checkpoint.model, digest),
         "images": inputs.digest,
     }
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ground.errors import BadInput
+from ground.files import regular
 from ground.records import record_from_file
 
 from .torch_file import LONGEST_NAME, content_of_torch_file
@@ -190,3 +191,28 @@ def read_weights(path: Path, *, ema: bool | None = None) -> Weights:
 def state_as_named(path: Path) -> State:
     """The tensors of a file or of shards by the names that they have there. Raises BadInput as `read_weights`."""
     return _tensors(_content(path), path)
+
+
+def files_of_tensors(path: Path) -> dict[str, Path]:
+    """In which safetensors file each tensor lies, by name: the file itself, or the shards of an index. Raises BadInput
+    for a file that is missing, damaged or of another kind.
+    """
+    if path.name.endswith(_INDEX):
+        files = {name: path.parent / file for file, names in _shards(path).items() for name in names}
+    else:
+        files = dict.fromkeys(_names_in(path), path)
+    for file in sorted(set(files.values())):
+        held = set(_names_in(file))
+        if absent := [name for name, own in files.items() if own == file and name not in held]:
+            raise BadInput(f"{file}: no {first_names(absent)}, which {path.name} says is here")
+    return files
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with safe_open(regular(path), framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise BadInput(
+            f"{path}: can't be read as safetensors ({error!s:.300}); the file is truncated or of another kind"
+        ) from None

@@ -1,0 +1,101 @@
+"""Sums over the pairs of a causal attention: a query sees the keys up to its own place, and no other pair counts.
+
+Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries. Sums over queries or keys alone count each
+by its pairs, times 2 / (n + 1), so that an input's weights sum to n as where every pair counts. Keys are centred among
+those that their own query sees: its softmax can't tell. Everything is float64 here.
+
+Shapes: H heads, N tokens of one input that are there, n of a block, D dims, K kept ones, P the others, T pairs of dims.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+
+from .products import upper_triangle
+from .weights import Weights
+
+BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CausalSums:
+    """What one input adds: see HeadMoments."""
+
+    q_sum_HD: Tensor
+    k_sum_HD: Tensor
+    qq_HDD: Tensor
+    kk_HDD: Tensor
+    kk_centred_HDD: Tensor
+    energy_HD: Tensor
+
+
+def inputs_apart(q_BHND: Tensor, k_BHND: Tensor, weights: Weights | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries and keys [H,N,D] of each input, of tokens that are there, float64; an input without any is left out.
+
+    Raises BadInput for weights other than 0 and 1, and for keys of other tokens than the queries.
+    """
+    if q_BHND.shape != k_BHND.shape or q_BHND.ndim != 4:
+        raise BadInput(
+            f"causal attention: queries {list(q_BHND.shape)}, keys {list(k_BHND.shape)}; expected "
+            "[inputs, heads, tokens, dims] of both"
+        )
+    if weights is not None and not bool(((weights.weight_BN == 0) | (weights.weight_BN == 1)).all()):
+        raise BadInput("causal attention: tokens have weights other than 0 and 1, so that they have no places")
+    for index, (q_HND, k_HND) in enumerate(zip(q_BHND, k_BHND, strict=True)):
+        if weights is not None:
+            there_N = weights.weight_BN[index] > 0
+            q_HND, k_HND = q_HND[:, there_N], k_HND[:, there_N]
+        if q_HND.shape[1]:
+            yield q_HND.double(), k_HND.double()
+
+
+def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> CausalSums:
+    """Of one input."""
+    count = q_HND.shape[1]
+    seen_N = torch.arange(1, count + 1, dtype=torch.float64, device=q_HND.device)
+    scale = 2.0 / (count + 1)
+    of_query_N1, of_key_N1 = (scale * each.unsqueeze(1) for each in (seen_N, seen_N.flip(0)))
+    c_HND = k_HND - k_HND.mean(dim=1, keepdim=True)  # the same centred, and without cancellation
+    prefix_HND = c_HND.cumsum(dim=1)
+    of_means_HDD = (prefix_HND * (scale / seen_N).unsqueeze(1)).mT @ prefix_HND
+    return CausalSums(
+        q_sum_HD=(q_HND * of_query_N1).sum(dim=1),
+        k_sum_HD=(k_HND * of_key_N1).sum(dim=1),
+        qq_HDD=(q_HND * of_query_N1).mT @ q_HND,
+        kk_HDD=(k_HND * of_key_N1).mT @ k_HND,
+        kk_centred_HDD=(c_HND * of_key_N1).mT @ c_HND - of_means_HDD,
+        energy_HD=(q_HND.square() * k_HND.square().cumsum(dim=1)).sum(dim=1),
+    )
+
+
+def _blocks(count: int, entries: int) -> Iterator[slice]:
+    size = max(1, BLOCK_ENTRIES // max(1, entries))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def add_system_(total_HTT: Tensor, q_HNK: Tensor, k_HNK: Tensor) -> None:
+    """Adds the sum over queries i of upper(sum over keys j up to i of k_j k_j') upper(q_i q_i')', by blocks of them."""
+    heads, count, _ = q_HNK.shape
+    before_H1T = total_HTT.new_zeros(heads, 1, total_HTT.shape[1])
+    for block in _blocks(count, heads * total_HTT.shape[1]):
+        q_HnT, k_HnT = (upper_triangle(x.unsqueeze(3) * x.unsqueeze(2)) for x in (q_HNK[:, block], k_HNK[:, block]))
+        seen_HnT = before_H1T + k_HnT.cumsum(dim=1)
+        total_HTT.baddbmm_(seen_HnT.mT, q_HnT)
+        before_H1T = seen_HnT[:, -1:]
+
+
+def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tensor, kept_HK: Tensor) -> None:
+    """Adds (Q_S' L) K_S and ||L||^2, where L are the logits of visible pairs that the dims P outside give."""
+    heads, count, _ = q_HND.shape
+    is_left_out_H1D = torch.ones_like(q_HND[:, :1]).scatter_(2, kept_HK.unsqueeze(1), 0.0)
+    at_HNK = kept_HK.unsqueeze(1).expand(-1, count, -1)
+    q_HNK, k_HNK = q_HND.gather(2, at_HNK), k_HND.gather(2, at_HNK)
+    for block in _blocks(count, heads * count):
+        logits_HnN = (q_HND[:, block] * is_left_out_H1D) @ k_HND.mT
+        logits_HnN = logits_HnN.tril(diagonal=block.start)
+        target_HKK.add_(q_HNK[:, block].mT @ (logits_HnN @ k_HNK))
+        energy_H.add_(logits_HnN.square().sum(dim=(1, 2)))

@@ -1,0 +1,183 @@
+"""Calibrate a decoder block by block: one block's weights and sums are held, and the residual stream of all sequences.
+
+The statistics of a block are written before the next one is read, in a file of their own; a run that is interrupted
+goes on where it was. In the end all are joined into one file of moments, the same as of a model that is run whole.
+
+Legend: B sequences of a batch, N tokens, C channels.
+"""
+
+import glob
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calib.collect import Collector
+from calib.input_set import InputSet, parted
+from calib.inputs import named
+from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
+from calib.sites import Site
+from calib.store import join, load, save
+from corp_deploy.families.decoder import sites_of_block
+from corp_deploy.store.decoder_layers import DecoderLayers
+from corp_deploy.store.inputs import lineage_for_moments
+from ground.errors import BadInput
+
+from .calibrate import Statistics, chosen_sites
+from .moments_files import held_out_path
+from .summary import summary_of_moments
+
+Stream = list[Tensor]
+"""The residual stream of each batch [B,N,C] float32, on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequentialRun:
+    """How sequences are run, and who hears what: `needed` the bytes that a block will take with all streams, `done` how
+    many blocks are finished.
+    """
+
+    statistics: Statistics
+    batch_size: int
+    device: str
+    needed: Callable[[int], None] = lambda size: None
+    done: Callable[[int], None] = lambda finished: None
+
+    @property
+    def asked(self) -> str:
+        """A short digest of what statistics are of."""
+        return hashlib.sha256(f"{self.statistics} {self.batch_size}".encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Some sequences, whose moments become one file: its parts by block, and what tells moments of what they are."""
+
+    output: Path
+    ids: Tensor
+    lineage: Mapping[str, str]
+    streams: Stream
+    asked: str
+
+    def of_block(self, index: int) -> Path:
+        """Of this block by the same statistics."""
+        return self.output.with_name(f"{self.output.stem}.{self.asked}.block{index}.partial.safetensors")
+
+    def remove_all(self) -> None:
+        """Of other statistics too, which an earlier run was interrupted in."""
+        for path in self.output.parent.glob(f"{glob.escape(self.output.stem)}.*.block*.partial.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def is_done(self, index: int) -> bool:
+        """Whether an earlier run left this block's moments, of this model and these sequences."""
+        path = self.of_block(index)
+        if not path.exists():
+            return False
+        try:
+            return load(path).lineage == self.lineage
+        except BadInput:
+            return False
+
+
+def _embedded(layers: DecoderLayers, inputs: InputSet, batch_size: int) -> Stream:
+    embeddings = layers.embeddings()
+    with torch.inference_mode():
+        return [embeddings(next(iter(named(batch).values()))) for batch in inputs.batches(batch_size)]
+
+
+def _listened(layers: DecoderLayers, index: int, block: nn.Module, wanted: frozenset[str]) -> list[Site]:
+    mlp, attention = sites_of_block(index, block, layers.arguments.decoder)
+    every: list[Site] = [*attention.listening(), *mlp.listening()]
+    return [site for site in every if site.name in wanted]
+
+
+def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run: SequentialRun) -> None:
+    """Takes the streams through the block, and writes its moments where they are wanted and not there yet."""
+    if not sites or part.is_done(index):
+        with torch.inference_mode():
+            for number, x_BNC in enumerate(part.streams):
+                part.streams[number] = block(x_BNC.to(run.device)).cpu()
+        return
+    options = run.statistics
+    collector = Collector(
+        block,
+        sites,
+        device=run.device,
+        attention_system=options.attention_system,
+        eps=options.active_eps,
+        precision=options.precision,
+    )
+    with collector:
+        for number, x_BNC in enumerate(part.streams):
+            part.streams[number] = collector.passed(x_BNC).cpu()
+    save(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
+
+
+def _take_through(
+    layers: DecoderLayers, index: int, parts: list[_Part], wanted: frozenset[str], run: SequentialRun
+) -> None:
+    """All streams through one block, which is gone then."""
+    block = layers.block(index).to(run.device)
+    sites = _listened(layers, index, block, wanted)
+    for part in parts:
+        _run_block(block, sites, part, index, run)
+
+
+def _parts(
+    layers: DecoderLayers, inputs: InputSet, run: SequentialRun, output: Path, *, hold_out: int | None, seed: int
+) -> Iterator[_Part]:
+    sets = {output: inputs}
+    if hold_out is not None:
+        fitted, held_out = parted(inputs, hold_out, seed=seed)
+        sets = {output: fitted, held_out_path(output): held_out}
+    digest = layers.digest()
+    for path, own in sets.items():
+        lineage = lineage_for_moments(layers.checkpoint, own, digest) | {"dtype": run.statistics.precision}
+        streams = _embedded(layers, own, run.batch_size)
+        yield _Part(output=path, ids=own.ids, lineage=lineage, streams=streams, asked=run.asked)
+
+
+def _refuse_memory(layers: DecoderLayers, parts: list[_Part], wanted: frozenset[str], run: SequentialRun) -> None:
+    """By the first block: all are alike."""
+    block = layers.block(0)
+    sites = _listened(layers, 0, block, wanted) or _listened(layers, 0, block, _of_first(wanted))
+    example = parts[0].streams[0][:1]
+    shapes = shapes_of_sites(block.to(run.device), sites, example=example, device=run.device)
+    needed = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
+    streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
+    run.needed(sum(needed.values()) + streams + sum(each.nbytes for each in block.parameters()))
+    refuse_too_large(needed, bytes_available(run.device))
+
+
+def _of_first(wanted: frozenset[str]) -> frozenset[str]:
+    return frozenset(f"blocks.0.{name.rpartition('.')[2]}" for name in wanted)
+
+
+def write_moments_by_block(
+    layers: DecoderLayers, inputs: InputSet, run: SequentialRun, output: Path, *, hold_out: int | None, seed: int
+) -> list[dict[str, Any]]:
+    """Write the moments of a decoder's blocks to `output`, those of held-out sequences beside it, and tell what each
+    file holds. Parts of blocks that are finished stay beside it until both files are written, so that the same call
+    goes on. Raises BadInput where there is no site or too little memory.
+    """
+    wanted = frozenset(site.name for site in chosen_sites(layers.checkpoint, run.statistics))
+    parts = list(_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))
+    _refuse_memory(layers, parts, wanted, run)
+    for index in range(layers.arguments.decoder.layers):
+        _take_through(layers, index, parts, wanted, run)
+        run.done(index + 1)
+    summaries = [_joined(part, layers) for part in parts]
+    for part in parts:
+        part.remove_all()
+    return summaries
+
+
+def _joined(part: _Part, layers: DecoderLayers) -> dict[str, Any]:
+    of_blocks = [part.of_block(index) for index in range(layers.arguments.decoder.layers)]
+    there = [path for path in of_blocks if path.exists()]
+    join(there, part.output)
+    return summary_of_moments(load(part.output), part.output)

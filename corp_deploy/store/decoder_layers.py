@@ -1,0 +1,127 @@
+"""A decoder of transformers on disk, block by block: no more of its weights is held than is asked for at once.
+
+Tensors are mapped from safetensors files and become float32 where a block is built.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from corp_deploy.families import decoder
+from corp_deploy.families.decoder import DecoderArguments
+from corp_deploy.families.decoder_checkpoint import (
+    block_from_transformers,
+    names_by_block,
+    outside_from_transformers,
+    refuse_foreign,
+)
+from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
+from ground.errors import BadInput
+
+from .checkpoint import Checkpoint, load_weights
+from .decoder_directory import decoder_arguments, lineage_of_decoder
+from .inputs import digest_of_tensors
+from .transformers_files import weights_of_transformers
+from .weight_fit import require_fit
+from .weights import Weights, files_of_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayers:
+    """A directory's decoder; `files`: where each of its tensors lies."""
+
+    directory: Path
+    kind: str
+    arguments: DecoderArguments
+    weights: Path
+    files: Mapping[str, Path]
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model without its weights, which tells its sites and how texts become its inputs."""
+        with torch.device("meta"):
+            model = TextDecoder(self.arguments.decoder, self.arguments.text).eval()
+        decoder.take_beside_(model, self.directory)
+        return Checkpoint(
+            model=model,
+            architecture=decoder.architecture_of(self.kind, self.arguments),
+            lineage=lineage_of_decoder(self.directory, self.arguments, self.weights),
+        )
+
+    @cached_property
+    def _names(self) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
+        return names_by_block(self.files, self.kind, where=str(self.weights))
+
+    def embeddings(self) -> WordsAndPlaces:
+        """What makes the first residual stream of token ids."""
+        of_words = {name: tensor for name, tensor in self._outside().items() if name.startswith("embeddings.")}
+        with torch.device("meta"):
+            empty = WordsAndPlaces(self.arguments.decoder)
+        self._fill_(empty, {name.removeprefix("embeddings."): tensor for name, tensor in of_words.items()})
+        return empty
+
+    def block(self, index: int) -> DecoderBlock:
+        """One block with its weights, float32. Raises BadInput for a tensor that is missing or has no place."""
+        names = self._names[1].get(index, {})
+        where = f"{self.weights}: block {index}"
+        state = block_from_transformers(
+            dict(zip(names, self._read(names.values()), strict=True)), self.arguments.decoder, self.kind, where=where
+        )
+        with torch.device("meta"):
+            empty = DecoderBlock(self.arguments.decoder)
+        self._fill_(empty, state)
+        return empty
+
+    def digest(self) -> str:
+        """As `model_digest` of the whole model."""
+        return digest_of_tensors(self._in_order())
+
+    def _in_order(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its name here, sorted, float32; those of one block are held at once."""
+        numbers = sorted(range(self.arguments.decoder.layers), key=str)
+        for index in numbers:
+            state = self.block(index).state_dict()
+            yield from ((f"blocks.{index}.{name}", state[name]) for name in sorted(state))
+        outside = self._outside()
+        yield from ((name, outside[name].float()) for name in sorted(outside))
+
+    def _outside(self) -> dict[str, Tensor]:
+        names = self._names[0]
+        state = dict(zip(names, self._read(names.values()), strict=True))
+        mapped, foreign = outside_from_transformers(state, self.arguments.decoder, self.kind)
+        refuse_foreign(foreign, self.kind, where=str(self.weights))
+        return mapped
+
+    def _read(self, names: Iterable[str]) -> list[Tensor]:
+        tensors = []
+        for name in names:
+            try:
+                with safe_open(self.files[name], framework="pt") as file:
+                    tensors.append(file.get_tensor(name))
+            except (SafetensorError, OSError) as error:
+                raise BadInput(f"{self.files[name]}: {name[:100]} can't be read ({error!s:.200})") from None
+        return tensors
+
+    def _fill_(self, empty: nn.Module, state: dict[str, Tensor]) -> None:
+        require_fit(empty, Weights(path=self.weights, state=state))
+        load_weights(empty, state, where=self.weights)
+        empty.eval()
+
+
+def open_layers(directory: Path, kwargs: Mapping[str, Any]) -> DecoderLayers:
+    """Raises BadInput for a model that is no decoder, and for weights that are missing, pickled or cut off."""
+    kind, arguments = decoder_arguments(directory, kwargs)
+    weights = weights_of_transformers(directory)
+    layers = DecoderLayers(
+        directory=directory, kind=kind, arguments=arguments, weights=weights, files=files_of_tensors(weights)
+    )
+    blocks = layers._names[1]
+    if extra := sorted(blocks.keys() ^ set(range(arguments.decoder.layers))):
+        raise BadInput(f"{weights}: block {extra[0]} of {arguments.decoder.layers} is missing, or one too many")
+    return layers

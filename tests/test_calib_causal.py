@@ -1,0 +1,196 @@
+"""Sums of causal attention against explicit loops over inputs, queries and the keys that each sees, in float64."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from calib import causal
+from calib.moments import HeadMoments
+from calib.sums import HeadSums
+from calib.weights import weights_of
+from corp_deploy.algebra import queries_keys
+from corp_deploy.algebra.image_system import ImageSystem, lost_per_image
+from ground.errors import BadInput
+
+INPUTS, HEADS, TOKENS, DIMS, KEPT = 3, 2, 7, 6, 4
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(INPUTS, HEADS, TOKENS, DIMS, generator=draw) for _ in range(2))
+    return q, k + 3.0
+
+
+def summed(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, *, system: bool = True, kept_HK: Tensor | None = None
+) -> HeadMoments:
+    sums = HeadSums(system=system, kept_HK=kept_HK, causal=True)
+    weights = None if mask is None else weights_of(mask, q.device)
+    sums.add("q", q, weights)
+    sums.add("k", k, weights)
+    sums.add("z", torch.randn(len(q), q.shape[2], HEADS * DIMS), weights)
+    sums.flush()
+    return sums.moments()
+
+
+def pairs(q: Tensor, k: Tensor, mask: Tensor | None, head: int) -> Iterator[tuple[int, Tensor, Tensor, float]]:
+    """Of every query that is there: its input, itself, the keys that it sees [n,D], and 2 / (tokens + 1)."""
+    for own in range(len(q)):
+        there = range(q.shape[2]) if mask is None else [place for place in range(q.shape[2]) if mask[own, place] > 0]
+        for count, place in enumerate(there, start=1):
+            seen = k[own, head, list(there)[:count]].double()
+            yield own, q[own, head, place].double(), seen, 2.0 / (len(there) + 1)
+
+
+def upper(x_DD: Tensor) -> Tensor:
+    rows, columns = torch.triu_indices(len(x_DD), len(x_DD))
+    return x_DD[rows, columns]
+
+
+MASKS = [None, torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0], [1] + [0] * 6])]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "padded"])
+def test_every_sum_equals_loops_over_visible_pairs(mask: Tensor | None) -> None:
+    q, k = drawn()
+    got = summed(q, k, mask)
+    triangle = DIMS * (DIMS + 1) // 2
+    for head in range(HEADS):
+        expected = {each: torch.zeros(DIMS, dtype=torch.float64) for each in ("q_sum_HD", "k_sum_HD", "energy_HD")}
+        of_dims = ("qq_HDD", "kk_HDD", "kk_centred_HDD")
+        expected |= {each: torch.zeros(DIMS, DIMS, dtype=torch.float64) for each in of_dims}
+        expected["system_HTT"] = torch.zeros(triangle, triangle, dtype=torch.float64)
+        for _, query, keys, scale in pairs(q, k, mask, head):
+            expected["system_HTT"] += torch.outer(upper(keys.T @ keys), upper(torch.outer(query, query)))
+            for key in keys:
+                expected["q_sum_HD"] += scale * query
+                expected["k_sum_HD"] += scale * key
+                expected["qq_HDD"] += scale * torch.outer(query, query)
+                expected["kk_HDD"] += scale * torch.outer(key, key)
+                centred = key - keys.mean(dim=0)
+                expected["kk_centred_HDD"] += scale * torch.outer(centred, centred)
+                expected["energy_HD"] += query.square() * key.square()
+        for name, value in expected.items():
+            torch.testing.assert_close(getattr(got, name)[head], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_the_restricted_system_is_the_whole_one_of_the_kept_dims() -> None:
+    """Its target and the energy of what is left out by loops, too."""
+    q, k = drawn(1)
+    kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
+    got = summed(q, k, kept_HK=kept_HK)
+    whole = summed(q[..., :KEPT], k[..., :KEPT])
+    inside = [torch.stack([x[:, head][..., kept_HK[head]] for head in range(HEADS)], dim=1) for x in (q, k)]
+    torch.testing.assert_close(got.system_HTT, summed(*inside).system_HTT, rtol=1e-12, atol=1e-12)
+    assert whole.system_HTT is not None
+    for head in range(HEADS):
+        outside = [dim for dim in range(DIMS) if dim not in kept_HK[head].tolist()]
+        target, energy = torch.zeros(KEPT, KEPT, dtype=torch.float64), 0.0
+        for _, query, keys, _ in pairs(q, k, None, head):
+            missing = keys[:, outside] @ query[outside]
+            target += torch.outer(query[kept_HK[head]], missing @ keys[:, kept_HK[head]])
+            energy += float(missing.square().sum())
+        assert got.target_HKK is not None
+        assert got.target_energy_H is not None
+        torch.testing.assert_close(got.target_HKK[head], target, rtol=1e-9, atol=1e-9)
+        assert float(got.target_energy_H[head]) == pytest.approx(energy, rel=1e-9)
+
+
+def system_of(moments: HeadMoments) -> ImageSystem:
+    assert moments.system_HTT is not None
+    assert moments.kept_HK is not None
+    assert moments.target_HKK is not None
+    assert moments.target_energy_H is not None
+    return ImageSystem(
+        head_dim=DIMS,
+        covered_HS=moments.kept_HK,
+        system_HTT=moments.system_HTT,
+        target_HSS=moments.target_HKK,
+        energy_H=moments.target_energy_H,
+    )
+
+
+def test_what_logits_lose_is_that_of_visible_pairs() -> None:
+    q, k = drawn(2)
+    kept_HK = torch.tensor([[0, 1, 2, 3], [1, 2, 4, 5]])
+    system = system_of(summed(q, k, kept_HK=kept_HK))
+    lost_HDD = torch.randn(HEADS, DIMS, DIMS, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for head, kept_K in enumerate(kept_HK.tolist()):
+        outside = [dim for dim in range(DIMS) if dim not in kept_K]
+        lost_HDD[head, outside] = 0.0
+        lost_HDD[head][:, outside] = 0.0
+        lost_HDD[head, outside, outside] = 1.0
+    got = lost_per_image(system, lost_HDD)
+    for head in range(HEADS):
+        expected = sum(
+            float((keys @ (query @ lost_HDD[head])).square().sum()) for _, query, keys, _ in pairs(q, k, None, head)
+        )
+        assert float(got[head]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
+    """M of eq. 14-16 against lstsq, a row for each visible pair."""
+    q, k = drawn(4)
+    kept_HK = torch.tensor([[0, 1, 2], [2, 3, 5]])
+    recovery = queries_keys.logit(system_of(summed(q, k, kept_HK=kept_HK)), kept_HK, ridge_rel=1e-13)
+    for head in range(HEADS):
+        kept_K = kept_HK[head].tolist()
+        outside = [dim for dim in range(DIMS) if dim not in kept_K]
+        rows, missing = [], []
+        for _, query, keys, _ in pairs(q, k, None, head):
+            for key in keys:
+                rows.append(torch.outer(query[kept_K], key[kept_K]).flatten())
+                missing.append(query[outside] @ key[outside])
+        a, b = torch.stack(rows), torch.stack(missing)
+        best = (a @ torch.linalg.lstsq(a, b[:, None]).solution.squeeze(1) - b).square().sum()
+        logits = recovery.q_map_HRD[head].T @ recovery.k_map_HRD[head]
+        lost = [query @ (torch.eye(DIMS).double() - logits) @ keys.T for _, query, keys, _ in pairs(q, k, None, head)]
+        assert float(torch.cat(lost).square().sum()) == pytest.approx(float(best), rel=1e-6)
+
+
+@pytest.mark.parametrize("entries", [1, 100, 10**9])
+def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    q, k = drawn(5)
+    kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
+    expected = summed(q, k, kept_HK=kept_HK)
+    monkeypatch.setattr(causal, "BLOCK_ENTRIES", entries)
+    got = summed(q, k, kept_HK=kept_HK)
+    for each in fields(got):
+        if not each.name.startswith("z") and isinstance(getattr(got, each.name), Tensor):
+            torch.testing.assert_close(getattr(got, each.name), getattr(expected, each.name), rtol=1e-12, atol=1e-12)
+
+
+def test_a_single_token_sees_itself_alone() -> None:
+    q, k = (x[:, :, :1] for x in drawn())
+    got = summed(q, k)
+    assert not bool(got.kk_centred_HDD.any())
+    torch.testing.assert_close(got.kk_HDD, torch.einsum("bhnd,bhne->hde", k.double(), k.double()))
+
+
+def test_keys_that_are_alike_leave_nothing_centred() -> None:
+    q, k = drawn()
+    constant = torch.full_like(k, 1e3)
+    got = summed(q, constant)
+    assert float(got.kk_centred_HDD.abs().max()) < 1e-9
+
+
+def test_inputs_of_any_order_add_up() -> None:
+    q, k = drawn(6)
+    whole, parts = summed(q, k), [summed(q[at], k[at]) for at in (slice(2), slice(2, None))]
+    for name in ("qq_HDD", "kk_centred_HDD", "system_HTT", "energy_HD"):
+        one, other = (getattr(part, name) for part in parts)
+        torch.testing.assert_close(getattr(whole, name), one + other, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_are_no_mask_are_refused() -> None:
+    q, k = drawn()
+    with pytest.raises(BadInput, match="weights other than 0 and 1"):
+        summed(q, k, torch.full((INPUTS, TOKENS), 0.5))
+    sums = HeadSums(system=False, causal=True)
+    sums.add("q", q)
+    with pytest.raises(BadInput, match="of both"):
+        sums.add("k", k[:, :1].expand(-1, HEADS, -1, -1)[:, :, :-1])
+    assert replace(summed(q, k)).images == INPUTS

@@ -1,0 +1,178 @@
+"""Decoders calibrated block by block: the moments of a whole pass, one block held, interruptions, refusals."""
+
+import weakref
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from calib.collect import Collector
+from calib.moments import ChannelMoments, Moments
+from calib.store import join, load, save
+from corp_deploy.cli import main
+from corp_deploy.families.text_decoder import DecoderBlock
+from corp_deploy.reduction import sequential
+from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
+from corp_deploy.store.dense_model import load_dense
+from corp_deploy.store.inputs import model_digest
+from ground.errors import BadInput
+from tests import decoders
+
+pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+
+
+def invoked(*arguments: Any, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sequential")
+    model: Any = decoders.write_decoder(directory / "llama", "llama", num_hidden_layers=3)
+    model.save_pretrained(directory / "sharded", max_shard_size="100KB")
+    decoders.write_tokenizer(directory / "sharded")
+    decoders.write_decoder(directory / "opt", "opt")
+    (directory / "text.txt").write_text(decoders.text())
+    return directory
+
+
+def calibrated(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> Result:
+    own = ("--model", f"hf:{home / kind}", "--text", home / "text.txt", "--samples", 20, "--batch-size", 7)
+    return invoked("calibrate", *own, *options, "-o", home / f"{name}.safetensors", code=code)
+
+
+def require_equal(one: Moments, other: Moments) -> None:
+    """Bit for bit."""
+    assert (one.lineage, list(one.sites), one.images) == (other.lineage, list(other.sites), other.images)
+    assert torch.equal(one.image_ids, other.image_ids)
+    for name in one.sites:
+        ours, theirs = one.sites[name], other.sites[name]
+        for each in fields(ours):
+            a, b = getattr(ours, each.name), getattr(theirs, each.name)
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, (name, each.name)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "opt"])
+def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str) -> None:
+    options = ("--attention-system", "--hold-out", 5)
+    calibrated(home, kind, f"{kind}-whole", *options)
+    calibrated(home, kind, f"{kind}-blocks", *options, "--sequential")
+    for part in ("", ".held-out"):
+        whole, blocks = (load(home / f"{kind}-{how}{part}.safetensors") for how in ("whole", "blocks"))
+        require_equal(blocks, whole)
+    assert not list(home.glob("*.partial.safetensors"))
+
+
+def test_moments_of_some_sites_and_of_ids(home: Path) -> None:
+    calibrated(home, "llama", "some", "--sequential", "--sites", "blocks.1.*", "--no-attention")
+    assert list(load(home / "some.safetensors").sites) == ["blocks.1.mlp"]
+
+
+def test_the_digest_is_that_of_the_whole_model(home: Path) -> None:
+    for kind in ("sharded", "opt"):
+        whole = load_dense(f"hf:{home / kind}", weights=None, kwargs={}).model
+        assert open_layers(home / kind, {}).digest() == model_digest(whole)
+
+
+def test_no_more_than_one_block_is_held(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, most = list[Any](), list[int]()
+    own = DecoderLayers.block
+
+    def counted(layers: DecoderLayers, index: int) -> DecoderBlock:
+        block = own(layers, index)
+        built.append(weakref.ref(block))
+        most.append(sum(each() is not None for each in built))
+        return block
+
+    monkeypatch.setattr(DecoderLayers, "block", counted)
+    calibrated(home, "llama", "counted", "--sequential")
+    assert len(built) == 3 + 1 + 3  # for the digest, for the memory, and for the pass
+    assert max(most) == 1
+
+
+def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated(home, "llama", "straight", "--sequential")
+    collected = list[int]()
+
+    class Counted(Collector):
+        def __init__(self, *given: Any, **how: Any) -> None:
+            collected.append(1)
+            if len(collected) == 2:
+                raise KeyboardInterrupt
+            super().__init__(*given, **how)
+
+    monkeypatch.setattr(sequential, "Collector", Counted)
+    calibrated(home, "llama", "goes-on", "--sequential", code=130)
+    assert len(list(home.glob("goes-on.*.block*.partial.safetensors"))) == 1
+    assert not (home / "goes-on.safetensors").exists()
+    collected += [0, 0]
+    calibrated(home, "llama", "goes-on", "--sequential")
+    assert len(collected) == 2 + 2 + 2  # blocks 1 and 2 alone
+    require_equal(load(home / "goes-on.safetensors"), load(home / "straight.safetensors"))
+    assert not list(home.glob("*.partial.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--groups", "image"), "--groups image is not honoured by --sequential"),
+        (("--checkpoint-every", 4), "each block that is finished is kept"),
+        (("--snapshots", "4"), "is not honoured by --sequential"),
+    ],
+)
+def test_what_goes_with_a_whole_pass_alone_is_refused(home: Path, options: tuple[Any, ...], said: str) -> None:
+    result = calibrated(home, "llama", "refused", *options, "--sequential", code=2)
+    assert said in " ".join(result.stderr.split())
+
+
+def test_no_other_model_goes_block_by_block(home: Path) -> None:
+    images = ("--text", home / "text.txt", "-o", home / "x.safetensors")
+    result = invoked("calibrate", "--model", home / "llama", *images, "--sequential", code=2)
+    assert "give --model hf:DIR" in result.stderr
+
+
+def channel(name: str, lineage: dict[str, str], count: int = 4) -> Moments:
+    x = torch.rand(count, 3, dtype=torch.float64)
+    own = ChannelMoments(tokens=count, eps=0.0, sum_F=x.sum(0), gram_FF=x.T @ x, active_F=x.sum(0))
+    return Moments(sites={name: own}, lineage=lineage, images=count, image_ids=torch.arange(count))
+
+
+def test_joined_files_hold_the_sites_of_all(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    moments = [channel(path.stem, {"model": "1"}) for path in paths]
+    for each, path in zip(moments, paths, strict=True):
+        save(each, path)
+    join(paths, tmp_path / "both.safetensors")
+    both = load(tmp_path / "both.safetensors")
+    for each in moments:
+        for name, site in each.sites.items():
+            got = both.sites[name]
+            assert isinstance(got, ChannelMoments)
+            assert isinstance(site, ChannelMoments)
+            assert torch.equal(got.gram_FF, site.gram_FF)
+    save(channel("c", {"model": "2"}), tmp_path / "c.safetensors")
+    with pytest.raises(BadInput, match="not of the same images and model"):
+        join([*paths, tmp_path / "c.safetensors"], tmp_path / "odd.safetensors")
+    with pytest.raises(BadInput, match="a is in another part"):
+        join([paths[0], paths[0]], tmp_path / "odd.safetensors")
+    damaged = paths[1].read_bytes()
+    paths[1].write_bytes(damaged[:-8])
+    with pytest.raises(BadInput, match="truncated"):
+        join(paths, tmp_path / "odd.safetensors")
+    assert not (tmp_path / "odd.safetensors").exists()
+
+
+def test_a_missing_block_is_told_before_any_work(home: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    decoders.write_decoder(tmp_path / "cut", "llama")
+    file = tmp_path / "cut" / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if ".layers.1." not in name}, file)
+    with pytest.raises(BadInput, match="block 1 of 2 is missing"):
+        open_layers(tmp_path / "cut", {})
