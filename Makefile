@@ -12,7 +12,7 @@ setup: .venv/ready .venv/triton/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,rtx,openvino,interop,sign,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev]'
 	touch $@
 
 # As setup, but each file by its digest in requirements.lock, build tools too; for an index that has the files of that day.

@@ -44,7 +44,15 @@ fail_if = ["params >= dense"]
 [package]
 name = "tiny"
 """
-TIMED_RESULTS = ("bench.json", "parity.json", "parity.npz", "sweep/*", "optimised.onnx.json", "tables/*")
+TIMED_RESULTS = (
+    "bench.json",
+    "parity.json",
+    "parity.npz",
+    "sweep/*",
+    "optimised.onnx.json",
+    "tables/*",
+    "decoders.json",
+)
 TIMED = ("bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md", "manifest.json",
          "SHA256SUMS")  # fmt: skip
 
@@ -186,12 +194,16 @@ def _results_of(home: Path) -> dict[str, tuple[object, ...]]:
     images = ("--images", release / "samples" / "images.npy")
     model, moments = ("--model", home / "dense"), ("--moments", home / "moments.safetensors")
     halves = (home / "half 1.safetensors", home / "half 2.safetensors")
+    decoder, graph = home / "decoder", home / "decoder onnx"
     quick = ("--batch", 2, "--time-limit", 0.1, "--half-width", 0.9, "--block-ms", 1, "--min-rounds", 6, "--threads", 1)
     return {
         "export": ("--model", release / "reduced", "-o", place / "model.onnx"),
         "verify": (release / "dense", release / "reduced", subjects[1], *images, "--min-agreement", 0, "-o",
                    place / "parity.json"),
         "bench": (*subjects, *quick, "-o", place / "bench.json"),
+        "export-decoder": (decoder, "-o", place / "graph"),
+        "verify-decoder": (decoder, graph, "--length", 8, "-o", place / "decoder-parity.json"),
+        "bench-decoder": (graph, graph, "--length", 8, "--cached", 8, *quick, "-o", place / "decoders.json"),
         "report": (release, "-o", place / "report.html"),
         "merge-moments": (*halves, "-o", place / "both.safetensors"),
         "redundancy": (*moments, "-o", place / "redundancy.svg"),
@@ -223,6 +235,7 @@ def _others_of(home: Path) -> dict[str, tuple[object, ...]]:
 def scenarios_of_others(home: Path) -> Iterator[Scenario]:
     """Every other command."""
     _halves(home)
+    _decoder(home)
     yield _serve_version(home)
     for command, words in (_results_of(home) | _others_of(home)).items():
         quiet = () if command == "completion" else ("--quiet",)
@@ -244,6 +257,14 @@ def _halves(home: Path) -> None:
         np.save(home / f"half {number}.npy", tiny.images(6, seed=10 + number))
         words = ("--images", home / f"half {number}.npy", "-o", home / f"half {number}.safetensors", "--quiet")
         run("calibrate", "--model", home / "dense", *words)
+
+
+def _decoder(home: Path) -> None:
+    """A decoder, and its graph."""
+    from tests import decoders
+
+    decoders.write_decoder(home / "decoder", "llama")
+    run("export-decoder", home / "decoder", "-o", home / "decoder onnx", "--quiet")
 
 
 def _serve_version(home: Path) -> Scenario:

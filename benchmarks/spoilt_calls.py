@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from benchmarks.fuzz.readers import made_home
 from corp_deploy.cli import main as corp_deploy
 from corp_deploy.commands.options import RegularPath
+from tests import decoders
 
 NUMBERS = ("nan", "inf", "-inf", "1e400", "1_0", "٣", "=1", "", "x", "0x10", "9" * 30, "1 2")
 LISTS = ("", ",", "1,,2", "1,nan", "1,٣", "x", "9" * 30, "1;2")
@@ -53,10 +54,13 @@ def good_calls(home: Path) -> dict[str, list[str]]:
     model = ["--model", f"{home}/model"]
     images, moments = ["--images", f"{home}/images.npy"], ["--moments", f"{home}/moments.safetensors"]
     others = f"{home}/others.safetensors"
+    graphs = [f"{home}/decoder-onnx", f"{home}/decoder-onnx"]
+    quick = ["--batch", "1", "--time-limit", "1"]
     pair, out = [f"{home}/model.onnx", f"{home}/reduced.onnx"], f"{home}/out"
     return {
         "audit": [*pair, "--output", f"{out}/audit.json"],
-        "bench": [*pair, "--output", f"{out}/bench.json", "--batch", "1", "--time-limit", "1"],
+        "bench": [*pair, "--output", f"{out}/bench.json", *quick],
+        "bench-decoder": [*graphs, "--output", f"{out}/decoders.json", "--length", "8", "--cached", "8", *quick],
         "build": [pair[0], "--output", f"{out}/m.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:2:4"],
         "calibrate": [*model, *images, "--output", f"{out}/m.safetensors"],
         "check": [f"{home}/released"],
@@ -64,6 +68,7 @@ def good_calls(home: Path) -> dict[str, list[str]]:
         "completion": ["bash"],
         "demo": ["--output", f"{out}/demo"],
         "doctor": [],
+        "export-decoder": [f"{home}/decoder", "--output", f"{out}/decoder"],
         "export": [*model, "--output", f"{out}/m.onnx"],
         "gate": [f"{home}/run/bench.json", "--fail-if", "p50@b1 > 1e9", "--output", f"{out}/gate.json"],
         "inspect": model,
@@ -77,6 +82,7 @@ def good_calls(home: Path) -> dict[str, list[str]]:
         "report": [f"{home}/run", "--output", f"{out}/report.html"],
         "serve-version": [f"{home}/repository", "--name", "vit", "--model-version", "1", "--server", "http://127.0.0.1:9"],
         "sweep": [*model, *moments, *images, "--output", f"{out}/sweep", "--sparsity", "0.5"],
+        "verify-decoder": [f"{home}/decoder", graphs[0], "--output", f"{out}/decoder.json"],
         "verify": [f"{home}/model", f"{home}/reduced", *images, "--output", f"{out}/parity.json"],
     }  # fmt: skip
 
@@ -85,8 +91,10 @@ def made_calls_home(home: Path) -> None:
     """Beside what readers need: a reduced model, its graph, records, something to package, other images' moments."""
     made_home(home)
     good = good_calls(home)
+    decoders.write_decoder(home / "decoder", "llama")
     np.save(home / "others.npy", -np.load(home / "images.npy"))
     steps = [
+        ["export-decoder", f"{home}/decoder", "-o", f"{home}/decoder-onnx"],
         ["calibrate", *good["calibrate"][:2], "--images", f"{home}/others.npy", "-o", f"{home}/others.safetensors"],
         ["reduce", *good["reduce"][:4], "--mlp", "0.5", "-o", f"{home}/reduced"],
         ["export", "--model", f"{home}/reduced", "-o", f"{home}/reduced.onnx"],

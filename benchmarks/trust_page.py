@@ -33,16 +33,17 @@ CALLS: Mapping[Kind, frozenset[str]] = {
         "load_model_from_string", "load_onnx", "members_of_tar", "memmap", "np.load", "npy.read_array", "onnx.load",
         "os.open", "pread", "parse_from_file", "read_bytes", "read_onnx", "read_text", "record_from_file", "safe_open",
         "PackageLoader", "sha256_of_file", "tarfile.open", "text_from_file", "torch.load", "getxattr",
+        "builder.create_model", "from_pretrained",
     }),
     "writes": frozenset({
         "TemporaryDirectory", "aoti_compile_and_package", "copyfile", "copytree", "mkdtemp", "mkstemp", "onnx.save",
         "os.write", "replacing", "save_file", "np.save", "savez", "savez_compressed", "symlink_to", "hardlink_to",
-        "write_bytes", "write_json", "write_text", "NamedTemporaryFile", "mkfifo",
+        "write_bytes", "write_json", "write_text", "NamedTemporaryFile", "builder.create_model", "mkfifo",
     }),
     "starts": frozenset({
         "DataLoader", "Popen", "Process", "ProcessPoolExecutor", "fork", "get_context", "os.system", "os.execv",
         "os.execve", "os.posix_spawn", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
-        "subprocess.run", "aoti_compile_and_package", "torch.compile",
+        "subprocess.run", "aoti_compile_and_package", "builder.create_model", "torch.compile",
     }),
     "runs": frozenset({
         "CDLL", "aoti_load_package", "deserialize_cuda_engine", "eval", "exec", "import_module",

@@ -25,6 +25,7 @@ from .commands.bench import bench
 from .commands.build import audit, build
 from .commands.calibrate import calibrate
 from .commands.completion import completion, print_versions
+from .commands.decoder import bench_decoder_command, export_decoder_command, verify_decoder_command
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.export import export_command
@@ -143,6 +144,9 @@ for _command in (
     audit,
     verify,
     bench,
+    export_decoder_command,
+    verify_decoder_command,
+    bench_decoder_command,
     gate,
     compare,
     report,

@@ -23,8 +23,9 @@ ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 WAYS_OUT = {"aiohttp", "ftplib", "http", "httpx", "huggingface_hub", "requests", "smtplib", "socket", "ssl",
             "telnetlib", "urllib", "urllib3", "xmlrpc", "openvino_telemetry", "analytics"}  # fmt: skip
 ASKS_A_SERVER = "export/triton/server.py"
-# They take longer: their own tests run behind the guard that conftest puts before every test.
-TRIED_ELSEWHERE = {"demo", "latency-table"}
+# They take longer, or need what may be absent: their own tests run behind the guard that conftest puts before every
+# test.
+TRIED_ELSEWHERE = {"demo", "latency-table", "export-decoder", "verify-decoder", "bench-decoder"}
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ class OnnxRunner:
             raise BadInput("a CUDA graph and an L2 flush need a GPU; the provider is cpu")
 
     def __enter__(self) -> Self:
-        ort = _onnxruntime()
+        ort = onnxruntime_here()
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
@@ -90,7 +90,7 @@ class OnnxRunner:
             self._session = ort.InferenceSession(
                 str(self.path), options, providers=self._providers(), enable_fallback=0
             )
-        except _ort_errors(ort) as error:
+        except ort_errors(ort) as error:
             if is_out_of_memory(error):
                 raise
             if LEFT_TO_CPU in str(error):
@@ -130,7 +130,7 @@ class OnnxRunner:
             return staging.run(launch)
         try:
             return self._named(self._session.run(self._asked(), dict(checked)))
-        except _ort_errors(_onnxruntime()) as error:
+        except ort_errors(onnxruntime_here()) as error:
             if is_out_of_memory(error):
                 raise
             fed = ", ".join(f"{name} {list(array.shape)}" for name, array in checked.items())
@@ -290,7 +290,7 @@ def _refuse_untyped(path: Path, precision: str) -> None:
         )
 
 
-def _onnxruntime() -> Any:
+def onnxruntime_here() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
@@ -298,7 +298,7 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
-def _ort_errors(ort: Any) -> tuple[type[Exception], ...]:
+def ort_errors(ort: Any) -> tuple[type[Exception], ...]:
     state = ort.capi.onnxruntime_pybind11_state
     return (
         state.Fail,

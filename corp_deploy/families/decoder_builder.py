@@ -1,0 +1,139 @@
+"""A plain directory of transformers as an ONNX graph with a key/value cache, by the model builder of onnxruntime-genai.
+
+The builder is code of others that runs in this process: it is shown local files alone, and what it does to the process
+(its path, the standard streams, the root logger) is undone.
+"""
+
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ground.errors import BadInput, Missing, is_out_of_memory, os_error_from
+
+GRAPH, WEIGHTS, SETTINGS = "model.onnx", "model.onnx.data", "genai_config.json"
+PACKAGE = "onnxruntime-genai"
+PROVIDERS: Mapping[str, str] = MappingProxyType({"fp32": "cpu", "int8": "cpu", "int4": "cpu", "fp16": "cuda"})
+"""By precision, whose operators the graph has: in FP32 and with quantised weights a CPU's, in FP16 a GPU's."""
+CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
+_WINDOW = "local_window_size"
+_INSTEAD = "export --model hf:DIR writes its graph without a cache, for prefill"
+
+
+def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
+    """Raise BadInput for a decoder that the builder does not take, or whose class is not the one with token logits."""
+    kind = str(config.get("model_type"))
+    if kind not in CLASSES:
+        raise BadInput(
+            f"{where}: model_type is {kind!r:.60}, and {PACKAGE} builds {', '.join(CLASSES)} of those read here; "
+            f"{_INSTEAD}"
+        )
+    named = config.get("architectures")
+    if named not in (None, [CLASSES[kind]]):
+        raise BadInput(f"{where}: architectures is {named!r:.100}, expected [{CLASSES[kind]!r}]")
+    if config.get("use_sliding_window"):
+        raise BadInput(
+            f"{where}: some of its layers see a window alone (use_sliding_window), whose caches nothing here runs; "
+            f"{_INSTEAD}"
+        )
+
+
+def require_builder() -> None:
+    """Raise Missing without the packages that build a decoder's graph."""
+    try:
+        import onnxruntime_genai  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise Missing(
+            f"{error.name} is not installed, which builds graphs of decoders; install the extra `genai`"
+        ) from error
+
+
+@contextmanager
+def undone() -> Iterator[None]:
+    """Without what libraries of decoders do to a process: print, draw bars, lengthen the path, set the root logger."""
+    root, path = logging.getLogger(), list(sys.path)
+    handlers, level = list(root.handlers), root.level
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        sys.path[:], root.handlers[:] = path, handlers
+        root.setLevel(level)
+
+
+def build_graph(directory: Path, output: Path, *, precision: str, window: int | None, scratch: Path) -> None:
+    """Write GRAPH, WEIGHTS, SETTINGS and what belongs to the tokenizer into `output`.
+
+    Args:
+        precision: fp32, int8 and int4 (of weights alone, the cache stays FP32) for CPUs, fp16 for GPUs.
+        window: how many tokens back each one sees, itself among them; None for all.
+        scratch: a directory for what the builder keeps meanwhile.
+
+    Raises:
+        BadInput: the builder can't make a graph of it.
+        Missing: its package is absent.
+    """
+    require_builder()
+    with undone():
+        try:
+            _run_builder(directory, output, precision, scratch)
+        except Exception as error:
+            if is_out_of_memory(error) or os_error_from(error) is not None:
+                raise
+            raise BadInput(
+                f"{directory}: {PACKAGE} {version(PACKAGE)} can't build a graph of it ({type(error).__name__}: "
+                f"{error!s:.300}); {_INSTEAD}"
+            ) from error
+    _finish(output / GRAPH, window)
+
+
+def _run_builder(directory: Path, output: Path, precision: str, scratch: Path) -> None:
+    from onnxruntime_genai.models import builder
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config.architectures = [CLASSES[config.model_type]]
+    details = {"extra_kwargs": {"local_files_only": True}, "hf_name": str(directory), "hf_config": config}
+    builder.create_model(
+        "",
+        str(directory),
+        str(output),
+        precision,
+        PROVIDERS[precision],
+        str(scratch),
+        hf_details=details,
+        hf_token=False,
+        hf_remote=False,
+    )
+
+
+def _finish(graph: Path, window: int | None) -> None:
+    """Say which release wrote it: the builder adds the commit of whatever repository it happens to be installed below,
+    and the same model would be other bytes elsewhere. And let attention see `window` tokens back and no more: the
+    builder has that in its runtime's settings alone, so that the graph by itself would be another model beyond it.
+    """
+    from onnx.helper import make_attribute
+
+    from ground.onnx_file import read_onnx
+
+    proto = read_onnx(graph, weights=False)
+    proto.producer_name, proto.producer_version = PACKAGE, version(PACKAGE)
+    for node in proto.graph.node if window else ():
+        if node.op_type == "GroupQueryAttention":
+            others = [attribute for attribute in node.attribute if attribute.name != _WINDOW]
+            del node.attribute[:]
+            node.attribute.extend([*others, make_attribute(_WINDOW, window)])
+    graph.write_bytes(proto.SerializeToString(deterministic=True))

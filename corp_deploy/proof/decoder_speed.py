@@ -1,0 +1,165 @@
+"""Two decoders' graphs side by side: prefill by length, and a step of decoding by batch, as perf times any two."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from corp_deploy.families.decoder_builder import SETTINGS
+from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, graph_of_directory
+from ground.errors import BadInput
+from ground.files import sha256_of_file
+from perf.bench.bench import Subject, bench
+from perf.bench.sampled import SampledRunner
+from perf.parity.structure import StructuralTest
+from perf.record.decoders import DecoderBench, Prefill
+from perf.record.runs import Bench
+from perf.runners.cuda import first_uuid
+from perf.runners.decoder import IDS, DecoderRunner
+from perf.runners.onnx import Provider
+from perf.timing.environment import environment
+from perf.timing.laps import Plan
+from perf.timing.watch import watching
+
+from .decoder_parity import drawn_ids
+
+NAMES = ("dense", "reduced")
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLoad:
+    """What is timed: prompts of these lengths, one at a time, then one token of each of so many sequences that have
+    `cached` tokens behind them.
+    """
+
+    lengths: tuple[int, ...] = (16, 64, 256)
+    batches: tuple[int, ...] = (1, 4, 16)
+    cached: int = 256
+    provider: Provider = "cpu"
+    threads: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(*self.lengths, self.cached + 1)
+
+
+def measure_decoders(
+    dense: Path,
+    reduced: Path,
+    load: DecoderLoad,
+    plan: Plan,
+    *,
+    command: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> DecoderBench:
+    """Time two directories that export-decoder has written, or plain ones, which are exported to FP32 first.
+
+    Raises:
+        BadInput: directories that are neither, decoders of different words, or more tokens than one of them can place.
+        Missing: a package, the provider or a device is absent.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        graphs = [_graph(path, Path(scratch) / name) for name, path in zip(NAMES, (dense, reduced), strict=True)]
+        _require_comparable(graphs, load)
+        every = [(length, 0, (1,)) for length in load.lengths] + [(load.cached + 1, load.cached, load.batches)]
+        benches = []
+        for index, (length, cached, batches) in enumerate(every):
+            say = None if progress is None else partial(_within, progress, index, len(every))
+            benches.append(_timed(graphs, length, cached, batches, load, plan, command, say))
+    *prefill, decode = benches
+    return DecoderBench(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=tuple(command),
+        caches={name: graph.cache for name, graph in zip(NAMES, graphs, strict=True)},
+        prefill=tuple(Prefill(length=length, bench=each) for length, each in zip(load.lengths, prefill, strict=True)),
+        cached=load.cached,
+        decode=decode,
+        warnings=tuple(
+            f"{_words(length, cached)}: {warning}"
+            for (length, cached, _), each in zip(every, benches, strict=True)
+            for warning in each.warnings
+        ),
+    )
+
+
+def _words(length: int, cached: int) -> str:
+    return f"decoding behind {cached} tokens" if cached else f"prefill of {length} tokens"
+
+
+def _within(progress: Progress, index: int, count: int, share: float, text: str) -> None:
+    progress((index + share) / count, text)
+
+
+def _graph(directory: Path, scratch: Path) -> DecoderGraph:
+    return graph_of_directory(directory if (directory / SETTINGS).is_file() else _exported(directory, scratch))
+
+
+def _exported(directory: Path, scratch: Path) -> Path:
+    export_decoder(directory, scratch)
+    return scratch
+
+
+def _require_comparable(graphs: Sequence[DecoderGraph], load: DecoderLoad) -> None:
+    dense, reduced = graphs
+    if dense.vocabulary != reduced.vocabulary:
+        raise BadInput(
+            f"{dense.path} knows {dense.vocabulary} words, {reduced.path} {reduced.vocabulary}: not one task"
+        )
+    for graph in graphs:
+        DecoderRunner(graph.path, graph.cache, load.longest, provider=load.provider)  # refuses what it can't be run by
+        if load.longest > graph.longest:
+            raise BadInput(
+                f"{graph.path}: places {graph.longest} tokens, and {load.longest} are asked for; give smaller --length "
+                "and --cached"
+            )
+
+
+def _subject(name: str, graph: DecoderGraph, length: int, cached: int, load: DecoderLoad) -> Subject:
+    opened = partial(
+        DecoderRunner,
+        graph.path,
+        graph.cache,
+        length,
+        cached=cached,
+        provider=load.provider,
+        threads=load.threads,
+    )
+    return Subject(name=name, open=opened, size_bytes=graph.size_bytes, sha256=sha256_of_file(graph.path))
+
+
+def _timed(
+    graphs: Sequence[DecoderGraph],
+    length: int,
+    cached: int,
+    batches: Sequence[int],
+    load: DecoderLoad,
+    plan: Plan,
+    command: Sequence[str],
+    progress: Progress | None,
+) -> Bench:
+    heard: list[StructuralTest] = []
+    one, other = (
+        _sampled(_subject(name, graph, length, cached, load), heard) for name, graph in zip(NAMES, graphs, strict=True)
+    )
+    ids = drawn_ids(graphs[0].vocabulary, sequences=max(batches), length=length, seed=0)
+    with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
+        measured = bench(
+            (one, other),
+            {IDS: ids},
+            batches,
+            plan,
+            described=environment(gpu),
+            command=command,
+            watch=watch,
+            progress=progress,
+        )
+    wrong = tuple(f"{each.candidate}: {each.reason}" for each in heard if each.status == "FAIL")
+    return replace(measured, warnings=(*wrong, *measured.warnings))
+
+
+def _sampled(subject: Subject, heard: list[StructuralTest]) -> Subject:
+    """The subject with the logits of its timed calls compared when it closes."""
+    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), heard.append))

@@ -1,0 +1,161 @@
+"""A decoder's graph on disk: the directory that export-decoder writes and onnxruntime-genai serves."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from corp_deploy.families.decoder_builder import (
+    PROVIDERS,
+    SETTINGS,
+    WEIGHTS,
+    build_graph,
+    refuse_unbuilt,
+    require_builder,
+)
+from corp_deploy.families.decoder_config import architecture_from_transformers
+from corp_deploy.families.decoder_files import FILES
+from ground.errors import BadInput
+from ground.files import below, sha256_of_file
+from ground.records import record_from_file
+from ground.together import install_all
+from perf.record.decoders import KvCache
+
+from .decoder_directory import load_decoder
+from .hub_snapshot import CONFIG
+from .transformers_files import config_of_transformers
+
+Size = Annotated[int, Meta(ge=1, le=10_000_000)]
+
+
+class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
+    filename: str
+    head_size: Size
+    num_key_value_heads: Size
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)]
+
+
+class _Model(msgspec.Struct, frozen=True, kw_only=True):
+    decoder: _Decoder
+    context_length: Size
+    vocab_size: Size
+    type: str
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of genai_config.json; the rest is its runtime's."""
+
+    model: _Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderGraph:
+    """A graph with a cache: how many words it knows and how many tokens it can place."""
+
+    path: Path
+    cache: KvCache
+    vocabulary: int
+    longest: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the graph and its weights."""
+        return sum(path.stat().st_size for path in self.path.parent.glob(f"{self.path.name}*") if path.is_file())
+
+
+def _value_bytes(graph: Path) -> int:
+    """Of a number in the cache. Raises BadInput for a graph without a cache."""
+    from onnx import TensorProto
+
+    from ground.onnx_file import read_onnx
+
+    known = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2}
+    for value in read_onnx(graph, weights=False).graph.input:
+        kind = value.type.tensor_type.elem_type
+        if value.name.startswith("past_key_values.") and kind in known:
+            return known[kind]
+    raise BadInput(f"{graph}: takes no cache in FP32 or FP16, expected a decoder's graph; write one by export-decoder")
+
+
+def graph_of_directory(directory: Path) -> DecoderGraph:
+    """Raises BadInput for a directory that is none, or whose files contradict one another."""
+    if not (directory / SETTINGS).is_file():
+        raise BadInput(f"{directory}: no {SETTINGS} in it, expected a directory that export-decoder has written")
+    model = record_from_file(directory / SETTINGS, _Settings, remedy="write it again by export-decoder").model
+    graph = below(directory, model.decoder.filename, where=str(directory / SETTINGS))
+    cache = {
+        "layers": model.decoder.num_hidden_layers,
+        "groups": model.decoder.num_key_value_heads,
+        "head": model.decoder.head_size,
+        "value_bytes": _value_bytes(graph),
+    }
+    return DecoderGraph(
+        path=graph,
+        cache=msgspec.convert(cache, KvCache),
+        vocabulary=model.vocab_size,
+        longest=model.context_length,
+    )
+
+
+def cache_of_directory(directory: Path, *, precision: str = "fp32") -> KvCache:
+    """The cache of a plain directory's decoder in a graph of this precision. Raises BadInput for another directory."""
+    config = config_of_transformers(directory)
+    built = architecture_from_transformers(config, where=str(directory / CONFIG))
+    bytes_each = 2 if PROVIDERS[precision] == "cuda" else 4
+    return msgspec.convert(
+        {"layers": built.layers, "groups": built.groups, "head": built.head, "value_bytes": bytes_each}, KvCache
+    )
+
+
+@contextmanager
+def _there(directory: Path) -> Iterator[None]:
+    """A directory, gone again where the body fails and it was made for that."""
+    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") -> DecoderGraph:
+    """Build the graph of a plain directory of transformers; `output` gets all of its files or stays as it is.
+
+    Raises:
+        BadInput: a directory that is no decoder, that the builder does not take, or whose weights don't fit it.
+        Missing: the builder is not installed.
+    """
+    require_builder()
+    config = config_of_transformers(directory)
+    refuse_unbuilt(config, where=str(directory / CONFIG))
+    if output.resolve() == directory.resolve():
+        raise BadInput(f"{output}: holds the model itself; give another directory for its graph")
+    built_of = architecture_from_transformers(config, where=str(directory / CONFIG))
+    load_decoder(directory)  # nothing missing, nothing foreign, nothing pickled
+    with _there(output), tempfile.TemporaryDirectory(dir=output, prefix=".building-") as scratch:
+        built = Path(scratch) / "graph"
+        build_graph(directory, built, precision=precision, window=built_of.window, scratch=Path(scratch) / "cache")
+        moves = {path.name: path for path in sorted(built.iterdir())}
+        stale = [name for name in (*FILES, "tokenizer.json") if name not in moves and (output / name).is_file()]
+        install_all(output, moves, gone=stale)
+    return graph_of_directory(output)
+
+
+def facts_of_graph(graph: DecoderGraph) -> Mapping[str, Any]:
+    """What it is, for a record."""
+    return {
+        "path": str(graph.path),
+        "sha256": sha256_of_file(graph.path),
+        "weights_sha256": sha256_of_file(graph.path.with_name(WEIGHTS)),
+        "size_bytes": graph.size_bytes,
+        "vocabulary": graph.vocabulary,
+        "longest": graph.longest,
+    }

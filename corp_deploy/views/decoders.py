@@ -1,0 +1,133 @@
+"""Decoders' graphs on a terminal: what was written, how near it is, how fast, and what a cache takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from corp_deploy.proof.decoder_parity import DecoderParity
+from perf.record.decoders import DecoderBench, KvCache
+from perf.stats.stats import Interval
+from perf.stats.summary import SummaryRow, finite, summarise
+
+
+def bytes_in_words(size: float) -> str:
+    """As people write sizes: three digits and a unit."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} GB" if size < 1000 else f"{size:,.0f} GB"
+
+
+def cache_record(cache: KvCache, *, length: int, batch: int) -> dict[str, Any]:
+    """What a cache is made of, what it takes a token, and in all."""
+    return {
+        "layers": cache.layers,
+        "groups": cache.groups,
+        "head": cache.head,
+        "value_bytes": cache.value_bytes,
+        "token_bytes": cache.token_bytes,
+        "length": length,
+        "batch": batch,
+        "size_bytes": cache.size_bytes(length=length, batch=batch),
+    }
+
+
+def cache_table(caches: Mapping[str, KvCache], *, length: int, batch: int) -> Table:
+    """One row a model; shares are of the first."""
+    table = Table("cache", "layers", "groups", "head", "a token", f"{batch} x {length} tokens", "share")
+    first = next(iter(caches.values()))
+    for name, cache in caches.items():
+        table.add_row(
+            name,
+            str(cache.layers),
+            str(cache.groups),
+            str(cache.head),
+            bytes_in_words(cache.token_bytes),
+            bytes_in_words(cache.size_bytes(length=length, batch=batch)),
+            f"{cache.token_bytes / first.token_bytes:.2f}",
+        )
+    return table
+
+
+def parity_table(parity: DecoderParity) -> Table:
+    """One row a way of running it."""
+    table = Table("graph against transformers", "relative error", "largest", "tokens agreeing", "bound", "")
+    for link in parity.links:
+        found = link.measures
+        cells = [_scientific(found["relative_error"]), _scientific(found["max_abs"]), f"{found['token_agreement']:.2%}"]
+        bound = "-" if link.bound is None else f"{link.bound:.1e}"
+        table.add_row(link.name, *cells, bound, link.status)
+    return table
+
+
+def _scientific(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.1e}"
+
+
+def _figures(value: Interval | None) -> list[float | None] | None:
+    return None if value is None else [value.value, finite(value.low), finite(value.high)]
+
+
+def _row(row: SummaryRow) -> dict[str, Any]:
+    return {
+        "status": {name: side.status for name, side in row.sides.items()},
+        "p50_ms": {name: _figures(side.p50_ms) for name, side in row.sides.items()},
+        "speedup": _figures(row.speedup),
+        "noise": _figures(row.noise),
+    }
+
+
+def _rates(row: SummaryRow) -> dict[str, list[float | None] | None]:
+    """Tokens a second: a call gives one of each sequence."""
+    return {name: _figures(side.throughput) for name, side in row.sides.items()}
+
+
+def decoder_record(record: DecoderBench) -> dict[str, Any]:
+    """The tables' figures for machines: value, low, high; the raw samples are in the file."""
+    decode = summarise(record.decode).rows
+    return {
+        "prefill": [{"length": each.length, **_row(summarise(each.bench).rows[0])} for each in record.prefill],
+        "cached": record.cached,
+        "decode": [{"batch": row.batch, **_row(row), "tokens_per_s": _rates(row)} for row in decode],
+        "cache_token_bytes": {name: cache.token_bytes for name, cache in record.caches.items()},
+        "warnings": list(record.warnings),
+    }
+
+
+def _interval(value: Interval | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def prefill_table(record: DecoderBench) -> Table:
+    """One row a length of prompts; 95 % intervals in brackets."""
+    one, other = (subject.name for subject in record.decode.subjects)
+    table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise")
+    for each in record.prefill:
+        row = summarise(each.bench).rows[0]
+        table.add_row(f"{each.length} tokens", *_p50(row, one, other), *_ratios(row))
+    return table
+
+
+def decode_table(record: DecoderBench) -> Table:
+    """One row a batch size."""
+    one, other = (subject.name for subject in record.decode.subjects)
+    table = Table("decoding", "cached", f"{one} tokens/s", f"{other} tokens/s", "speed-up", "A/A noise")
+    for row in summarise(record.decode).rows:
+        rates = [row.sides[name].throughput for name in (one, other)]
+        table.add_row(f"batch {row.batch}", str(record.cached), *map(_rate, rates), *_ratios(row))
+    return table
+
+
+def _rate(value: Interval | None) -> str:
+    return "-" if value is None else f"{value.value:,.0f} [{value.low:,.0f}, {value.high:,.0f}]"
+
+
+def _p50(row: SummaryRow, *names: str) -> list[str]:
+    sides = [row.sides[name] for name in names]
+    return [_interval(side.p50_ms) if side.status == "ok" else side.status for side in sides]
+
+
+def _ratios(row: SummaryRow) -> tuple[str, str]:
+    return _interval(row.speedup, 3), _interval(row.noise, 3)

@@ -1,0 +1,81 @@
+"""The record of one comparison of decoders: prefill by length, one step of decoding by batch, and what a cache takes.
+
+The file is one JSON object: kind "decoder-bench", version 1, created, command, caches (by subject), prefill (a list:
+length, and bench: a record as perf.record.runs has it, of batch 1), cached (tokens in the cache when a step is timed),
+decode (one more such record, a row a batch size; a call is one token of each sequence), warnings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ground.errors import BadInput
+from ground.files import write_json
+from ground.records import Positive, record_from_file
+
+from .runs import Bench
+
+KIND, VERSION = "decoder-bench", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """What a decoder keeps of every token: a key and a value [groups, head] of each layer."""
+
+    layers: Positive
+    groups: Positive
+    head: Positive
+    value_bytes: Literal[2, 4] = 4
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.groups * self.head * self.value_bytes
+
+    def size_bytes(self, *, length: int, batch: int) -> int:
+        """Of `batch` sequences of `length` tokens."""
+        return self.token_bytes * length * batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prompts of one length."""
+
+    length: Positive
+    bench: Bench
+
+    def __post_init__(self) -> None:
+        if [row.batch for row in self.bench.rows] != [1]:
+            raise BadInput(f"prefill of {self.length} tokens: expected one row, of batch 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderBench:
+    """The whole record; every bench in it is of the same two subjects."""
+
+    created: str
+    command: tuple[str, ...]
+    caches: Mapping[str, KvCache]
+    prefill: tuple[Prefill, ...]
+    cached: Positive
+    decode: Bench
+    warnings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = [subject.name for subject in self.decode.subjects]
+        every = [[subject.name for subject in each.bench.subjects] for each in self.prefill]
+        if sorted(self.caches) != sorted(names) or any(each != names for each in every):
+            raise BadInput(f"a record is of two subjects, got {names}, {sorted(self.caches)} and {every[:3]}")
+        lengths = [each.length for each in self.prefill]
+        if len(set(lengths)) != len(lengths):
+            raise BadInput(f"a record holds each length once, got {lengths}")
+
+
+def save_decoder_bench(record: DecoderBench, path: Path) -> None:
+    """Write the record as JSON, whole or not at all."""
+    write_json(path, {"kind": KIND, "version": VERSION, **asdict(record)}, indent=1)
+
+
+def load_decoder_bench(path: Path) -> DecoderBench:
+    """Read a record; raises BadInput, naming the entry, when the file is none."""
+    return record_from_file(path, DecoderBench, kind=KIND, version=VERSION)

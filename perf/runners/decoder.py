@@ -1,0 +1,219 @@
+"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, all of a prompt at once or token by token.
+
+The graph takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], and gives logits [B,T,V] and
+present.*. As serving runtimes do it, a cache is one buffer for as many tokens as there will be, which past and present
+share, so that a step writes one token and copies nothing.
+Shapes: B sequences, T tokens fed, P tokens cached, N tokens in all, G groups of heads, H their width, V words.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput, is_out_of_memory
+from ground.feeds import Feeds, Outputs, checked_feeds
+from ground.onnx_file import read_onnx
+from ground.ports import OutputPort, Port
+from perf.record.decoders import KvCache
+from perf.record.runs import Flat
+
+from .memory import DeviceMemory, Gauge, resident_gauge
+from .onnx import PROVIDERS, Provider, onnx_precision, onnxruntime_here, ort_errors, require_granted, require_provider
+from .protocol import HostBound
+
+IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
+_PAST, _PRESENT = "past_key_values.", "present."
+_TYPES = {4: "tensor(float)", 2: "tensor(float16)"}
+
+
+@dataclass(slots=True)
+class DecoderRunner:
+    """A decoder on sequences of `length` tokens. The first `cached` of them lie in the cache when it is timed, the rest
+    are fed in one call; its answer are the logits of those.
+
+    Args:
+        path: the ONNX file; external data beside it.
+        cache: what it keeps of every token; the graph alone does not say how wide heads are.
+        provider: `cpu`, or `cuda` for graphs in FP16 alone: others would leave their attention to the CPU.
+        threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores).
+    """
+
+    path: Path
+    cache: KvCache
+    length: int
+    cached: int = 0
+    provider: Provider = "cpu"
+    threads: int | None = None
+    _session: Any = field(default=None, init=False, repr=False)
+    _describe: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cached < self.length:
+            raise BadInput(f"tokens: at least 1 behind those cached, got {self.length} with {self.cached} cached")
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads: at least 1, got {self.threads}")
+        if self.provider == "cuda" and self.cache.value_bytes != 2:
+            raise BadInput(
+                f"{self.path}: its cache is not in FP16, and provider cuda has attention in FP16 alone; "
+                "export-decoder --precision fp16 writes a graph for it"
+            )
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        return (Port(name=IDS, shape=(self.length,), dtype="int64"),)
+
+    @property
+    def outputs(self) -> tuple[OutputPort, ...]:
+        return (OutputPort(name=LOGITS, role="token logits"),)
+
+    def __enter__(self) -> Self:
+        ort = onnxruntime_here()
+        require_provider(ort.get_available_providers(), self.provider)
+        precision = _precision(self.path)
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised
+        if self.threads is not None:
+            options.intra_op_num_threads = self.threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as perf.runners.onnx has it
+        try:
+            self._session = ort.InferenceSession(
+                str(self.path), options, providers=[PROVIDERS[self.provider]], enable_fallback=0
+            )
+        except ort_errors(ort) as error:
+            if is_out_of_memory(error):
+                raise
+            raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error!s:.300}") from error
+        require_granted(self._session.get_providers(), self.provider)
+        self._require_decoder()
+        self._describe = {
+            "backend": "onnxruntime",
+            "version": ort.__version__,
+            "device": self.provider,
+            "provider": PROVIDERS[self.provider],
+            "precision": precision,
+            "mode": "session, cache shared",
+            "length": self.length,
+            "cached": self.cached,
+            "threads": self.threads,
+            "spinning": False,
+            "clock": "host",
+            "model": self.path.name,
+        }
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._session = None
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        bound = self.bind(feeds)
+        return bound.outputs(bound.call())
+
+    def steps(self, feeds: Feeds) -> Outputs:
+        """Logits [B,N,V] of every token, fed one after the other with the cache, from an empty one on."""
+        ids_BN = self._checked(feeds)
+        cache = self._buffers(len(ids_BN))
+        places = range(self.length)
+        each = [self._told(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
+        return {LOGITS: np.concatenate(each, axis=1)}
+
+    def bind(self, feeds: Feeds) -> HostBound:
+        """The cache is filled here; a call writes the same places of it anew each time."""
+        ids_BN = self._checked(feeds)
+        cache = self._buffers(len(ids_BN))
+        if self.cached:
+            self._told(self._prepared(ids_BN[:, : self.cached], 0, cache))
+        binding = self._prepared(ids_BN[:, self.cached :], self.cached, cache)
+        session = self._session
+
+        def call() -> Any:
+            session.run_with_iobinding(binding)
+            return binding
+
+        self._told(binding)  # what the graph can't do is said here, in our words
+        return HostBound(call, outputs=lambda done: {LOGITS: _logits(done)})
+
+    def gauge(self) -> Gauge | None:
+        return resident_gauge() if self.provider == "cpu" else DeviceMemory()
+
+    def describe(self) -> Flat:
+        return dict(self._describe)
+
+    def _checked(self, feeds: Feeds) -> NDArray[np.int64]:
+        ids: NDArray[np.int64] = checked_feeds(feeds, self.inputs, where=str(self.path), batch=None)[IDS]
+        return ids
+
+    @property
+    def _past(self) -> list[str]:
+        """The parts of the cache by the names that the graph takes them under."""
+        return [f"{_PAST}{layer}.{part}" for layer in range(self.cache.layers) for part in ("key", "value")]
+
+    def _require_decoder(self) -> None:
+        """Raise BadInput for a graph that is no such decoder, or has another cache."""
+        inputs = {node.name: node for node in self._session.get_inputs()}
+        outputs = {node.name for node in self._session.get_outputs()}
+        wanted = {LOGITS, *(name.replace(_PAST, _PRESENT) for name in self._past)}
+        if inputs.keys() != {IDS, MASK, *self._past} or outputs != wanted:
+            raise BadInput(
+                f"{self.path}: takes {', '.join(list(inputs)[:4])}, expected a decoder's graph of {self.cache.layers} "
+                f"layers: {IDS}, {MASK} and {_PAST}*, to {LOGITS} and {_PRESENT}*; write one by export-decoder"
+            )
+        part = inputs[self._past[0]]
+        if part.type != _TYPES[self.cache.value_bytes] or part.shape[1] != self.cache.groups:
+            raise BadInput(
+                f"{self.path}: its cache is {part.type} {part.shape}, and its settings say {self.cache.groups} groups "
+                f"of {8 * self.cache.value_bytes} bits; write it again by export-decoder"
+            )
+
+    def _buffers(self, batch: int) -> dict[str, Any]:
+        """Zeros for all tokens, by the name of the past that each is."""
+        value: Any = onnxruntime_here().OrtValue
+        shape = batch, self.cache.groups, self.length, self.cache.head
+        kind = np.float32 if self.cache.value_bytes == 4 else np.float16
+        return {name: value.ortvalue_from_numpy(np.zeros(shape, kind), self.provider, 0) for name in self._past}
+
+    def _prepared(self, ids_BT: NDArray[np.int64], past: int, cache: Mapping[str, Any]) -> Any:
+        """A call on these tokens, that stand behind `past` ones in the cache."""
+        binding, (batch, count) = self._session.io_binding(), ids_BT.shape
+        binding.bind_cpu_input(IDS, np.ascontiguousarray(ids_BT))
+        binding.bind_cpu_input(MASK, np.ones((batch, past + count), np.int64))
+        for name, buffer in cache.items():
+            binding.bind_ortvalue_input(name, buffer)
+            binding.bind_ortvalue_output(name.replace(_PAST, _PRESENT), buffer)
+        binding.bind_output(LOGITS, self.provider)
+        return binding
+
+    def _told(self, binding: Any) -> NDArray[np.float32]:
+        try:
+            self._session.run_with_iobinding(binding)
+        except ort_errors(onnxruntime_here()) as error:
+            if is_out_of_memory(error):
+                raise
+            raise BadInput(
+                f"{self.path}: {PROVIDERS[self.provider]} cannot run it ({error!s:.300}); a graph in fp16 is for "
+                "provider cuda, others are for cpu"
+            ) from error
+        return _logits(binding)
+
+
+def _logits(binding: Any) -> NDArray[np.float32]:
+    """The only output that is not a buffer of the cache was bound last."""
+    return np.asarray(binding.get_outputs()[-1].numpy(), dtype=np.float32)
+
+
+def _precision(path: Path) -> str:
+    """In the words of ground.precision; int8 and int4 are of weights that are made floats where they are used."""
+    bits = [
+        attribute.i
+        for node in read_onnx(path, weights=False).graph.node
+        if node.op_type == "MatMulNBits"
+        for attribute in node.attribute
+        if attribute.name == "bits"
+    ]
+    return f"int{min(bits)}" if bits else onnx_precision(path)
