@@ -44,6 +44,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "pyopenssl": "25",
         "tensorrt": "11.0",
         "tensorrt-rtx": "1.2",
+        "transformers": "5.0",
     }
 )
 _UNNAMED = (
@@ -54,11 +55,13 @@ _UNNAMED = (
     "model-signing",
     "msgspec",
     "nvidia-ml-py",
+    "onnxruntime-genai",
     "polygraphy",
     "pyopenssl",
     "rich",
     "tokenizers",
     "tomli-w",
+    "transformers",
 )
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
