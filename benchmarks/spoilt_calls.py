@@ -77,6 +77,7 @@ def good_calls(home: Path) -> dict[str, list[str]]:
         "merge-moments": [moments[1], others, "--output", f"{out}/both.safetensors"],
         "package": [f"{home}/packed", "--output", f"{out}/repository"],
         "reduce": [*model, *moments, "--output", f"{out}/reduced", "--mlp", "0.5"],
+        "perplexity": [f"{home}/model", f"{home}/reduced", "--text", f"{home}/text.txt", "--output", f"{out}/p.json"],
         "redundancy": [*moments, "--output", f"{out}/redundancy.json"],
         "release": [f"{home}/recipe.toml", "--output", f"{out}/release", "--dry-run"],
         "report": [f"{home}/run", "--output", f"{out}/report.html"],

@@ -34,6 +34,7 @@ from .commands.inspect import inspect
 from .commands.latency import latency_table
 from .commands.moments import merge_moments, redundancy
 from .commands.package import lint_repo, package, serve_version
+from .commands.perplexity import perplexity
 from .commands.reduce import reduce_command
 from .commands.release import check, release
 from .commands.report import report
@@ -138,6 +139,7 @@ for _command in (
     redundancy,
     latency_table,
     reduce_command,
+    perplexity,
     sweep_command,
     export_command,
     build,

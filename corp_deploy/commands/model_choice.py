@@ -99,7 +99,7 @@ def dense_options(command: Command) -> Command:
 
 MODEL_HELP = (
     "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
-    "vision transformer or text encoder of transformers, torchvision:vit_b_16 and its like "
+    "vision transformer, text encoder or decoder of transformers, torchvision:vit_b_16 and its like "
     "(with --weights), or module:PATH.py:FUNCTION (with --trust-code)."
 )
 

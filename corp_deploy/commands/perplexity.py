@@ -1,0 +1,81 @@
+"""corp-deploy perplexity."""
+
+from pathlib import Path
+
+import click
+
+from corp_deploy.views.console import Output
+from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
+from ground.quantities import NATS, RATIO, SHARE
+from ground.quantity import BATCH
+
+from .input_choice import InputChoice, drawing_options, input_options, text_option, tokens_option
+from .model_choice import ModelChoice, dense_options
+from .numbers import Number
+from .options import ANY_PATH, FILE, output_options, value_options
+
+EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE, "UNJUDGED": EXIT_INCONCLUSIVE}
+
+
+def _limits(max_ratio: float | None, min_agreement: float | None, max_kl: float | None) -> dict[str, float | None]:
+    return {"max_ratio": max_ratio, "min_agreement": min_agreement, "max_kl": max_kl}
+
+
+limit_options = value_options(
+    "limits",
+    _limits,
+    click.option(
+        "--max-ratio", type=Number(RATIO), default=None, help="Largest perplexity, as a multiple of the dense one's."
+    ),
+    click.option(
+        "--min-agreement", type=Number(SHARE), default=None, help="Least share of tokens with the same first word."
+    ),
+    click.option("--max-kl", type=Number(NATS), default=None, help="Largest KL from the dense softmax, nats a token."),
+)
+
+
+@click.command()
+@click.argument("model", metavar="DENSE")
+@click.argument("candidates", nargs=-1, type=ANY_PATH)
+@dense_options
+@input_options(text_option(), tokens_option(), *drawing_options)
+@click.option("--batch", type=Number(BATCH), default=1, show_default=True, help="Sequences run at once.")
+@limit_options
+@click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
+@output_options
+@click.pass_context
+def perplexity(
+    ctx: click.Context,
+    model: ModelChoice,
+    candidates: tuple[Path, ...],
+    inputs: InputChoice,
+    batch: int,
+    limits: dict[str, float | None],
+    output: Path | None,
+    out: Output,
+) -> None:
+    """Tell how well a decoder predicts a held-out text, and how near CANDIDATES come to it, token by token.
+
+    DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels:
+    the text's own next token is what is told. Beside the perplexity stand its ratio to the dense model's on the same
+    sequences, the share of tokens with the same first word, and KL in nats a token, each with its 95 % interval over
+    sequences. With limits exit 1 where one is broken and 3 where an interval lies on both sides.
+
+    Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
+    """
+    from corp_deploy.proof.candidates import candidate_from_path
+    from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+    from corp_deploy.views.perplexity import perplexity_line, perplexity_table
+    from ground.files import write_json
+
+    dense = model.load(out)
+    steps = [candidate_from_path(path) for path in candidates]
+    sequences = inputs.open(dense)
+    with out.progress("reading", sequences.count, unit=sequences.noun) as done:
+        proof = perplexities(dense, steps, sequences, LanguageLimits(**limits), batch=batch, done=done)
+    record = proof.as_json()
+    if output is not None:
+        write_json(output, record)
+    out.result(record, perplexity_table(proof), perplexity_line(proof))
+    asked = any(limit is not None for limit in limits.values())
+    ctx.exit(EXIT_CODES[proof.verdict] if asked else 0)

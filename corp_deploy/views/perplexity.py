@@ -1,0 +1,34 @@
+"""What a decoder and what was made of it tell of a text, on the terminal."""
+
+from rich.table import Table
+
+from corp_deploy.proof.perplexity import LanguageProof
+from perf.parity.perplexity import Range
+
+
+def _shown(value: Range, form: str) -> str:
+    if value.low is None or value.high is None:
+        return format(value.value, form)
+    return f"{value.value:{form}} ({value.low:{form}} to {value.high:{form}})"
+
+
+def perplexity_table(proof: LanguageProof) -> Table:
+    """One row a model, with 95 % intervals over sequences."""
+    table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict", "why")
+    for row in proof.rows:
+        verdict, why = proof.verdicts.get(row.model, ("", ""))
+        against = (_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g"))
+        table.add_row(
+            row.model,
+            _shown(row.perplexity, ".4g"),
+            *(against if row.model in proof.verdicts else ("", "", "")),
+            verdict,
+            why,
+        )
+    return table
+
+
+def perplexity_line(proof: LanguageProof) -> str:
+    """The verdict, and on how much."""
+    first = proof.rows[0]
+    return f"{proof.verdict} on {first.tokens:,} tokens of {first.sequences} sequences"

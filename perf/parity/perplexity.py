@@ -1,0 +1,116 @@
+"""PURE: how well logits tell the next token of a text, and how far a candidate's are from a reference's.
+
+What is summed is kept by sequence: tokens of one sequence are alike, so that intervals are drawn over sequences, and a
+candidate and its reference are compared on the same ones.
+
+Shapes: S sequences, T tokens of one, V words; float64 inside.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ground.errors import BadInput
+from ground.records import Figure
+
+from .rows import Floats
+
+DRAWS = 2000
+LEAST_SEQUENCES = 5
+"""Fewer say nothing of how much sequences differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A value with the bounds of its 95 % interval, None for either where there are too few sequences."""
+
+    value: Figure
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfSequence:
+    """Means over the tokens of one sequence that have a next one: nats of it, and against the reference the share of
+    tokens with the same first word and KL from its softmax, in nats.
+    """
+
+    nats: float
+    agreement: float
+    kl: float
+
+
+def _log_softmax(logits_TV: NDArray[np.floating]) -> Floats:
+    shifted_TV = logits_TV.astype(np.float64)
+    shifted_TV -= shifted_TV.max(axis=1, keepdims=True)
+    out: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
+    return out
+
+
+def of_sequence(
+    reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
+) -> OfSequence:
+    """One sequence of ids with the logits at each place. Raises BadInput for other shapes, a single token, and
+    reference logits that are not finite; a candidate's that are not are infinitely far.
+    """
+    shape = reference_TV.shape
+    if len(shape) != 2 or candidate_TV.shape != shape or ids_T.shape != shape[:1] or len(ids_T) < 2:
+        raise BadInput(
+            f"perplexity: logits {list(shape)} and {list(candidate_TV.shape)} of {len(ids_T)} tokens; expected "
+            "[tokens, words] of both, for at least 2 tokens"
+        )
+    if not np.isfinite(reference_TV).all():
+        raise BadInput("perplexity: the reference's logits hold NaN or Inf; the model is damaged or diverged")
+    if not np.isfinite(candidate_TV).all():
+        return OfSequence(nats=np.inf, agreement=0.0, kl=np.inf)
+    ours_TV, theirs_TV = _log_softmax(reference_TV[:-1]), _log_softmax(candidate_TV[:-1])
+    places = np.arange(len(ids_T) - 1)
+    return OfSequence(
+        nats=float(-theirs_TV[places, ids_T[1:]].mean()),
+        agreement=float((ours_TV.argmax(axis=1) == theirs_TV.argmax(axis=1)).mean()),
+        kl=float((np.exp(ours_TV) * (ours_TV - theirs_TV)).sum(axis=1).mean()),
+    )
+
+
+def _range(value_S: Floats, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
+    """The mean over sequences, and 95 % of the means of as many drawn with replacement."""
+    value = float(change(value_S.mean(keepdims=True))[0])
+    if len(value_S) < LEAST_SEQUENCES or not np.isfinite(value_S).all():
+        return Range(value=value, low=None, high=None)
+    drawn = np.random.default_rng(0).integers(0, len(value_S), (DRAWS, len(value_S)))
+    means = np.sort(change(value_S[drawn].mean(axis=1)))
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Range(value=value, low=min(float(low), value), high=max(float(high), value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageMeasures:
+    """One model on a text: `perplexity` is exp of the mean nats of a token. Against the reference: `ratio` of both
+    perplexities, `agreement` the share of tokens with the same first word, `kl` nats a token.
+    """
+
+    model: str
+    sequences: int
+    tokens: int
+    nats: Figure
+    perplexity: Range
+    ratio: Range
+    agreement: Range
+    kl: Range
+
+
+def measures_of(model: str, rows: list[OfSequence], reference: list[OfSequence], *, tokens: int) -> LanguageMeasures:
+    """Of all sequences, each of so many tokens with a next one."""
+    nats_S, ours_S = (np.array([row.nats for row in side], dtype=np.float64) for side in (rows, reference))
+    return LanguageMeasures(
+        model=model,
+        sequences=len(rows),
+        tokens=tokens * len(rows),
+        nats=float(nats_S.mean()),
+        perplexity=_range(nats_S, np.exp),
+        ratio=_range(nats_S - ours_S, np.exp),
+        agreement=_range(np.array([row.agreement for row in rows])),
+        kl=_range(np.array([row.kl for row in rows])),
+    )

@@ -1,0 +1,109 @@
+"""A decoder trained for a few seconds on text that ships with Python: what methods leave of its perplexity."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import trained_decoder
+from benchmarks.trained_decoder import Trained, architecture, trained
+from corp_deploy.cli import main
+from corp_deploy.proof.perplexity import LanguageLimits
+from ground.errors import BadInput
+from perf.parity.perplexity import LanguageMeasures, OfSequence, Range, measures_of, of_sequence
+from tests import decoders
+
+
+@pytest.fixture(scope="module")
+def own() -> Trained:
+    return Trained.of(trained(architecture(layers=2, hidden=96), steps=150))
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5])
+def test_repair_lowers_the_perplexity_method_by_method(own: Trained, sparsity: float) -> None:
+    models = {method: own.reduced(method, sparsity, ("mlp",)) for method in trained_decoder.METHODS}
+    models["closed"] = own.reduced("best", sparsity, ("mlp",), closed_loop=True)
+    rows = {row["model"]: row["perplexity"]["value"] for row in own.judged(models)}
+    dense = rows.pop("dense torch fp32")
+    assert dense < 0.2 * decoders.LETTERS  # it has learned something
+    assert dense < rows["best"] < min(rows["corp"], rows["grail"]) < rows["none"]
+    assert rows["closed"] < rows["best"]
+
+
+def test_whole_groups_cost_less_repaired(own: Trained) -> None:
+    models = {method: own.reduced(method, 0.5, ("heads",)) for method in ("none", "best")}
+    rows = {row["model"]: row["ratio"]["value"] for row in own.judged(models)}
+    assert 1.0 < rows["best"] < rows["none"]
+
+
+def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
+    """Nats of the next token, agreement of first words and KL from the dense softmax, token by token in float64."""
+    less = own.reduced("best", 0.5, ("mlp",))
+    ids = next(own.calibrated.batches(1))["input_ids"]
+    sides = [model(ids)[0].double() for model in (own.checkpoint.model, less)]
+    got = of_sequence(sides[0].numpy(), sides[1].numpy(), ids[0].numpy())
+    nats = agreed = kl = 0.0
+    count = len(ids[0]) - 1
+    for place in range(count):
+        p, q = (side[place].softmax(0) for side in sides)
+        nats -= float(q[ids[0, place + 1]].log()) / count
+        agreed += float(p.argmax() == q.argmax()) / count
+        kl += float((p * (p / q).log()).sum()) / count
+    assert (got.nats, got.agreement, got.kl) == pytest.approx((nats, agreed, kl), rel=1e-9)
+
+
+def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_far() -> None:
+    good, ids = np.zeros((3, 5)), np.array([0, 1, 2])
+    broken = np.full_like(good, np.nan)
+    assert of_sequence(good, broken, ids) == OfSequence(nats=np.inf, agreement=0.0, kl=np.inf)
+    with pytest.raises(BadInput, match="the reference's logits hold NaN"):
+        of_sequence(broken, good, ids)
+    with pytest.raises(BadInput, match="of both"):
+        of_sequence(good, good[:2], ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [((1.0, 0.99, 1.01), "PASS"), ((1.1, 1.06, 1.14), "FAIL"), ((1.05, 1.0, 1.1), "INCONCLUSIVE")]
+)
+def test_a_limit_is_judged_by_the_interval(value: tuple[float, float, float], verdict: str) -> None:
+    ratio, one = Range(value=value[0], low=value[1], high=value[2]), Range(value=1.0, low=1.0, high=1.0)
+    row = LanguageMeasures(
+        model="m", sequences=9, tokens=9, nats=1.0, perplexity=one, ratio=ratio, agreement=one, kl=one
+    )
+    assert LanguageLimits(max_ratio=1.05).judged(row)[0] == verdict
+    assert LanguageLimits().judged(row)[0] == "UNJUDGED"
+    assert LanguageLimits(max_ratio=1.05, min_agreement=1.5).judged(row)[0] == "FAIL"
+
+
+def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
+    rows = [OfSequence(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
+    measures = measures_of("m", rows, rows, tokens=4)
+    assert measures.perplexity.value == pytest.approx(math.exp(1.4))
+    assert measures.perplexity.low is not None
+    assert measures.perplexity.high is not None
+    assert measures.perplexity.low < measures.perplexity.value < measures.perplexity.high
+    assert (measures.ratio.value, measures.ratio.low, measures.ratio.high) == (1.0, 1.0, 1.0)
+    assert measures_of("m", rows[:4], rows[:4], tokens=4).ratio.low is None
+
+
+def test_the_command_tells_writes_and_judges(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+    decoders.write_decoder(tmp_path / "opt", "opt")
+    (tmp_path / "text.txt").write_text(decoders.text())
+    inputs = ("--text", str(tmp_path / "text.txt"), "--samples", "12")
+    model = ("--model", f"hf:{tmp_path / 'opt'}")
+    moments, reduced, record = (str(tmp_path / name) for name in ("m.safetensors", "less", "record.json"))
+    run = CliRunner().invoke
+    assert run(main, ["calibrate", *model, *inputs, "-o", moments]).exit_code == 0
+    assert run(main, ["reduce", *model, "--moments", moments, "--mlp", "0.5", "-o", reduced]).exit_code == 0
+    words = ["perplexity", f"hf:{tmp_path / 'opt'}", reduced, *inputs, "-o", record]
+    assert run(main, words).exit_code == 0
+    read = json.loads(Path(record).read_text())
+    assert read["kind"] == "corp-deploy/perplexity"
+    assert [row["model"] for row in read["rows"]] == ["dense torch fp32", "less torch fp32"]
+    failed = run(main, [*words, "--min-agreement", "0.9999"])
+    assert failed.exit_code == 1, failed.output
+    assert run(main, [*words, "--max-ratio", "5"]).exit_code == 0
