@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 def architecture(layers: int = 3, hidden: int = 192) -> DecoderArchitecture:
     """Four heads of 16 in two groups, as Llama has them."""
     return DecoderArchitecture(
-        vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=4, groups=2, head=16, hidden=hidden,
+        vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=8, groups=4, head=16, hidden=hidden,
         layers=layers, rope=Rope(),
     )  # fmt: skip
 

@@ -4,7 +4,8 @@ Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries. Su
 by its pairs, times 2 / (n + 1), so that an input's weights sum to n as where every pair counts. Keys are centred among
 those that their own query sees: its softmax can't tell. Everything is float64 here.
 
-Shapes: H heads, N tokens of one input that are there, n of a block, D dims, K kept ones, P the others, T pairs of dims.
+Shapes: H heads, N tokens of one input that are there, n of a block, D dims, K kept ones, P the others, T pairs of dims;
+of queries and keys that positions turn P planes, X = 2 P.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from .products import upper_triangle
 from .weights import Weights
 
 BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
+PLANE_QUERIES = 64  # of an input, whose attention is looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,3 +101,29 @@ def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tens
         logits_HnN = logits_HnN.tril(diagonal=block.start)
         target_HKK.add_(q_HNK[:, block].mT @ (logits_HnN @ k_HNK))
         energy_H.add_(logits_HnN.square().sum(dim=(1, 2)))
+
+
+def plane_features(q: Tensor, k: Tensor) -> Tensor:
+    """What planes of pairs give logits, as they are and turned a quarter [..,2P]: q0 k0 + q1 k1, q0 k1 - q1 k0."""
+    (q0, q1), (k0, k1) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+    return torch.cat((q0 * k0 + q1 * k1, q0 * k1 - q1 * k0), dim=-1)
+
+
+def gram_of_planes(q_HND: Tensor, k_HND: Tensor, scale: float) -> Tensor:
+    """By how much attention moves where planes go or are multiplied by factors [H,2P,2P]: the sum over queries of
+    scale^2 / 2 Cov_p(f), f the `plane_features` of a query with the keys that it sees, p its attention to them. For the
+    change x of all factors x' G x is, to second order, KL of the attention in nats.
+
+    Of more than PLANE_QUERIES queries as many count, evenly over the input, each for its share.
+    """
+    heads, count, dims = q_HND.shape
+    chosen = sorted({(at + 1) * count // PLANE_QUERIES - 1 for at in range(PLANE_QUERIES)} - {-1})
+    places = range(count) if count <= PLANE_QUERIES else chosen
+    total_HXX = q_HND.new_zeros(heads, dims, dims)
+    for place in places:
+        q_H1D, k_HnD = q_HND[:, place : place + 1], k_HND[:, : place + 1]
+        p_Hn1 = (scale * (k_HnD @ q_H1D.mT)).softmax(dim=1)
+        f_HnX = plane_features(q_H1D, k_HnD)
+        f_HnX -= (p_Hn1 * f_HnX).sum(dim=1, keepdim=True)
+        total_HXX += (p_Hn1 * f_HnX).mT @ f_HnX
+    return total_HXX * (0.5 * scale**2 * count / len(places))

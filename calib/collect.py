@@ -221,7 +221,8 @@ def _new_sums(
 
     def of_heads(site: HeadTaps) -> HeadSums:
         system = attention_system or site.name in kept
-        return HeadSums(system=system, kept_HK=kept.get(site.name), slots_WN=site.slots_WN, causal=site.causal)
+        own: dict[str, Any] = {"slots_WN": site.slots_WN, "causal": site.causal, "plane_scale": site.plane_scale}
+        return HeadSums(system=system, kept_HK=kept.get(site.name), **own)
 
     empty: dict[SiteKind, Callable[[Any], SiteSums]] = {
         "mlp": lambda site: ChannelSums(eps=eps),

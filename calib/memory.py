@@ -51,15 +51,17 @@ class HeadShape:
     heads: int
     dim: int
     channels: int
+    planes: bool = False
 
     @classmethod
-    def of(cls, _: HeadTaps, seen: Seen) -> Self:
+    def of(cls, taps: HeadTaps, seen: Seen) -> Self:
         heads, tokens, dim = seen("q")[-3:]
-        return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1])
+        planes = taps.causal and taps.plane_scale is not None
+        return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1], planes=planes)
 
     def bytes_of_moments(self) -> int:
         """Float64 sums of one site, the attention system aside."""
-        heads = self.heads * (3 * self.dim**2 + 3 * self.dim)
+        heads = self.heads * ((3 + self.planes) * self.dim**2 + 3 * self.dim)
         return FLOAT64_BYTES * (heads + self.channels**2 + self.channels)
 
     def bytes_of_system(self, *, kept: int | None = None) -> int:

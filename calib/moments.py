@@ -84,7 +84,8 @@ class HeadMoments:
     system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's exact per-image system (eq. 15) for every kept
     set. With `kept_HK` (sorted dims per head) it is restricted to those dims, and two sums over images stand in for
     what was left out: target_HKK = (Q_S'Q_P)(K_P'K_S), the right-hand side, and target_energy_H = <Q_P'Q_P, K_P'K_P>,
-    the squared norm of the logits that the removed dims P contributed.
+    the squared norm of the logits that the removed dims P contributed. plane_gram_HXX [H,D,D]: of causal attentions
+    whose q and k positions turn by planes, see gram_of_planes: how attention moves.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -102,6 +103,7 @@ class HeadMoments:
     kept_HK: Tensor | None = None
     target_HKK: Tensor | None = None
     target_energy_H: Tensor | None = None
+    plane_gram_HXX: Tensor | None = None
 
     def __post_init__(self) -> None:
         refuse_count("HeadMoments", "images", self.images)
@@ -111,6 +113,8 @@ class HeadMoments:
         self._refuse(dict.fromkeys(("qq_HDD", "kk_HDD", "kk_centred_HDD"), (heads, dim, dim)))
         self._refuse({"z_sum_C": (channels,), "zz_CC": (channels, channels)})
         width = dim
+        if self.plane_gram_HXX is not None:
+            self._refuse({"plane_gram_HXX": (heads, dim, dim)})
         if self.kept_HK is not None:
             width = self.kept_HK.shape[-1]
             if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:

@@ -98,6 +98,7 @@ class HeadTaps:
     `merge`: a module that merged tokens before they came here; the second of its outputs [B,N] is how many stand in
     each, by which they are weighted, or None. `slots_WN`: 1 for what of q and k in windows [B,W,H,N,D] is there, 0 for
     what isn't; None for all. `causal`: a query sees the keys up to its own place, and no other pair of them counts.
+    `plane_scale`: what scores are multiplied by, of q and k that positions turn by planes (dimensions p and p + D/2).
     Where queries share keys in groups, q and k are of all heads, keys of a group for each of its heads again.
     """
 
@@ -110,6 +111,7 @@ class HeadTaps:
     merge: nn.Module | None = None
     slots_WN: Tensor | None = None
     causal: bool = False
+    plane_scale: float | None = None
 
     @property
     def summed_width(self) -> int:

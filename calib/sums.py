@@ -10,7 +10,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from .causal import add_system_, add_target_, inputs_apart, sums_of_pairs
+from .causal import add_system_, add_target_, gram_of_planes, inputs_apart, sums_of_pairs
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .patch_sums import PatchSums
@@ -98,9 +98,11 @@ class HeadSums:
         kept_HK: Tensor | None = None,
         slots_WN: Tensor | None = None,
         causal: bool = False,
+        plane_scale: float | None = None,
     ) -> None:
-        """`slots_WN` and `causal`: see HeadTaps."""
+        """`slots_WN`, `causal` and `plane_scale`: see HeadTaps."""
         self.system, self.kept_HK, self.causal = system, kept_HK, causal
+        self.plane_scale = plane_scale if causal else None
         self._waiting: dict[Role, Tensor] = {}
         self._slots = None if slots_WN is None else weights_of(slots_WN, slots_WN.device)
         self.kernel: Kernel = "blas"
@@ -133,6 +135,8 @@ class HeadSums:
             sums = sums_of_pairs(q_HND, k_HND)
             for each in fields(sums):
                 self.totals[each.name].add_(getattr(sums, each.name))
+            if self.plane_scale is not None:
+                self.totals["plane_gram_HXX"].add_(gram_of_planes(q_HND, k_HND, self.plane_scale))
             if self.kept_HK is not None:
                 sums_at = self.totals["target_HKK"], self.totals["target_energy_H"]
                 add_target_(*sums_at, q_HND, k_HND, self.kept_HK)
@@ -177,6 +181,8 @@ class HeadSums:
             self.totals[name] = zeros(heads, dim, device=device)
         for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD"):
             self.totals[name] = zeros(heads, dim, dim, device=device)
+        if self.plane_scale is not None:
+            self.totals["plane_gram_HXX"] = zeros(heads, dim, dim, device=device)
         width = dim if self.kept_HK is None else self.kept_HK.shape[1]
         if self.system:
             self.totals["system_HTT"] = zeros(heads, *[width * (width + 1) // 2] * 2, device=device)

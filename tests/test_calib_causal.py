@@ -1,5 +1,6 @@
 """Sums of causal attention against explicit loops over inputs, queries and the keys that each sees, in float64."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -11,6 +12,7 @@ from calib import causal
 from calib.moments import HeadMoments
 from calib.sums import HeadSums
 from calib.weights import weights_of
+from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
 from corp_deploy.algebra.image_system import ImageSystem, lost_per_image
 from ground.errors import BadInput
@@ -149,6 +151,50 @@ def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
         logits = recovery.q_map_HRD[head].T @ recovery.k_map_HRD[head]
         lost = [query @ (torch.eye(DIMS).double() - logits) @ keys.T for _, query, keys, _ in pairs(q, k, None, head)]
         assert float(torch.cat(lost).square().sum()) == pytest.approx(float(best), rel=1e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "padded"])
+def test_the_quadratic_of_planes_is_how_attention_moves(mask: Tensor | None) -> None:
+    """For any factors of the planes: loops over queries, half the variance of the change of scores under attention."""
+    q, k = drawn(7)
+    scale = 0.4
+    sums = HeadSums(system=False, causal=True, plane_scale=scale)
+    weights = None if mask is None else weights_of(mask, q.device)
+    for role, x in (("q", q), ("k", k), ("z", torch.zeros(INPUTS, TOKENS, 2))):
+        sums.add(role, x, weights)  # type: ignore[arg-type]
+    gram = sums.moments().plane_gram_HXX
+    assert gram is not None
+    x_X = 1e-3 * torch.randn(DIMS, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    planes = DIMS // 2
+    lost_DD = torch.zeros(DIMS, DIMS, dtype=torch.float64)
+    for plane in range(planes):
+        one, other = plane, plane + planes
+        lost_DD[one, one] = lost_DD[other, other] = x_X[plane]
+        lost_DD[one, other], lost_DD[other, one] = x_X[other], -x_X[other]
+    for head in range(HEADS):
+        expected = divergence = 0.0
+        for _, query, keys, _ in pairs(q, k, mask, head):
+            scores, change = scale * (keys @ query), scale * (keys @ (query @ lost_DD))
+            p, moved = scores.softmax(0), (scores - change).softmax(0)
+            expected += 0.5 * float((p * (change - (p * change).sum()).square()).sum())
+            divergence += float((p * (p / moved).log()).sum())
+        assert float(x_X @ gram[head] @ x_X) == pytest.approx(expected, rel=1e-9)
+        assert divergence == pytest.approx(expected, rel=0.02)
+        q_map, k_map = torch.eye(DIMS).double() - lost_DD.T, torch.eye(DIMS).double()
+        exact = planes_algebra.residual_exact(gram[head : head + 1], q_map[None], k_map[None])
+        assert float(exact) == pytest.approx(expected, rel=1e-9)
+
+
+def test_of_many_queries_some_count_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other one, the last among them, twice."""
+    q, k = (x[0, :, :6].double() for x in drawn(9))
+    monkeypatch.setattr(causal, "PLANE_QUERIES", 3)
+    got = causal.gram_of_planes(q, k, 0.5)
+    monkeypatch.setattr(causal, "PLANE_QUERIES", 64)
+    nothing = torch.zeros(HEADS, DIMS, DIMS, dtype=torch.float64)
+    whole = [nothing, *(causal.gram_of_planes(q[:, :count], k[:, :count], 0.5) for count in range(1, 7))]
+    alone = [later - earlier for earlier, later in itertools.pairwise(whole)]
+    torch.testing.assert_close(got, 2.0 * (alone[1] + alone[3] + alone[5]))
 
 
 @pytest.mark.parametrize("entries", [1, 100, 10**9])

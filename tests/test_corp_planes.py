@@ -228,7 +228,7 @@ def test_planes_that_others_stand_for_go_at_no_loss() -> None:
 @pytest.mark.parametrize("kind", ["random", "singular"])
 def test_the_spectrum_is_what_is_lost(kind: str) -> None:
     q, k = turned_by(*raw(kind), angles())
-    lost_HD = planes.spectrum(second(q), second(k), ridge_rel=1e-9)
+    lost_HD = planes.spectrum(planes.aggregated_loss(second(q), second(k)).gram_HXX, ridge_rel=1e-9)
     assert lost_HD.shape == (HEADS, DIMS + 1)
     for width in (2, 4, 6, 8):
         residual_H = planes.eliminated(second(q), second(k), width // 2, ridge_rel=1e-9).residual_H

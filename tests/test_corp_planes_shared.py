@@ -1,5 +1,7 @@
 """Planes of queries that share keys: one choice a group, each head's factors in its own queries."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def activations() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def moments(activations: tuple[Tensor, Tensor]) -> HeadMoments:
-    sums = HeadSums(system=True, causal=True)
+    sums = HeadSums(system=True, causal=True, plane_scale=DIMS**-0.5)
     for role, x in zip(("q", "k"), activations, strict=True):
         sums.add(role, x)  # type: ignore[arg-type]
     sums.add("z", torch.randn(5, TOKENS, HEADS * DIMS))
@@ -89,8 +91,36 @@ def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMo
     torch.testing.assert_close(recovery.residual_H, exact)
     alone = planes.eliminated(*second, KEPT, ridge_rel=1e-6)
     assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
-    error_HD = planes.spectrum(*second, ridge_rel=1e-6, grouped=GROUPED)
+    error_HD = planes.spectrum(planes.aggregated_loss(*second).gram_HXX, ridge_rel=1e-6, grouped=GROUPED)
     assert float(error_HD[:, 2 * KEPT].sum()) == pytest.approx(float(recovery.residual_H.sum()), rel=1e-3)
+
+
+def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadMoments) -> None:
+    """Two of four planes kept: greedy against every pair of planes of the group, each with its best factors."""
+    gram_HXX = moments.plane_gram_HXX
+    assert gram_HXX is not None
+    recovery = planes.eliminated_exactly(gram_HXX, KEPT, ridge_rel=1e-12, grouped=GROUPED)
+    require_shared(recovery)
+    half = DIMS // 2
+    for first in range(0, HEADS, GROUPED):
+        losses = []
+        for kept in combinations(range(half), KEPT):
+            lost = [plane for plane in range(half) if plane not in kept]
+            total = 0.0
+            for head in range(first, first + GROUPED):
+                own, gone = [*kept, *(plane + half for plane in kept)], gram_HXX[head][:, lost].sum(dim=1)
+                part = gram_HXX[head][own][:, own]
+                best = torch.linalg.solve(part, -gone[own])
+                x_X = torch.zeros(DIMS, dtype=torch.float64)
+                x_X[lost], x_X[own] = 1.0, best
+                total += float(x_X @ gram_HXX[head] @ x_X)
+            losses.append(total)
+        got = float(recovery.residual_H[first : first + GROUPED].sum())
+        assert min(losses) * (1 - 1e-6) <= got <= 1.3 * min(losses)
+    plain, whole = recovery.residual_uncompensated_H, torch.zeros(HEADS, 1, DIMS, dtype=torch.float64)
+    assert bool((recovery.residual_H <= plain * (1 + 1e-9)).all())
+    energy = planes.residual_exact(gram_HXX, whole, whole)
+    assert bool((energy >= recovery.residual_H).all())
 
 
 def test_groups_of_one_change_nothing(moments: HeadMoments) -> None:

@@ -103,6 +103,24 @@ def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
     )
 
 
+def exact_loss(gram_HXX: Tensor) -> PlaneLoss:
+    """Of moments that hold the quadratic itself: KL of the attention, to second order (calib's gram_of_planes)."""
+    return PlaneLoss(
+        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
+        cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]),
+        energy_H=gram_HXX.new_zeros(len(gram_HXX)),
+    )
+
+
+def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
+    """x' G x [H] for maps of this file's kind, of nothing where they are zero."""
+    planes = gram_HXX.shape[1] // 2
+    lost_HDD = -(q_map_HRD.mT @ k_map_HRD)
+    real_HP = 1.0 + lost_HDD.diagonal(dim1=1, dim2=2)[:, :planes]
+    x_HX = torch.cat((real_HP, lost_HDD[:, :planes, planes:].diagonal(dim1=1, dim2=2)), dim=1)
+    return torch.einsum("hx,hxy,hy->h", x_HX, gram_HXX, x_HX).clamp_min(0.0)
+
+
 def covered_planes(system: ImageSystem) -> Tensor:
     """The planes [H,C] of a system that covers whole ones, ascending: their first dimensions stand in front."""
     return system.covered_HS[:, : system.covered_HS.shape[1] // 2]
@@ -213,9 +231,8 @@ def _without(matrix_HXX: Tensor, at_H2: Tensor) -> Tensor:
     return matrix_HXX.scatter(2, at_H2[:, None, :].expand(-1, count, -1), 0.0)
 
 
-def spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
-    """[H, D + 1]: what `eliminated` loses at widths 0..D, an odd one as the even one below it."""
-    gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
+def spectrum(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
+    """[H, D + 1]: what elimination on this quadratic loses at widths 0..D, an odd one as the even one below it."""
     error_HP = elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped).error_HP
     at_width_HP = torch.cat((error_HP.flip(1), torch.zeros_like(error_HP[:, :1])), dim=1)
     return at_width_HP.repeat_interleave(2, dim=1)[:, :-1]
@@ -258,6 +275,29 @@ def eliminated(
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
     return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel, grouped=grouped)
+
+
+def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
+    """The same by how attention moves; uncompensated are those planes that alone move it most."""
+    loss = exact_loss(gram_HXX)
+    kept_HK = elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped).kept(planes)
+    fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
+    own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
+    plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
+    plain = torch.nn.functional.one_hot(dims_of_planes(plain_HK, dims), dims).to(torch.float64)
+    residual_H, plain_H = (residual_exact(loss.gram_HXX, q, k) for q, k in ((q_map, k_map), (plain, plain)))
+    return QkRecovery(
+        q_map_HRD=q_map,
+        k_map_HRD=k_map,
+        planes_HK=kept_HK,
+        objective="per-image",
+        residual_H=residual_H,
+        residual_uncompensated_H=plain_H,
+        r2=explained(residual_H, plain_H),
+        condition=fitted.condition,
+        ridge=fitted.ridge,
+    )
 
 
 def logit_v1(

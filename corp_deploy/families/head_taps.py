@@ -47,6 +47,12 @@ class Listened(Protocol):
     def keeps_qk(self) -> bool: ...
 
     @property
+    def in_planes(self) -> bool: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
     def rotary(self) -> nn.Module | None: ...
 
     @property
@@ -114,4 +120,5 @@ def taps_of(site: Listened) -> HeadTaps:
         merge=site.merge,
         slots_WN=slots,
         causal=site.causal,
+        plane_scale=site.scale if site.in_planes else None,
     )

@@ -10,7 +10,7 @@ Legend: B images of a piece, N tokens, C channels of the stream, F hidden channe
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -179,8 +179,9 @@ def head_moments_in_halves(
     branch: Branch, site: HeadSite, streams: Streams, *, system: bool
 ) -> tuple[HeadMoments, tuple[HeadMoments, HeadMoments] | None]:
     """The same with those of either half, where the streams are in halves."""
-    slots_WN = site.taps().slots_WN
-    fit, held_out = (HeadSums(system=system, slots_WN=slots_WN, causal=site.causal) for _ in range(2))
+    taps = site.taps()
+    how: dict[str, Any] = {"slots_WN": taps.slots_WN, "causal": taps.causal, "plane_scale": taps.plane_scale}
+    fit, held_out = (HeadSums(system=system, **how) for _ in range(2))
     by_half = Halves(fit=fit, held_out=held_out)
     sums = by_half.fit
     weights: Weights | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -260,8 +260,10 @@ def _step(site: HeadSite, method: Method) -> int:
 def _logits_lost(site: HeadSite, moments: HeadMoments, method: Method) -> Tensor:
     """[H, D + 1]: by each head at each width of queries and keys."""
     if site.in_planes:
-        how: dict[str, Any] = {"ridge_rel": method.ridge_rel, "grouped": site.grouped}
-        return planes.spectrum(moments.q_second_HDD, moments.k_centred_HDD, **how)
+        gram_HXX = moments.plane_gram_HXX
+        if gram_HXX is None:
+            gram_HXX = planes.aggregated_loss(moments.q_second_HDD, moments.k_centred_HDD).gram_HXX
+        return planes.spectrum(gram_HXX, ridge_rel=method.ridge_rel, grouped=site.grouped)
     return queries_keys.lowrank_spectrum(moments.q_second_HDD, moments.k_centred_HDD)
 
 

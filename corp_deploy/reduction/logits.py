@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.moments import HeadMoments
-from corp_deploy.algebra import queries_keys, scores
+from corp_deploy.algebra import planes, queries_keys, scores
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
@@ -49,6 +49,8 @@ def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tens
                 "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
             )
         return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
+    if method.qk_recovery == "lowrank" and moments.plane_gram_HXX is not None:
+        return planes.residual_exact(moments.plane_gram_HXX, q_map_HRD, k_map_HRD)
     # The first version's equation as published takes both second moments as they are, nothing centred.
     k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
     return queries_keys.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)

@@ -55,6 +55,8 @@ def recovered_planes(
     how: dict[str, Any] = {"ridge_rel": method.ridge_rel, "grouped": grouped}
     assert width % 2 == 0, (site, width)
     if method.qk_recovery == "lowrank":
+        if moments.plane_gram_HXX is not None:
+            return planes.eliminated_exactly(moments.plane_gram_HXX, width // 2, **how)
         return planes.eliminated(q_second_HDD, k_centred_HDD, width // 2, **how)
     if method.qk_recovery == "logit":
         return _by_images(site, moments, method, scores_HD, width, grouped)
