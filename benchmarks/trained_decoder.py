@@ -51,11 +51,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def architecture(layers: int = 3, hidden: int = 192) -> DecoderArchitecture:
-    """Four heads of 16 in two groups, as Llama has them."""
+def architecture(layers: int = 3, hidden: int = 192, groups: int = 4) -> DecoderArchitecture:
+    """Two heads of 16 in each group that shares keys and values, as Llama has them."""
     return DecoderArchitecture(
-        vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=8, groups=4, head=16, hidden=hidden,
-        layers=layers, rope=Rope(),
+        vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=2 * groups, groups=groups, head=16,
+        hidden=hidden, layers=layers, rope=Rope(),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ class Trained:
     def reduced(self, preset: str, sparsity: float, parts: Sequence[str], *, closed_loop: bool = False) -> nn.Module:
         """By one method at one sparsity of these parts."""
         asked: dict[str, Any] = {f"{part}_sparsity": sparsity for part in parts}
-        method = method_from_preset(preset, align_hidden=8, align_head=4, **asked)
+        method = method_from_preset(preset, align_hidden=8, align_head=4, aligned=True, **asked)
         if closed_loop:
             return reduce_closed_loop(self.checkpoint.model, self.calibrated, method, batch_size=16).model
         return reduce(self.checkpoint.model, self.moments, method).model

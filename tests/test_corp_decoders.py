@@ -18,7 +18,9 @@ from corp_deploy.cli import main
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.family import family_of, sequence_spec, sites_of
 from corp_deploy.families.head_attention import HeadAttention
-from corp_deploy.families.text_decoder import DecoderBlock
+from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
+from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
+from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
 from ground.errors import BadInput
@@ -382,3 +384,12 @@ def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> No
     assert report["energy"] == pytest.approx(float(whole.square().sum()), rel=1e-4)
     assert report["error"] == pytest.approx(float((whole - left).square().sum()), rel=1e-3)
     assert report["error"] < report["error_uncompensated"]
+
+
+@pytest.mark.parametrize(("align", "width"), [({}, 256), ({"mlp": 64}, 320), ({"mlp": 8}, 304)])
+def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str, int], width: int) -> None:
+    config = {**decoders.KINDS["llama"][1], "model_type": "llama", "intermediate_size": 512}
+    with torch.device("meta"):
+        model = TextDecoder(architecture_from_transformers(config, where="here"))
+    choice = MethodChoice(mlp=0.4, align=align or ALIGN)
+    assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}

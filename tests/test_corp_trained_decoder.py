@@ -19,7 +19,7 @@ from tests import decoders
 
 @pytest.fixture(scope="module")
 def own() -> Trained:
-    return Trained.of(trained(architecture(layers=2, hidden=96), steps=150))
+    return Trained.of(trained(architecture(layers=2, hidden=96, groups=2), steps=150))
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])

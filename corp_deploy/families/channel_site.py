@@ -26,6 +26,7 @@ class ChannelSite:
     `between`: a convolution of each channel by itself that stands between the layers, None where none does. `merge`:
     the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels by their
     norms over the image, behind the activation. `biasless`: the last layer has no bias, and gets none.
+    `multiple`: what widths are best a multiple of, where nobody says.
     """
 
     kind: ClassVar[str] = "channels"
@@ -43,6 +44,7 @@ class ChannelSite:
     norm: ResponseNorm | None = None
     norm_name: str = ""
     biasless: bool = False
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         assert self.between is None or (not self.gated and self.between.channels == self.width), self.name

@@ -33,6 +33,8 @@ from .widths import HeadGeometry
 NAME = "decoder"
 FIXED_PARTS: tuple[str, ...] = ()
 LOGITS = OutputPort(name="logits", role="token logits")
+MULTIPLE = 128
+"""Of MLP widths: serving engines' kernels and their shards over several GPUs want it."""
 
 
 class DecoderArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +93,7 @@ def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
             up=mlp.up,
             up_name=f"{name}.up",
             biasless=mlp.down.bias is None,
+            multiple=MULTIPLE,
         )
     assert isinstance(mlp, PlainMlp), (name, mlp)
     return ChannelSite(
@@ -100,6 +103,7 @@ def _channel_site(name: str, mlp: nn.Module) -> ChannelSite:
         first_name=f"{name}.fc1",
         last_name=f"{name}.fc2",
         biasless=mlp.fc2.bias is None,
+        multiple=MULTIPLE,
     )
 
 

@@ -66,6 +66,7 @@ class MethodChoice:
             align_hidden=self.align.get("mlp"),
             align_head=self.align.get("head"),
             align_conv=self.align.get("conv"),
+            aligned=self.align != ALIGN and "mlp" in self.align,
             ridge_rel=self.ridge,
             rescales=self.rescale,
             rotates=self.rotate,

@@ -50,10 +50,10 @@ class ChannelKind:
     def uniform(self, site: ChannelSite, method: Method) -> int | None:
         if method.mlp_sparsity is None or is_empty(site.width) or self.refusal(site, method):
             return None
-        return aligned_width(site.width, method.mlp_kept, method.align_hidden)
+        return aligned_width(site.width, method.mlp_kept, _multiple(site, method))
 
     def widths(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
-        return aligned_widths(site.width, method.align_hidden)
+        return aligned_widths(site.width, _multiple(site, method))
 
     def offers(self, site: ChannelSite, method: Method) -> tuple[int, ...]:
         if self.refusal(site, method):
@@ -169,6 +169,10 @@ class ChannelKind:
         at_site = channels_at_site(moments, layers, method, width, halves=halves)
         new, kept_K = built(site, at_site, moments, method, layers=layers), at_site.kept_K
         return OnStreams(new=new, lacking=on_all.each(lambda sums: sums.of(kept_K)), energy=energy)
+
+
+def _multiple(site: ChannelSite, method: Method) -> int:
+    return method.align_hidden if method.aligned else max(method.align_hidden, site.multiple)
 
 
 def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: LinearReduced) -> LinearReduced:

@@ -51,7 +51,8 @@ DEFAULT_RIDGE_REL = 1e-4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
-    full width, None leaves them alone. Alignments are in channels or dimensions. `mlp_swaps`: exchanges follow an
+    full width, None leaves them alone. Alignments are in channels or dimensions; unless `aligned`, some kinds of model
+    have larger ones of their own. `mlp_swaps`: exchanges follow an
     elimination (see swap.py). `empties`: whether a budget may leave a constant of a site. `rescales`: convolutions get
     the dense ones' means and variances afterwards (see rescaling.py). `rotates`: reduced heads are given in a basis
     whose channels have even ranges (see rotation.py), at no cost and with the same results. `heads_sparsity`: of whole
@@ -81,6 +82,7 @@ class Method:
     empties: bool = True
     geometry: HeadGeometry = "padded"
     align_hidden: int = 64
+    aligned: bool = False
     align_head: int = 16
     align_conv: int = 32
     ridge_rel: float = DEFAULT_RIDGE_REL
