@@ -145,6 +145,13 @@ def test_other_precisions_are_measured(
     assert json.loads(run(*words, "--max-error", 1e-6, code=1).stdout)["links"][0]["status"] == "FAIL"
 
 
+def test_what_a_cpu_has_no_kernel_for(home: Path, tmp_path: Path) -> None:
+    """Norms of queries and keys are inside of FP16's attention."""
+    run("export-decoder", home / "qwen3", "-o", tmp_path / "g", "--precision", "fp16", "-q")
+    told = run("verify-decoder", home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
+    assert "a graph in fp16 is for provider cuda" in told
+
+
 def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     """A graph of the same widths and other weights; positions that turn at another pace are found too."""
     words = ("-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
@@ -188,6 +195,7 @@ def test_bench_times_both(home: Path, tmp_path: Path) -> None:
         ("export-decoder {home}/llama -o {home}/llama", {}, "would replace what it is made from"),
         ("export-decoder {home} -o {out}", {}, "no such file"),
         ("export-decoder {changed} -o {out}", {"architectures": ["LlamaForTokenClassification"]}, "architectures is"),
+        ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own form"),
         ("export-decoder {changed} -o {out}", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own"),
         ("export-decoder {changed} -o {out}", {"intermediate_size": 96}, "mlp"),
         ("verify-decoder {home}/llama {home}/llama -o {out}", {}, "no genai_config.json"),
@@ -206,7 +214,8 @@ def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapp
     for file in (home / "llama").iterdir():
         (changed / file.name).write_bytes(file.read_bytes())
     config = json.loads((changed / "config.json").read_text()) | changes
-    (changed / "config.json").write_text(json.dumps(config))
+    text = json.dumps({entry: value for entry, value in config.items() if value is not None})
+    (changed / "config.json").write_text(text)
     words = command.format(home=home, changed=changed, out=out).split(" ")
     told = run(*words, code=2).stderr
     assert said in told, told

@@ -35,6 +35,10 @@ _INSTEAD = "export --model hf:DIR writes its graph without a cache, for prefill"
 def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
     """Raise BadInput for a decoder that the builder does not take, or whose class is not the one with token logits."""
     kind = str(config.get("model_type"))
+    if "family" in config and "model_type" not in config:
+        raise BadInput(
+            f"{where}: in corp-deploy's own form; give the folder hf that reduce --save-as hf writes beside it"
+        )
     if kind not in CLASSES:
         raise BadInput(
             f"{where}: model_type is {kind!r:.60}, and {PACKAGE} builds {', '.join(CLASSES)} of those read here; "

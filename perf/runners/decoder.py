@@ -192,7 +192,9 @@ class DecoderRunner:
     def _told(self, binding: Any) -> NDArray[np.float32]:
         try:
             self._session.run_with_iobinding(binding)
-        except ort_errors(onnxruntime_here()) as error:
+        except Exception as error:  # with buffers bound, ONNX Runtime raises its own errors or a bare RuntimeError
+            if not isinstance(error, (RuntimeError, *ort_errors(onnxruntime_here()))):
+                raise
             if is_out_of_memory(error):
                 raise
             raise BadInput(
