@@ -31,4 +31,5 @@ def perplexity_table(proof: LanguageProof) -> Table:
 def perplexity_line(proof: LanguageProof) -> str:
     """The verdict, and on how much."""
     first = proof.rows[0]
-    return f"{proof.verdict} on {first.tokens:,} tokens of {first.sequences} sequences"
+    verdict = "measured without a limit" if proof.verdict == "UNJUDGED" else proof.verdict
+    return f"{verdict} on {first.tokens:,} tokens of {first.sequences} sequences"
