@@ -204,6 +204,7 @@ def _results_of(home: Path) -> dict[str, tuple[object, ...]]:
         "export-decoder": (decoder, "-o", place / "graph"),
         "verify-decoder": (decoder, graph, "--length", 8, "-o", place / "decoder-parity.json"),
         "bench-decoder": (graph, graph, "--length", 8, "--cached", 8, *quick, "-o", place / "decoders.json"),
+        "perplexity": (f"hf:{decoder}", "--text", home / "text.txt", "-o", place / "perplexity.json"),
         "report": (release, "-o", place / "report.html"),
         "merge-moments": (*halves, "-o", place / "both.safetensors"),
         "redundancy": (*moments, "-o", place / "redundancy.svg"),
@@ -260,10 +261,11 @@ def _halves(home: Path) -> None:
 
 
 def _decoder(home: Path) -> None:
-    """A decoder, and its graph."""
+    """A decoder, its graph, and text."""
     from tests import decoders
 
     decoders.write_decoder(home / "decoder", "llama")
+    (home / "text.txt").write_text(decoders.text(0, 2_000))
     run("export-decoder", home / "decoder", "-o", home / "decoder onnx", "--quiet")
 
 

@@ -25,7 +25,7 @@ WAYS_OUT = {"aiohttp", "ftplib", "http", "httpx", "huggingface_hub", "requests",
 ASKS_A_SERVER = "export/triton/server.py"
 # They take longer, or need what may be absent: their own tests run behind the guard that conftest puts before every
 # test.
-TRIED_ELSEWHERE = {"demo", "latency-table", "export-decoder", "verify-decoder", "bench-decoder"}
+TRIED_ELSEWHERE = {"demo", "latency-table", "export-decoder", "verify-decoder", "bench-decoder", "perplexity"}
 
 
 @pytest.fixture(autouse=True)

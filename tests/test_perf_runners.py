@@ -116,7 +116,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) ->
         InferenceSession=session,
         capi=state,
     )
-    monkeypatch.setattr(onnx_runner, "_onnxruntime", lambda: whole)
+    monkeypatch.setattr(onnx_runner, "onnxruntime_here", lambda: whole)
     monkeypatch.setattr(onnx_runner, "open_stream", lambda: SimpleNamespace(cuda_stream=0))
 
 

@@ -39,9 +39,9 @@ def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shared_by_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of groups [B,G,N,D], each for all heads of its group in turn [B,H,N,D]."""
-    groups = x.shape[1]
-    return x if groups == heads else x.repeat_interleave(heads // groups, dim=1)
+    """Keys or values of groups [B,G,N,D], or of windows [B,W,G,n,D], each for all heads of its group in turn."""
+    groups = x.shape[-3]
+    return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
 
 
 def causal_bias(q: Tensor) -> Tensor:
