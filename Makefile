@@ -6,13 +6,13 @@ DEMO_DIR ?= demo-out
 # torch's own threads only get in each other's way when tests run side by side.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: setup locked lock sbom wheel demo real test lint clean
+.PHONY: setup locked lock sbom wheel docs demo real test lint clean
 
 setup: .venv/ready .venv/triton/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]'
 	touch $@
 
 # As setup, but each file by its digest in requirements.lock, build tools too; for an index that has the files of that day.
@@ -41,6 +41,11 @@ wheel: .venv/ready
 	test -x .venv/triton/bin/python || $(BIN)/python -m venv .venv/triton
 	.venv/triton/bin/python -m pip install --quiet --requirement tests/triton-requirements.txt && touch $@ || \
 	    echo "no inference server for this platform: its tests are skipped"
+
+# Pages of docs/, the references made of the code among them; a warning is an error. Open build/site/index.html.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 demo: .venv/ready
 	$(BIN)/corp-deploy demo --output $(DEMO_DIR)

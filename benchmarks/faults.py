@@ -3,7 +3,7 @@ runs twice at once, memory runs out, a worker dies, the clock leaps.
 
 python -m benchmarks.faults --home DIR            benchmarks/results/faults.json, row by row: goes on where it stopped
 python -m benchmarks.faults --home DIR --quick    some points of one command, told as JSON
-python -m benchmarks.faults_page                  docs/faults.md of the record
+python -m benchmarks.faults_page                  docs/security/faults.md of the record
 """
 
 import errno

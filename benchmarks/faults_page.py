@@ -1,4 +1,4 @@
-"""docs/faults.md, of the record of benchmarks.faults.
+"""docs/security/faults.md, of the record of benchmarks.faults.
 
 python -m benchmarks.faults_page
 """
@@ -13,7 +13,7 @@ import click
 from benchmarks.faults import RECORD, ROOT
 from benchmarks.markdown import table
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "security" / "faults.md"
 STATES = ("old", "new", "kept", "some", "torn")
 COUNTED = ("tried", *STATES, "left")
 HEAD = """# What is left where a command is disturbed
@@ -93,13 +93,13 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """docs/faults.md."""
+    """docs/security/faults.md."""
     return "\n".join(_parts(record))
 
 
 @click.command()
 def main() -> None:
-    """Write docs/faults.md."""
+    """Write docs/security/faults.md."""
     PAGE.write_text(page(json.loads(RECORD.read_text())), encoding="utf-8")
 
 

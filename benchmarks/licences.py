@@ -1,6 +1,6 @@
 """The licences of what this project installs: constraints.txt against the metadata of what is installed.
 
-python -m benchmarks.licences            writes docs/licences.md
+python -m benchmarks.licences            writes docs/security/licences.md
 python -m benchmarks.licences --check    fails for a licence that licences.toml does not allow, or a page that is old
 """
 
@@ -15,7 +15,11 @@ from benchmarks.markdown import table
 from ground.installed import Package, installed, normalised
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS, PAGE, PINNED = Path(__file__).with_name("licences.toml"), ROOT / "docs" / "licences.md", ROOT / "constraints.txt"
+WORDS, PAGE, PINNED = (
+    Path(__file__).with_name("licences.toml"),
+    ROOT / "docs" / "security" / "licences.md",
+    ROOT / "constraints.txt",
+)
 HEAD = """# Licences of the packages that are installed
 
 Of every package in `constraints.txt`, as its metadata says, by `python -m benchmarks.licences`, which writes this page.
@@ -60,7 +64,7 @@ def refused(packages: Sequence[Package], by: Policy) -> list[str]:
 
 
 def page(packages: Sequence[Package], by: Policy) -> str:
-    """docs/licences.md."""
+    """docs/security/licences.md."""
     rows = [(each.name, each.version, by.licence(each)) for each in packages]
     reasons = table(("licence", "why it may be"), [(f"`{name}`", why) for name, why in by.allowed.items()])
     return "\n".join([HEAD, reasons, "", table(("package", "version", "licence"), rows), ""])
@@ -75,7 +79,7 @@ def ours() -> list[Package]:
 @click.command()
 @click.option("--check", is_flag=True, help="Fail where a licence is not allowed, or the page is old.")
 def main(check: bool) -> None:
-    """Write docs/licences.md."""
+    """Write docs/security/licences.md."""
     packages, by = ours(), policy()
     if wrong := refused(packages, by):
         raise click.ClickException("\n".join(wrong))

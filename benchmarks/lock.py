@@ -22,7 +22,7 @@ from ground.installed import normalised
 from .licences import PINNED, ROOT, pinned
 
 LOCK = ROOT / "requirements.lock"
-EXTRAS = ("cpu", "hf", "genai", "rtx", "openvino", "interop", "sign", "dev")
+EXTRAS = ("cpu", "hf", "genai", "rtx", "openvino", "interop", "sign", "dev", "docs")
 HEAD = f"""# What `make locked` installs, by digest: constraints.txt for all platforms with Python 3.11 or newer.
 # Written by `python -m benchmarks.lock` of the extras {", ".join(EXTRAS)}.
 """

@@ -1,8 +1,8 @@
 """Every place of this tool that opens a file, starts a process, runs code or asks a network, found in its source; with
 what each trusts, which trust.toml says by hand.
 
-python -m benchmarks.trust_page            writes docs/trust.md
-python -m benchmarks.trust_page --check    fails when a place is not in trust.toml, or docs/trust.md not what they say
+python -m benchmarks.trust_page            writes docs/security/trust.md
+python -m benchmarks.trust_page --check    fails when a place is not in trust.toml, or the page not what they say
 """
 
 import ast
@@ -20,7 +20,7 @@ from benchmarks.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
-WORDS, PAGE = Path(__file__).with_name("trust.toml"), ROOT / "docs" / "trust.md"
+WORDS, PAGE = Path(__file__).with_name("trust.toml"), ROOT / "docs" / "security" / "trust.md"
 Kind = Literal["reads", "writes", "starts", "runs", "asks"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _MODE = re.compile(r"[rwaxbt+]{1,3}")
@@ -158,13 +158,13 @@ def unlisted(found: Sequence[Place], told: Words) -> list[str]:
 HEAD = """# What is opened, started, run and asked, and what each place trusts
 
 Found in the source by `python -m benchmarks.trust_page`, which writes this page; what is trusted is kept by hand in
-`benchmarks/trust.toml`, and a test fails where a place is not in it. [SECURITY.md](../SECURITY.md) says what that
+`benchmarks/trust.toml`, and a test fails where a place is not in it. [SECURITY.md](../../SECURITY.md) says what that
 comes to.
 """
 
 
 def page(found: Sequence[Place], told: Words) -> str:
-    """docs/trust.md."""
+    """docs/security/trust.md."""
     explained = table(("word", "what is trusted"), [(f"**{word}**", text) for word, text in told.trusts.items()])
     parts = [HEAD, explained, ""]
     for kind in KINDS:
@@ -180,7 +180,7 @@ def page(found: Sequence[Place], told: Words) -> str:
 @click.command()
 @click.option("--check", is_flag=True, help="Fail when the page is not what the source and trust.toml say.")
 def main(check: bool) -> None:
-    """Write docs/trust.md."""
+    """Write docs/security/trust.md."""
     found, told = places(), words()
     if wrong := unlisted(found, told):
         raise click.ClickException("\n".join(wrong))

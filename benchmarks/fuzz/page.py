@@ -1,4 +1,4 @@
-"""docs/fuzzing.md, from the records of benchmarks.fuzz and benchmarks.bad_calls.
+"""docs/security/fuzzing.md, from the records of benchmarks.fuzz and benchmarks.bad_calls.
 
 python -m benchmarks.fuzz.page
 """
@@ -11,7 +11,7 @@ from benchmarks.markdown import table
 from ground.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "fuzzing.md"
+PAGE = ROOT / "docs" / "security" / "fuzzing.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 HEAD = """# Files and calls of chance

@@ -1,0 +1,92 @@
+"""Every page of docs/ does what it says: its commands and its Python run as written, one after the other."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corp_deploy.cli import main
+from examples.digits.images import load
+from tests.pages import DOCS, ROOT, blocks, follow, pages
+
+PARSED = {"how-to/typed-graphs.md"}  # its commands want models that nobody has here: test_docs.py
+FOLLOWED = [
+    page
+    for page in pages()
+    if page.relative_to(DOCS).as_posix() not in PARSED
+    and any(block.kind in ("console", "python") for block in blocks(page))
+]
+
+
+def digits(directory: Path) -> None:
+    """What every page may count on: the digits example, images to calibrate on, and others with labels to judge by."""
+    (directory / "examples").symlink_to(ROOT / "examples")
+    train, test = load("train"), load("held-out")
+    np.savez(directory / "images.npz", images=train.images[:128])
+    np.savez(directory / "held-out.npz", images=test.images[:64], labels=test.labels[:64])
+
+
+PREPARED: dict[str, Callable[[Path], None]] = {}
+"""What a page's reader has beside that, by its path."""
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits(tmp_path)
+    if (prepare := PREPARED.get(page.relative_to(DOCS).as_posix())) is not None:
+        prepare(tmp_path)
+    follow(page, tmp_path, monkeypatch)
+
+
+def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
+    """A command in a block of another kind would be run by nobody."""
+    kinds = {"console", "python", "toml", "json", "yaml", "sh", "text", "mermaid", "xml"}
+    for page in pages():
+        for block in blocks(page):
+            assert block.kind in kinds, (page.name, block.kind)
+            own = re.search(r"^\$? ?corp-deploy ", block.text, re.MULTILINE)
+            assert block.kind in ("console", "sh", "yaml", "text") or not own, (page.name, block.text)
+        fences = re.findall(r"^ *```(\w*)", page.read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks(page)), f"{page.name}: a fence without a kind or an end"
+
+
+def test_pages_that_are_prepared_are_there() -> None:
+    assert all((DOCS / page).is_file() for page in PREPARED)
+
+
+def test_every_option_that_a_page_names_is_one() -> None:
+    """In running text too."""
+    ours = {
+        option
+        for command in main.commands.values()
+        for each in command.params
+        for option in (*each.opts, *each.secondary_opts)
+    }
+    others = {
+        "--gpus",
+        "--nproc-per-node",
+        "--nnodes",
+        "--max-restarts",
+        "--help",
+        "--version",
+        "--check",
+        "--output",
+        "--home",
+        "--only",
+    }
+    for page in pages():
+        if page.name == "typed-graphs.md":  # names trtexec's, too; its own test looks at ours
+            continue
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose))
+        assert named <= ours | others, (page.name, named - ours - others)
+
+
+def test_pictures_are_shown(tmp_path: Path) -> None:
+    """No picture that no page shows, none shown that isn't there."""
+    shown = {name for page in pages() for name in re.findall(r"pictures/([\w.-]+)", page.read_text())}
+    shown |= set(re.findall(r"docs/pictures/([\w.-]+)", (ROOT / "README.md").read_text()))
+    there = {path.name for path in (DOCS / "pictures").glob("*")} if (DOCS / "pictures").is_dir() else set()
+    assert shown == there

@@ -1,0 +1,111 @@
+"""The site: it builds without a warning, shows every command, key and code, and leads nowhere that isn't there."""
+
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from benchmarks.pages import recipe
+from benchmarks.pages.commands import pages_of_commands
+from benchmarks.pages.exit_codes import CODES
+from benchmarks.pages.root_pages import led_anew
+from corp_deploy.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All pages, built as `make docs` builds them: a warning is an error."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    own = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env=own)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return out
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    built = sorted(site.rglob("*.html"))
+    assert len(built) > 15
+    ids = {page: set(re.findall(r'\bid="([^"]+)"', text_of(page))) for page in built}
+    lost = []
+    for page in built:
+        for found in re.findall(r'\b(?:href|src)="([^"]*)"', text_of(page)):
+            link = urlsplit(html.unescape(found))
+            if link.scheme or not (link.path or link.fragment) or page.name == "404.html":
+                continue
+            target = (page.parent / unquote(link.path)).resolve() if link.path else page
+            if not target.is_file() or (link.fragment and target in ids and unquote(link.fragment) not in ids[target]):
+                lost.append(f"{page.relative_to(site)}: {found}")
+    assert lost == []
+
+
+def test_the_site_asks_no_other_host(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text_of(page)):
+            assert not re.search(r'\b(?:src|href)="(?:https?:)?//', tag), (page.name, tag)
+
+
+def test_links_elsewhere_are_of_https(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for link in re.findall(r'<a\b[^>]*href="(http[^"]*)"', text_of(page)):
+            assert link.startswith("https://"), (page.name, link)
+
+
+def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
+    shown = [name for names in pages_of_commands().values() for name in names]
+    assert sorted(shown) == sorted(main.commands)
+    for page, names in pages_of_commands().items():
+        built = text_of(site / "reference" / "commands" / page.replace(".md", ".html")) if names else ""
+        for name in names:
+            assert f'id="corp-deploy-{name}"' in built
+            for option in main.commands[name].params:
+                assert all(html.escape(each) in built for each in option.opts if each.startswith("--")), (name, option)
+
+
+def test_every_key_of_a_recipe_is_shown(site: Path) -> None:
+    built = text_of(site / "reference" / "recipe.html")
+    for heading, section, fields in recipe.sections():
+        assert html.escape(heading) in built
+        for field in fields:
+            assert f"<code>{field.encode_name}</code>" in built, field
+            assert recipe.meaning(section, field.encode_name)
+    said = {section: set(keys) for section, keys in recipe._own_meanings().items()}
+    known = {section: {field.encode_name for field in fields} for _, section, fields in recipe.sections()}
+    assert {
+        section: keys - known[section] - {""} for section, keys in said.items() if keys - known[section] - {""}
+    } == {}
+
+
+def test_a_key_that_nobody_explains_is_told() -> None:
+    with pytest.raises(KeyError, match=r"say in recipe\.toml what it does"):
+        recipe.meaning("bench", "batches_of_tomorrow")
+
+
+def test_the_exit_codes_are_those_of_the_help() -> None:
+    words = re.search(r"Exit codes: (.*)", (main.help or "").replace("\n", " "))
+    assert words
+    assert sorted(CODES) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
+
+
+def test_a_link_to_what_is_not_there_is_an_error() -> None:
+    assert led_anew("[a](docs/start.md#x) [b](pyproject.toml)", "README.md", "x/y.md") == "[a](../start.md#x) b"
+    assert led_anew("[s](../SECURITY.md)", "docs/start.md", "start.md") == "[s](security/index.md)"
+    with pytest.raises(FileNotFoundError, match=r"docs/start\.md: a link to docs/gone\.md"):
+        led_anew("[a](gone.md)", "docs/start.md", "start.md")
+
+
+def test_links_between_the_files_at_the_root_lead_somewhere() -> None:
+    for page in sorted(ROOT.glob("*.md")):
+        for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", text_of(page)):
+            assert (ROOT / link).exists(), (page.name, link)
