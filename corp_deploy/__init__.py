@@ -1,59 +1,66 @@
-"""corp-deploy: ship smaller vision transformers. Importing this package imports neither torch nor timm."""
+"""corp-deploy: ship smaller vision transformers. Importing this package imports neither torch nor timm.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+The functions behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify` that it
+says the same, `bench` it against the dense one; `sites` says where a module of one's own can be reduced. They are what
+stays stable; everything else below is the tool's own and may change.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from ground.errors import BadInput, Missing, NotComparable
 
-    from ground.ports import Role
+if TYPE_CHECKING:
+    from .api.calibration import Calibration, calibrate
+    from .api.graphs import Graph, export
+    from .api.models import load, sites
+    from .api.proof import verify
+    from .api.reduction import Reduced, ReduceOptions, reduce
+    from .api.source import Source
+    from .api.speed import Speed, bench
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "BadInput",
+    "Calibration",
+    "Graph",
+    "Missing",
+    "NotComparable",
+    "ReduceOptions",
+    "Reduced",
+    "Source",
+    "Speed",
+    "bench",
+    "calibrate",
+    "export",
+    "load",
+    "reduce",
+    "sites",
+    "verify",
+]
 
-def load(directory: Path | str, *, trust_code: bool = False) -> "nn.Module":
-    """A model directory written by corp-deploy as an ordinary nn.Module in eval mode, on the CPU, in float32.
+_HOMES = {
+    "calibration": ("Calibration", "calibrate"),
+    "graphs": ("Graph", "export"),
+    "models": ("load", "sites"),
+    "proof": ("verify",),
+    "reduction": ("ReduceOptions", "Reduced", "reduce"),
+    "source": ("Source",),
+    "speed": ("Speed", "bench"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-    `trust_code`: whether the code of a model that has some may be run. Raises ground.errors.BadInput when the
-    directory is missing, foreign or damaged, and for code that isn't trusted.
-    """
-    from .families.trusted_code import trusting_code
-    from .store.checkpoint import load_checkpoint
+if not TYPE_CHECKING:
 
-    with trusting_code(trust_code):
-        return load_checkpoint(Path(directory)).model
+    def __getattr__(name: str) -> Any:
+        """What needs torch is imported when it is asked for (PEP 562)."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".api.{_HOME_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
-def sites(
-    model: "nn.Module",
-    *,
-    inputs: tuple[int, int, int],
-    mlps: Mapping[str, tuple[str, ...]] | None = None,
-    attentions: Mapping[str, Mapping[str, Any]] | None = None,
-    output: "Role" = "logits",
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> "nn.Module":
-    """A copy of any module of images [B,*inputs] that says where it can be reduced; it has one output of this role.
-
-    `mlps`: by the name of a module, the names inside it of the linear layers that hidden channels lie between, first
-    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module [B,N,C] ->
-    [B,N,C], `qkv` and `proj`, the names of its fused projection (rows q, k, v) and of the output's, `heads`, and
-    `scale` where it is another than 1 / sqrt(head's size). `mean`, `std`: of the images' preprocessing.
-
-    Everything that is said is tried on a random image. Raises ground.errors.BadInput for names that are none, for
-    layers between which channels are mixed, and for what is no softmax attention of these heads.
-    """
-    from .families.named_sites import named_sites
-    from .families.preprocessing import Preprocessing
-
-    prepared = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
-    return named_sites(
-        model,
-        inputs=inputs,
-        mlps=mlps or {},
-        attentions=attentions or {},
-        role=output,
-        preprocessing=prepared,
-    )
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

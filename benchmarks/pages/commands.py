@@ -1,13 +1,22 @@
-"""Which page of the reference has which command, as a table with what each one does."""
+"""The commands as the reference shows them: what `--help` says, as Markdown, and a table of which page has which.
+
+mkdocs-click would do, but prints `Sentinel.UNSET` for defaults of click 8.2 and newer.
+"""
 
 import re
+import textwrap
 from pathlib import Path
+
+import click
 
 from benchmarks.markdown import table
 from corp_deploy.cli import main
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference" / "commands"
-_SHOWN = re.compile(r":prog_name: corp-deploy ([\w-]+)$", re.MULTILINE)
+_SHOWN = re.compile(r"^<!-- made: command ([\w-]+) -->$", re.MULTILINE)
+_LITERAL = re.compile(
+    r"(?<![\w`-])(--[a-z][\w-]*|[\w./-]+\.(?:safetensors|onnx|plan|json|npy|npz|toml|html|pt2?|pth)\b)"
+)
 
 
 def pages_of_commands() -> dict[str, list[str]]:
@@ -23,3 +32,38 @@ def commands() -> str:
         for name, command in main.commands.items()
     ]
     return table(("command", "what it does"), rows)
+
+
+def _prose(text: str) -> str:
+    """Words of a help text with options and files marked as such, and nothing else taken for Markdown."""
+    escaped = text.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|")
+    return _LITERAL.sub(r"`\1`", escaped)
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph of a command's help; its example as a block."""
+    words = " ".join(text.split())
+    if words.startswith("Example: "):
+        lines = textwrap.wrap(
+            words.removeprefix("Example: "),
+            90,
+            break_long_words=False,
+            break_on_hyphens=False,
+            subsequent_indent="    ",
+        )
+        return "```sh\n" + " \\\n".join(lines) + "\n```"
+    return _prose(words)
+
+
+def command(name: str) -> str:
+    """A command's section: what it does, an example, its arguments, and its options as a list: `--help` as Markdown."""
+    shown = main.commands[name]
+    context = click.Context(shown, info_name=f"corp-deploy {name}")
+    parts = [f"## corp-deploy {name}"]
+    parts += map(_paragraph, (shown.help or "").split("\n\n"))
+    parts.append("```text\n" + shown.get_usage(context).removeprefix("Usage: ") + "\n```")
+    for parameter in shown.get_params(context):
+        if isinstance(parameter, click.Option) and (record := parameter.get_help_record(context)) is not None:
+            spelled = ", ".join(f"`{each.strip()}`" for each in record[0].split(" / "))
+            parts.append(f"{spelled}\n:   {_prose(record[1])}")
+    return "\n\n".join(parts)

@@ -18,16 +18,21 @@ from .options import DIRECTORY, output_options
     show_default=True,
     help="The model: a vision transformer of 6 blocks or a ResNet of 6, both trained on the digits.",
 )
+@click.option("--inputs-only", is_flag=True, help="Write the example's model and images, to start from, and no more.")
 @output_options
-def demo(output: Path, example: str, out: Output) -> None:
+def demo(output: Path, example: str, inputs_only: bool, out: Output) -> None:
     """Run the whole pipeline on a digits example, CPU only, in under three minutes.
 
     Example: corp-deploy demo -o demo-out
     """
     from corp_deploy.demo.example import EXAMPLES
-    from corp_deploy.demo.run import STEPS, run_demo
+    from corp_deploy.demo.run import STEPS, run_demo, write_inputs
     from corp_deploy.demo.table import demo_record, demo_tables
 
+    if inputs_only:
+        write_inputs(output, EXAMPLES[example])
+        files = {"model": str(output / "dense"), "images": str(output / "images")}
+        return out.result(files, f"model: {files['model']}, images: {files['images']}")
     with out.progress("demo", len(STEPS), unit="steps") as step:
         demo_run = run_demo(output, EXAMPLES[example], note=out.note, step=step)
     record = demo_record(demo_run)

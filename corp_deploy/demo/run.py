@@ -53,7 +53,9 @@ def _require_example(example: Example) -> None:
     try:
         import sklearn  # noqa: F401
     except ImportError:
-        raise Missing("the demo's images come with scikit-learn, which is absent; pip install scikit-learn") from None
+        raise Missing(
+            "the demo's images come with scikit-learn, which is absent; pip install 'corp-deploy[demo]'"
+        ) from None
 
 
 def write_images(directory: Path) -> None:
@@ -65,6 +67,18 @@ def write_images(directory: Path) -> None:
         np.savez_compressed(temporary, images=train.images)
     with replacing(directory / "held-out.npz") as temporary:
         np.savez_compressed(temporary, images=held_out.images, labels=held_out.labels)
+
+
+def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
+    """What the demo begins with: the example's trained model in dense/, its images in images/.
+
+    Raises Missing when the example or what it needs is absent.
+    """
+    _require_example(example)
+    write_images(directory / "images")
+    dense = model_of_directory(EXAMPLE / example.folder)
+    save(dense, directory / "dense")
+    return dense
 
 
 def _effect(
@@ -109,7 +123,6 @@ def run_demo(
 
     Raises Missing when the example or what it needs is absent.
     """
-    _require_example(example)
     scale = scale or SCALE
     place = StageDirs(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
     of_command: dict[str, list[Invocation]] = {}
@@ -117,9 +130,7 @@ def run_demo(
         of_command.setdefault(run.command, []).append(run)
 
     note("writing the example's images and model")
-    write_images(directory / "images")
-    dense = model_of_directory(EXAMPLE / example.folder)
-    save(dense, directory / "dense")
+    dense = write_inputs(directory, example)
     step(1)
 
     note("calibrating on unlabelled images")

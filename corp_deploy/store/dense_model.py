@@ -66,7 +66,7 @@ def _of_other_classes(built: nn.Module, asked: Architecture, read: Weights) -> t
     return dense_from_architecture(replace(asked, kwargs={**asked.kwargs, "num_classes": count})), (note,)
 
 
-def _with_weights(
+def with_weights(
     built: nn.Module,
     asked: Architecture,
     read: Weights,
@@ -106,7 +106,7 @@ def _from_torchvision(
     note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does{as_for}"
     named = replace(read, state=state, notes=(*read.notes, note))
     built = dense_from_architecture(asked)
-    return _with_weights(built, asked, named, Preprocessing(**settings), lambda _: "torchvision's of these weights")
+    return with_weights(built, asked, named, Preprocessing(**settings), lambda _: "torchvision's of these weights")
 
 
 def model_of_directory(directory: Path) -> Checkpoint:
@@ -187,7 +187,7 @@ def _loaded(
     built = dense_from_architecture(asked)
     if file is None:
         raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
-    return _with_weights(
+    return with_weights(
         built,
         asked,
         read_weights(file, ema=ema),

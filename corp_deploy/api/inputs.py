@@ -1,0 +1,57 @@
+"""Inputs of a model, from files or from memory."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calib.input_set import InputSet
+from corp_deploy.families.family import family_of
+from corp_deploy.store.inputs import images_for_model, texts_for_model
+
+Array: TypeAlias = NDArray[Any] | Tensor
+InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor
+IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
+
+
+def _array(values: Array) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+@contextmanager
+def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
+    """The path itself, or that of a file with the array for as long as the context is open."""
+    if isinstance(values, str | os.PathLike):
+        yield Path(values)
+        return
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / name
+        np.save(path, _array(values), allow_pickle=False)
+        yield path
+
+
+@contextmanager
+def opened_inputs(
+    model: nn.Module,
+    inputs: InputsLike,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    max_bad: int = 0,
+) -> Iterator[InputSet]:
+    """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder.
+
+    Raises BadInput for what it doesn't take.
+    """
+    with on_disk(inputs) as path:
+        if family_of(model).input_spec(model).medium == "text":
+            yield texts_for_model(model, path, samples=samples, seed=seed)
+        else:
+            yield images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)

@@ -1,0 +1,56 @@
+"""corp_deploy.load and corp_deploy.sites."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from corp_deploy.families.named_sites import named_sites
+from corp_deploy.families.preprocessing import Preprocessing
+from ground.ports import Role
+
+from .source import Source, opened
+
+
+def load(model: Source | str | os.PathLike[str], *, trust_code: bool = False) -> nn.Module:
+    """A model as an ordinary nn.Module in eval mode, on the CPU, in float32: of a directory written by corp-deploy, or
+    of any other source.
+
+    `trust_code`: whether the code of a model that has some may be run. Raises BadInput when a directory is missing,
+    foreign or damaged, for weights that don't fit, and for code that isn't trusted.
+    """
+    source = model if isinstance(model, Source) else Source(model, trust_code=trust_code)
+    with opened(source) as checkpoint:
+        return checkpoint.model
+
+
+def sites(
+    model: nn.Module,
+    *,
+    inputs: tuple[int, int, int],
+    mlps: Mapping[str, tuple[str, ...]] | None = None,
+    attentions: Mapping[str, Mapping[str, Any]] | None = None,
+    output: Role = "logits",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> nn.Module:
+    """A copy of any module of images [B,*inputs] that says where it can be reduced; it has one output of this role.
+
+    `mlps`: by the name of a module, the names inside it of the linear layers that hidden channels lie between, first
+    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module [B,N,C] ->
+    [B,N,C], `qkv` and `proj`, the names of its fused projection (rows q, k, v) and of the output's, `heads`, and
+    `scale` where it is another than 1 / sqrt(head's size). `mean`, `std`: of the images' preprocessing.
+
+    Everything that is said is tried on a random image. Raises BadInput for names that are none, for
+    layers between which channels are mixed, and for what is no softmax attention of these heads.
+    """
+    prepared = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+    return named_sites(
+        model,
+        inputs=inputs,
+        mlps=mlps or {},
+        attentions=attentions or {},
+        role=output,
+        preprocessing=prepared,
+    )

@@ -1,0 +1,116 @@
+"""corp_deploy.verify."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from calib.images import Images
+from calib.input_set import InputSet
+from calib.store import load as load_moments
+from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, of_model, with_runtimes
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.engine_trust import trusting_engines
+from corp_deploy.proof.heads import HeadRequest
+from corp_deploy.proof.inputs import ProofInputs, inputs_from_set
+from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.record import save_proof
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import labels_from_path
+from ground.errors import BadInput
+from perf.parity.maps import THRESHOLD
+from perf.parity.parity import Parity
+from perf.parity.ties import MOST_APART
+
+from .inputs import Array, InputsLike, on_disk, opened_inputs
+from .source import ModelLike, PathLike, opened
+
+BATCHES = (1, 7, 32)
+
+
+def _candidates(
+    paths: PathLike | Sequence[PathLike], dense: Checkpoint, runtimes: Sequence[Runtime]
+) -> list[Candidate]:
+    every = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not every:
+        raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
+    return of_model(with_runtimes([candidate_from_path(os.fspath(path)) for path in every], runtimes), dense)
+
+
+def _proof_inputs(dense: Checkpoint, given: InputSet, labels: PathLike | Array | None) -> ProofInputs:
+    if labels is None:
+        return inputs_from_set(given)
+    if not isinstance(given, Images):
+        raise BadInput(f"labels are of images, the model takes {given.noun}; leave them out")
+    with on_disk(labels, name="labels.npy") as path:
+        return inputs_from_set(given, labels_from_path(path, given, dense.model))
+
+
+def verify(
+    reference: ModelLike,
+    candidates: PathLike | Sequence[PathLike],
+    inputs: InputsLike,
+    *,
+    output: PathLike | None = None,
+    batches: Sequence[int] = BATCHES,
+    labels: PathLike | Array | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    moments: PathLike | None = None,
+    runtimes: Sequence[Runtime] = (),
+    heads: Sequence[PathLike] = (),
+    map_threshold: float = THRESHOLD,
+    min_agreement: float | None = None,
+    max_error: float | None = None,
+    half_factor: float = 4.0,
+    quantised_factor: float = 2.0,
+    max_apart: float = MOST_APART,
+    max_map_error: float | None = None,
+    min_iou: float | None = None,
+    min_pixels: float | None = None,
+    trust_engine: bool = False,
+) -> Parity:
+    """Prove on real inputs, link by link, how far candidates are from a reference model.
+
+    `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
+    against the one before; a reduced model by `min_agreement` (least share of inputs with the same top-1 class, [0, 1])
+    and `max_error` (largest ‖candidate − reference‖ / ‖reference‖ of the outputs), a graph in fewer bits by
+    `half_factor` or `quantised_factor` times the dense model's own error in that type. `labels` are class indices [N],
+    a file or an array; `moments` tell whether these inputs look like those of calibration; `runtimes` judge graphs in
+    OpenVINO too. `heads` are graphs that make maps of the named outputs, held against the dense model's maps by
+    `max_map_error`, `min_iou` and `min_pixels`. `output` gets the record, parity.json, with the figures of every input
+    beside it.
+
+    Returns the proof: `verdict` is PASS, FAIL or UNJUDGED (no link had a limit), `links` hold every figure, `located`
+    names the block where a link breaks. Raises BadInput for candidates that aren't of this model and for engines that
+    were not built here unless `trust_engine`; Missing where this machine can't run one.
+    """
+    limits = ParityLimits(
+        min_agreement=min_agreement,
+        max_error=max_error,
+        half_factor=half_factor,
+        quantised_factor=quantised_factor,
+        max_apart=max_apart,
+        max_map_error=max_map_error,
+        min_iou=min_iou,
+        min_pixels=min_pixels,
+    )
+    if output is not None and Path(output).suffix == ".npz":
+        raise BadInput(f"{os.fspath(output)}: the figures of every input go there; expected .json")
+    with ExitStack() as stack:
+        stack.enter_context(trusting_engines(trust_engine))
+        dense = stack.enter_context(opened(reference))
+        steps = _candidates(candidates, dense, runtimes)
+        given = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
+        proof = prove(
+            dense,
+            steps,
+            _proof_inputs(dense, given, labels),
+            batches=tuple(batches),
+            limits=limits,
+            heads=HeadRequest(paths=tuple(Path(head) for head in heads), threshold=map_threshold),
+            moments=None if moments is None else load_moments(Path(moments)),
+        )
+    if output is not None:
+        save_proof(proof, Path(output))
+    return proof.parity

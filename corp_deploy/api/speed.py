@@ -1,0 +1,110 @@
+"""corp_deploy.bench."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation.running import Backend, Device, RunOptions
+from corp_deploy.proof.engine_trust import trusting_engines
+from corp_deploy.proof.speed import measure
+from corp_deploy.proof.timed_inputs import TimedInputs
+from ground.files import replacing
+from perf.record.runs import Bench, save_bench
+from perf.runners.module import Mode, Precision
+from perf.runners.onnx import Provider
+from perf.stats.stats import Interval
+from perf.stats.summary import Summary, summarise
+from perf.timing.laps import AUDIT_ROUNDS, Plan
+
+from .inputs import InputsLike, on_disk
+from .source import PathLike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Dense against reduced: `record`, raw samples and all, and what `summary` makes of it, by batch size: times in
+    milliseconds, speed-ups with 95 % intervals, the noise of the dense model against itself.
+    """
+
+    record: Bench
+    summary: Summary
+
+    @property
+    def speedups(self) -> Mapping[int, Interval | None]:
+        """Dense over reduced median time by batch size; None where one of them could not run."""
+        return {row.batch: row.speedup for row in self.summary.rows}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the figures less sure."""
+        return self.record.warnings
+
+
+def bench(
+    dense: PathLike,
+    reduced: PathLike,
+    *,
+    output: PathLike | None = None,
+    batches: Sequence[int] = (1, 8, 32),
+    names: tuple[str, str] = ("dense", "reduced"),
+    inputs: InputsLike | None = None,
+    text: PathLike | None = None,
+    time_limit: float = 20.0,
+    half_width: float = 0.01,
+    block_ms: float = 25.0,
+    min_rounds: int = 16,
+    audit: bool = False,
+    backend: Backend | None = None,
+    device: Device | None = None,
+    provider: Provider | None = None,
+    mode: Mode | None = None,
+    dtype: Precision | None = None,
+    threads: int | None = None,
+    streams: int | None = None,
+    flush_l2: bool | None = None,
+    trust_code: bool = False,
+    trust_engine: bool = False,
+) -> Speed:
+    """Time two models in one process, interleaved, with the first against itself beside them.
+
+    Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other,
+    each for `time_limit` seconds at most, until the speed-up is known to `half_width` (share of its value) by blocks of
+    `block_ms` milliseconds, `min_rounds` rounds of four at least. `inputs` (preprocessed, [N,C,H,W]) or lines of `text`
+    are fed, or noise, which costs the same time; `audit` also times one batch again and again. What runs them
+    (`backend` for directories, `provider` for graphs) and how is as `bench` has it, and an option that it would ignore
+    is refused. `output` gets the record with its raw samples.
+
+    Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
+    this machine can't run them.
+    """
+    running = RunOptions(
+        backend=backend,
+        device=device,
+        provider=provider,
+        mode=mode,
+        dtype=dtype,
+        threads=threads,
+        streams=streams,
+        flush_l2=flush_l2,
+    )
+    plan = Plan(
+        time_limit_s=time_limit,
+        half_width_rel=half_width,
+        block_ms=block_ms,
+        min_rounds=min_rounds,
+        audit_rounds=AUDIT_ROUNDS * audit,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(trusting_code(trust_code))
+        stack.enter_context(trusting_engines(trust_engine))
+        images = None if inputs is None else stack.enter_context(on_disk(inputs))
+        fed = TimedInputs(images=images, text=None if text is None else Path(text))
+        measured = measure(
+            Path(dense), Path(reduced), batches=tuple(batches), plan=plan, running=running, fed=fed, names=names
+        )
+    if output is not None:
+        with replacing(Path(output)) as temporary:
+            save_bench(measured, temporary)
+    return Speed(record=measured, summary=summarise(measured))

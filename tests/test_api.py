@@ -1,0 +1,311 @@
+"""The public functions: the same files as the commands write, values from memory, and one message for a mistake."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import click
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import corp_deploy
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import save
+from ground.files import sha256_of_file
+from tests import tiny
+
+FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
+# What commands have for terminals, processes and whole machines.
+OF_COMMANDS = {
+    "calibrate": {"checkpoint_every", "sequential", "summary", "first_pass", "align"},
+    "reduce": {"workers", "max_bad"},
+    "export": {"engine"},
+    "verify": {"metric", "metric_time_limit", "other_graph", "polygraphy", "random", "write_golden"},
+    "bench": set[str](),
+}
+SAID_ELSEWHERE = frozenset(
+    {"model", "candidates", "as_json", "quiet", "output", "images", "text", "tokens", "outputs", "batch", "head"}
+    | {"runtime", "patterns", "no_attention", "model_kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
+    | {"interpolation", "crop_mode", "trust_code"}
+)
+"""Of the model, which a Source says; of inputs and the output; under another name."""
+SHARED = frozenset(
+    {"model", "reference", "dense", "reduced", "inputs", "output", "options", "workers", "max_bad", "opset", "samples"}
+    | {
+        "seed",
+        "names",
+        "device",
+        "mode",
+        "dtype",
+        "threads",
+        "streams",
+        "flush_l2",
+        "backend",
+        "provider",
+        "trust_code",
+    }
+    | {"trust_engine", "residual", "snapshots", "hold_out", "batch_size", "batches", "merge_metric", "merge_how"}
+    | {"break_fusion", "map_threshold", "max_apart", "time_limit"}
+)
+"""Names that say it themselves, or mean what the command's option of the name does."""
+
+
+def run(*words: object) -> None:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, images and what the commands make of them."""
+    home = tmp_path_factory.mktemp("home")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "images.npy", tiny.images(24))
+    dense, images = ["--model", home / "dense"], ["--images", home / "images.npy"]
+    run("calibrate", *dense, *images, "--hold-out", 6, "--batch-size", 5, "-o", home / "m.safetensors")
+    held = ["--held-out", home / "m.held-out.safetensors"]
+    run("reduce", *dense, "--moments", home / "m.safetensors", *held, *images, "--macs", 0.8, "-o", home / "reduced")
+    run("export", "--model", home / "reduced", "--precision", "fp16", "-o", home / "model.onnx")
+    return home
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
+    function = getattr(corp_deploy, name)
+    hints = get_type_hints(function)
+    assert hints.keys() >= inspect.signature(function).parameters.keys() | {"return"}
+    words = inspect.getdoc(function) or ""
+    assert "Raises BadInput" in words
+    for parameter in inspect.signature(function).parameters:
+        known = f"`{parameter}`" in words or parameter in (
+            "options",
+            "model",
+            "reference",
+            "dense",
+            "reduced",
+            "inputs",
+        )
+        assert known or parameter in SHARED, (name, parameter)
+
+
+def test_the_public_names_are_there_and_no_other() -> None:
+    assert sorted(corp_deploy.__all__) == corp_deploy.__all__
+    assert all(getattr(corp_deploy, name) is not None for name in corp_deploy.__all__)
+    assert set(corp_deploy.__all__) <= set(dir(corp_deploy))
+    with pytest.raises(AttributeError, match="no attribute 'calibrat'"):
+        _ = corp_deploy.calibrat  # type: ignore[attr-defined]
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, corp_deploy; assert not {'torch', 'timm', 'click', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", sorted(OF_COMMANDS))
+def test_every_option_of_a_command_is_there_or_said_to_be_the_commands_own(name: str) -> None:
+    options = {each.name for each in main.commands[name].params if isinstance(each, click.Option)}
+    parameters = set(inspect.signature(getattr(corp_deploy, name)).parameters)
+    if name == "reduce":
+        parameters |= corp_deploy.ReduceOptions.__annotations__.keys()
+    assert options - parameters - SAID_ELSEWHERE == OF_COMMANDS[name]
+
+
+def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
+    dense, images = home / "dense", home / "images.npy"
+    calibration = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, batch_size=5)
+    assert calibration.held_out == tmp_path / "m.held-out.safetensors"
+    assert (calibration.inputs, calibration.moments.images) == (18, 18)
+    for name in ("m.safetensors", "m.held-out.safetensors"):
+        assert sha256_of_file(tmp_path / name) == sha256_of_file(home / name), name
+    reduced = corp_deploy.reduce(
+        dense, calibration, tmp_path / "reduced", inputs=images, macs=0.8, held_out=calibration.held_out
+    )
+    for name in ("model.safetensors", "config.json"):
+        assert sha256_of_file(tmp_path / "reduced" / name) == sha256_of_file(home / "reduced" / name), name
+    graph = corp_deploy.export(reduced, tmp_path / "model.onnx", precision="fp16")
+    assert (graph.sha256, graph.precision) == (sha256_of_file(home / "model.onnx"), "fp16")
+    assert graph.size_bytes == graph.path.stat().st_size
+
+
+def test_what_a_reduction_tells(home: Path, tmp_path: Path) -> None:
+    reduced = corp_deploy.reduce(
+        home / "dense", home / "m.safetensors", tmp_path / "reduced", mlp=0.5, align={"mlp": 8}
+    )
+    dense, again = corp_deploy.load(home / "dense"), corp_deploy.load(reduced)
+    images = torch.from_numpy(tiny.images(3))
+    torch.testing.assert_close(reduced.model(images), again(images), rtol=0, atol=0)
+    assert not torch.equal(dense(images), again(images))
+    assert reduced.parameters == tuple(sum(each.numel() for each in model.parameters()) for model in (dense, again))
+    assert reduced.macs[1] < reduced.macs[0]
+    assert {site.site for site in reduced.sites} == {"blocks.0.mlp", "blocks.1.mlp"}
+    assert [site["site"] for site in reduced.record["sites"]] == [site.site for site in reduced.sites]
+
+
+def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> None:
+    array = tiny.images(24)
+    given: tuple[Any, ...] = (home / "images.npy", array, torch.from_numpy(array))
+    sums = [
+        corp_deploy.calibrate(home / "dense", inputs, tmp_path / f"{place}.safetensors", samples=9, seed=3).moments
+        for place, inputs in enumerate(given)
+    ]
+    first, *others = sums
+    for other in others:
+        assert torch.equal(first.image_ids, other.image_ids)
+        for name, site in first.sites.items():
+            own, same = (asdict(each) for each in (site, other.sites[name]))
+            torch.testing.assert_close(own, same, rtol=0, atol=0)
+    assert sums[1].lineage == sums[2].lineage
+
+
+def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
+    images, labels = tiny.images(16), np.arange(16) % 7
+    proof = corp_deploy.verify(
+        home / "dense",
+        [home / "reduced", home / "model.onnx"],
+        images,
+        labels=labels,
+        batches=(1, 8),
+        max_error=10.0,
+        min_agreement=0.0,
+        output=tmp_path / "parity.json",
+    )
+    assert (proof.verdict, len(proof.links)) == (
+        "PASS",
+        3,
+    )  # both against the dense model, and the graph against its module
+    logits = corp_deploy.load(home / "dense")(torch.from_numpy(images))
+    assert proof.accuracy[0].correct == int((logits.argmax(1).numpy() == labels).sum())
+    assert (tmp_path / "parity.json").is_file()
+    assert (tmp_path / "parity.npz").is_file()
+    failed = corp_deploy.verify(home / "dense", home / "reduced", images, batches=(4,), max_error=1e-9)
+    assert failed.verdict == "FAIL"
+    assert corp_deploy.verify(home / "dense", home / "reduced", images, batches=(4,)).verdict == "UNJUDGED"
+
+
+def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"time_limit": 0.05, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
+    corp_deploy.export(home / "dense", tmp_path / "dense.onnx")
+    corp_deploy.export(home / "reduced", tmp_path / "reduced.onnx")
+    speed = corp_deploy.bench(
+        tmp_path / "dense.onnx", tmp_path / "reduced.onnx", batches=(1, 2), output=tmp_path / "bench.json", **quick
+    )
+    assert list(speed.speedups) == [1, 2]
+    assert [row.batch for row in speed.record.rows] == [1, 2]
+    assert isinstance(speed.warnings, tuple)
+    run("gate", tmp_path / "bench.json", "--fail-if", "size_bytes > dense * 2")
+
+
+def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
+    images = tiny.images(8)
+    mixed = corp_deploy.export(home / "dense", tmp_path / "m.onnx", precision="mixed", keep_fp32=["blocks.1"])
+    assert (mixed.precision, mixed.kept) == ("mixed", ("blocks.1",))
+    found = corp_deploy.export(home / "dense", tmp_path / "a.onnx", precision="mixed", auto=True, inputs=images)
+    assert found.precision == ("mixed" if found.kept else "fp16")
+    int8 = corp_deploy.export(home / "dense", tmp_path / "q.onnx", precision="int8", inputs=images, rest="fp32")
+    assert int8.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "fp12"}, "precision is 'fp12', expected one of fp32"),
+        ({"precision": "mixed"}, "needs either keep_fp32, modules by pattern, or auto=True"),
+        ({"precision": "int8"}, "takes its ranges of real inputs; give inputs"),
+        ({"precision": "mixed", "auto": True}, "auto looks for the modules that break on real inputs"),
+        ({"auto": True, "inputs": tiny.images(2)}, "auto is for precisions mixed"),
+        ({"inputs": tiny.images(2)}, "inputs are for int8, fp8 and auto"),
+        ({"keep_fp32": ["blocks.0"]}, "keep_fp32 is for precisions mixed"),
+        ({"precision": "fp16", "rest": "fp32"}, "rest, scales, balance and keep_rest are for int8 and fp8"),
+        ({"heads": "padded"}, "--heads"),
+    ],
+)
+def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(corp_deploy.BadInput) as refused:
+        corp_deploy.export(home / "dense", tmp_path / "x.onnx", **options)
+    assert said in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) -> None:
+    dense, moments, images = home / "dense", home / "m.safetensors", home / "images.npy"
+    out = tmp_path / "reduced"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mpl'; its options are preset, mlp"):
+        corp_deploy.reduce(dense, moments, out, mpl=0.5)  # type: ignore[call-arg]
+    with pytest.raises(corp_deploy.BadInput, match="nothing asked for"):
+        corp_deploy.reduce(dense, moments, out)
+    with pytest.raises(corp_deploy.BadInput, match="of a polish"):
+        corp_deploy.reduce(dense, moments, out, mlp=0.5, polish_steps=3)
+    with pytest.raises(corp_deploy.BadInput, match="several budgets"):
+        corp_deploy.reduce(dense, moments, out, inputs=images, macs=0.5, params=0.5)
+    with pytest.raises(corp_deploy.BadInput, match="missing: no such directory"):
+        corp_deploy.load(tmp_path / "missing")
+    with pytest.raises(corp_deploy.BadInput, match="needs --weights"):
+        corp_deploy.load(corp_deploy.Source("vit_tiny_patch16_224"))
+    with pytest.raises(corp_deploy.BadInput, match="gone: no such"):
+        corp_deploy.calibrate(dense, tmp_path / "gone", tmp_path / "m.safetensors")
+    with pytest.raises(corp_deploy.BadInput, match="give attention_system=True with it"):
+        corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", attn=[0.5])
+    with pytest.raises(corp_deploy.BadInput, match="nothing to hold against the reference"):
+        corp_deploy.verify(dense, [], images)
+    with pytest.raises(corp_deploy.BadInput, match=r"expected \.json"):
+        corp_deploy.verify(dense, home / "reduced", images, output=tmp_path / "p.npz")
+    if not torch.cuda.is_available():
+        with pytest.raises(corp_deploy.Missing):
+            corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", device="cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    source = corp_deploy.Source(
+        "vit_tiny_patch16_224",
+        tmp_path / "w.safetensors",
+        kwargs={"img_size": 32, "depth": 1},
+        mean=[0.1],
+        outputs=["class", "patches"],
+    )
+    images = torch.randn(2, 3, 32, 32)
+    tokens, patches = corp_deploy.load(source)(images)
+    features: Any = net.forward_features
+    torch.testing.assert_close(tokens, features(images)[:, 0], rtol=1e-5, atol=1e-5)
+    assert patches.shape == (2, 4, 192)
+    calibration = corp_deploy.calibrate(source, images, tmp_path / "m.safetensors")
+    assert '"mean": [0.1, 0.1, 0.1]' in calibration.record["lineage"]["preprocessing"]
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
+def test_a_module_of_timms_in_memory(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = timm.create_model(name, num_classes=5)
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    images = torch.randn(4, 3, 160, 160)
+    calibration = corp_deploy.calibrate(net, images, tmp_path / "m.safetensors", batch_size=2)
+    kind: corp_deploy.ReduceOptions = {"conv": 0.0} if "resnet" in name else {"mlp": 0.0}
+    reduced = corp_deploy.reduce(net, calibration, tmp_path / "r", **kind)
+    with torch.inference_mode():
+        expected: torch.Tensor = net.eval()(images)
+        apart = (corp_deploy.load(reduced)(images) - expected).norm() / expected.norm()
+    assert apart < 1e-4
+    assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
+
+
+def test_a_module_that_tells_too_little_is_refused(tmp_path: Path) -> None:
+    images, out = torch.randn(2, 3, 32, 32), tmp_path / "m.safetensors"
+    with pytest.raises(corp_deploy.BadInput, match=r"model is Linear, expected a module that timm\.create_model made"):
+        corp_deploy.calibrate(torch.nn.Linear(2, 2), images, out)
+    scaled = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=12, init_values=1.0)
+    with pytest.raises(corp_deploy.BadInput, match=r"corp_deploy\.Source\(NAME, weights=FILE"):
+        corp_deploy.calibrate(scaled, images, out)
+    otherwise = timm.create_model("vit_tiny_patch16_224", img_size=32, act_layer="relu").train()
+    with pytest.raises(corp_deploy.BadInput, match="made with arguments that the module does not tell"):
+        corp_deploy.calibrate(otherwise, images, out)
+    assert otherwise.training
+    assert not out.exists()
