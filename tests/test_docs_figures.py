@@ -1,0 +1,242 @@
+"""Figures that pages of docs/ quote in running text are those of the records in benchmarks/results."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tests.pages import DOCS, ROOT
+
+
+def record(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows(name: str, **where: Any) -> list[dict[str, Any]]:
+    found = [row for row in record(name)["rows"] if all(row[key] == value for key, value in where.items())]
+    assert found, (name, where)
+    return found
+
+
+def mean(name: str, figure: str, **where: Any) -> float:
+    """Over seeds, where a record has several."""
+    return fmean(row[figure] for row in rows(name, **where))
+
+
+def dinov2(method: str, share: float = 0.8) -> str:
+    return f"{mean('real_vit', 'class_error', method=method, share=share):.3f}"
+
+
+def hard(method: str, figure: str = "relative_error") -> float:
+    return mean("hard_vit", figure, method=method, sparsity=0.5)
+
+
+def half_of(model: str, method: str, kind: str = "joint") -> str:
+    return f"{mean('methods', 'relative_error', model=model, method=method, kind=kind, sparsity=0.5):.4f}"
+
+
+def convnet(method: str, share: float = 0.5) -> str:
+    return f"{mean('real_convnet', 'error', method=method, share=share):.3f}"
+
+
+def heads(way: str, width: int) -> str:
+    return f"{mean('whole_heads', 'error', model='DINOv2-S', way=way, qk=width):.2f}"
+
+
+def sparse(model: str, method: str) -> float:
+    return mean("sparsity", "error", model=model, method=method)
+
+
+def rotated(model: str, width: int) -> str:
+    before, after = (
+        100 * mean("rotation", "int8_logits", model=model, width=width, rotates=turned) for turned in (False, True)
+    )
+    return f"{before:.2f} % to {after:.2f} %"
+
+
+def speedup(measured: list[dict[str, Any]], batch: int = 1, **where: Any) -> str:
+    [one] = [each for each in measured if all(each[key] == value for key, value in where.items())]
+    own = one.get("latency", one)["rows"]
+    return f"{next(row['speedup'][0] for row in own if row['batch'] == batch):.2f} times"
+
+
+def typed(model: str, precision: str) -> float:
+    [one] = [each for each in record("bf16")["models"] if each["model"] == model]
+    return float(next(row["relative_error"] for row in one["rows"] if row["precision"] == precision))
+
+
+def quantised(precision: str) -> float:
+    found = [
+        row["error"]
+        for row in record("quantised")["quality"]
+        if (row["model"], row["precision"], row["way"]) == ("digits, dense", precision, "auto")
+    ]
+    return float(found[0])
+
+
+def of_corp(method: str) -> str:
+    where = {"kind": "joint", "sparsity": 0.5, "calibration_tokens": 39936, "method": method}
+    return f"{mean('text_encoder', 'of_corp', **where):.3f}"
+
+
+def of_measurement() -> Iterator[str]:
+    alarms, noise, past = record("gate_alarms")["all"], record("gate_noise"), record("history")
+    verdicts = ", ".join(f"{alarms[verdict]} {verdict}" for verdict in ("PASS", "INCONCLUSIVE", "FAIL"))
+    yield f"{alarms['comparisons']} | {verdicts}"
+    yield f"{alarms['naive_alarms']} false alarms"
+    yield f"bounds their share by {math.ceil(1e4 * alarms['false_alarms_below']) / 100:.2f} %"  # a bound: rounded up
+    yield f"{alarms['intervals_that_hold_one']} of {alarms['intervals']}"
+    same, slower = noise["against_itself"], noise["five_percent_slower"]
+    yield f"{same['repetitions']} | {same['PASS']} PASS | {same['naive_fail']} false alarms"
+    yield f"{slower['FAIL']} FAIL | {slower['repetitions'] - slower['naive_fail']} missed"
+    yield f"{100 * noise['slowdown']:.1f} % slower"
+    overhead = record("harness_overhead")
+    yield f"{overhead['inside_us']:.2f} µs inside what it times and {overhead['around_us']:.1f} µs around it"
+    judged = {"ratio_to_the_reference": "ratio to the same reference", "median_time_alone": "median time alone"}
+    for key, words in judged.items():
+        own = past[key]
+        yield f"{words} | {own['false_alarms']} | {own['found_within_2_releases']:,} |"
+        yield f"{100 * own['noise_sd']:.2f} %"
+
+
+def of_exactness() -> Iterator[str]:
+    few, many = (
+        next(row for row in record("real_vit")["photographs"] if (row["method"], row["photographs"]) == ("best", count))
+        for count in (5, 37)
+    )
+    yield f"{few['fitted_class_error']:.3f} on the crops they were fitted to and {few['class_error']:.3f} on other"
+    yield f"{many['fitted_class_error']:.3f} and {many['class_error']:.3f} with 37"
+    pixels = {(row["model"], row["precision"], row["input"]): row["relative_error"] for row in record("pixels")["rows"]}
+    fed, plain = (1e6 * pixels["DINOv2-S, photographs", "fp32", each] for each in ("uint8", "float32"))
+    yield f"{fed:.1f}e-6 against torch when it is fed pixels, {plain:.1f}e-6 when it is fed normalised images"
+
+
+def of_parity() -> Iterator[str]:
+    fp16, bf16 = ([typed(model, word) for model in ("digits", "DINOv2-S/14")] for word in ("fp16", "bf16"))
+    yield f"{fp16[0]:.4f} of the outputs on the digits ViT, {fp16[1]:.4f} on a DINOv2-S"
+    yield f"in BF16 {bf16[0]:.3f} and {bf16[1]:.3f}"
+    agreement = record("openvino")["agreement"]
+    yield f"over {len(agreement)} architectures"
+    for key in ("openvino_of_onnxruntime", "onnxruntime_of_torch"):
+        yield f"{max(row[key] for row in agreement):.1e}"
+
+
+def of_levers() -> Iterator[str]:
+    passes = record("passes")["passes"]
+    yield f"calibrate {passes['calibrate']:.1f}, reduce {passes['uniform']:.1f} (`passes`)"
+    yield f"| {passes['macs']:.1f} passes | as the widths |"
+    yield f"| {passes['loop']:.1f} passes with its reduction |"
+    yield f"{float(half_of('digits', 'best')):.3f} on digits (`methods`)"
+    yield f"all else whole: {heads('padded Q/K', 8)} on DINOv2-S"
+    yield f"32 of 64 left: {heads('square', 32)} there"
+    yield f"4 of 6 left: {mean('whole_heads', 'error', model='DINOv2-S', way='whole heads', heads=4):.2f}"
+    yield f"square heads of 40 at fewer MACs: {heads('square', 40)}"
+    best, grail = (mean("convnets", "relative_error", asked=0.5, way=way) for way in ("best", "grail"))
+    yield f"{best:.3f} on digits, preset `grail` {grail:.3f}"
+    yield f"{mean('real_convnet', 'cpu_s', method='best', share=0.8):.0f} CPU seconds at 0.8 of the MACs"
+    yield f"{dinov2('best, by site')}, uniform widths {dinov2('best')}, DINOv2-S"
+    yield f"{dinov2('merging, growing')} growing, {dinov2('merging')} even"
+    yield f"{dinov2('merging, growing')} where widths lose {dinov2('best, by site')}, both together"
+    yield f"both together {dinov2('merging and widths')}"
+    yield f"({dinov2('dropping', 0.7)} at 0.7, merging growing {dinov2('merging, growing', 0.7)})"
+    yield f"{dinov2('best')} to {dinov2('best, closed loop')}, DINOv2-S (`real_vit`)"
+    yield f"{hard('best'):.3f} to {hard('best, closed loop'):.3f} on a ViT made hard to prune"
+    yield f"({hard('best, by site'):.3f} to {hard('best, by site, closed loop'):.3f} on the hard ViT)"
+    dense = record("hard_vit")["dense_accuracy"]
+    uniform, by_site = (100 * (dense - hard(method, "accuracy")) for method in ("best", "best, by site"))
+    yield f"{uniform:.1f} points of accuracy with uniform widths, the same MACs by site {by_site:.1f}"
+    two, widths = sparse("digits", "2:4"), sparse("digits", "widths at the MACs of 2:4")
+    yield f"{two:.4f} on digits, widths of like MACs {widths:.4f}"
+    two, widths, loop = (
+        sparse("MiniLM", each)
+        for each in ("2:4", "widths at the MACs of 2:4", "widths at the MACs of 2:4, closed loop")
+    )
+    yield f"MiniLM {two:.3f} and {widths:.3f}, in a closed loop {loop:.3f}"
+    masked, refitted = (sparse("digits", f"2:4, largest weights, {each}") for each in ("mask only", "refit"))
+    yield f"{masked:.3f} for the largest weights as they are, {refitted:.4f} refitted"
+    for model, digits, words in (("digits", 4, "layer: {} to {} on digits"), ("MiniLM", 3, "(MiniLM {} to {})")):
+        ends = (
+            mean("layer_polish", "error", model=model, how=how) for how in ("closed loop", "Gauss-Newton, 2 sweeps")
+        )
+        yield words.format(*(f"{end:.{digits}f}" for end in ends))
+    before, block, model_polish = (
+        mean("polish", "error_before", model="minilm", polish="block"),
+        mean("polish", "error", model="minilm", polish="block"),
+        mean("polish", "error", model="minilm", polish="model"),
+    )
+    yield f"{before:.3f} to {block:.3f} and {model_polish:.3f} on MiniLM"
+    yield f"{dinov2('thorough, all its steps')} at 0.8 of the MACs"
+    yield f"has {dinov2('best, by site, grouped, closed loop')} for 15"
+    yield f"{convnet('best')} to {convnet('best, closed loop')} (`real_convnet`)"
+    yield f"MACs {convnet('grail')} to {convnet('grail, REPAIR')}"
+    yield f"errs by {of_corp('best, closed loop')} of CORP's error with it, {of_corp('best')} without"
+    yield f"{typed('digits', 'fp16'):.4f} digits, {typed('DINOv2-S/14', 'fp16'):.4f} DINOv2-S"
+    yield f"{typed('digits', 'bf16'):.3f} and {typed('DINOv2-S/14', 'bf16'):.3f} (`bf16`)"
+    yield f"{typed('DINOv2-S/14', 'mixed'):.4f} DINOv2-S, two blocks in FP32"
+    yield f"{quantised('int8'):.3f} on digits (`quantised`)"
+    yield f"{quantised('fp8'):.3f} on digits (`quantised`)"
+    yield f"{rotated('digits', 16)} of the logits of digits, {rotated('DINOv2-S', 32)} of DINOv2-S"
+
+
+def of_speed() -> Iterator[str]:
+    for row in rows("engines", model="DeiT-S"):
+        fused = f"{row['fused_attention']} of {row['blocks']}"
+        gmac, megabytes = row["macs"] / 1e9, row["plan_bytes"] / 1e6
+        yield f"| {row['variant']} | {gmac:.2f} | {fused} | {row['kernels']} | {megabytes:.1f} |"
+    cpu, plans = record("cpu_latency")["rows"], record("real_vit_engines")
+    yield f"at 0.62 of the MACs is {speedup(cpu, model='DeiT-S', heads='padded')}"
+    yield f"square at 0.51 {speedup(cpu, model='DeiT-S', heads='square')}"
+    yield f"ResNet-50 at 0.49 {speedup(record('convnets')['latency'], model='ResNet-50')}"
+    inside = record("openvino")["latency"]
+    yield f"the square one is {speedup(inside, runtime='openvino', arithmetic='fp32')}"
+    yield f"widths at 0.8 are {speedup(plans['rows'], name='widths at 0.8')}"
+    yield f"merging at 0.8 {speedup(plans['rows'], name='merging at 0.8')}"
+    [merging] = [row["engine"] for row in plans["rows"] if row["name"] == "merging at 0.8"]
+    dense = plans["dense_engine"]
+    yield f"{merging['kernels']} kernels of {dense['kernels']}"
+    yield f"{merging['plan_bytes'] / 1e6:.0f} MB for {dense['plan_bytes'] / 1e6:.0f}"
+    own = record("quantised")
+    int8 = (speedup(own["cpu"], model=model, precision="int8") for model in ("dense", "reduced"))
+    fp32 = speedup(own["cpu"], model="reduced", precision="fp32")
+    yield "is {} as fast in INT8 as dense FP32, at half its widths {}, with both {}".format(*_between(int8, fp32))
+    kernels = {(row["model"], row["precision"]): row["kernels"] for row in own["plans"]}
+    yield f"{kernels['dense', 'int8']} kernels in INT8 for {kernels['dense', 'fp16']} in FP16 when dense"
+    yield f"{kernels['reduced', 'int8']} when reduced"
+
+
+def _between(pair: Iterator[str], middle: str) -> tuple[str, str, str]:
+    first, last = pair
+    return first, middle, last
+
+
+def of_papers() -> Iterator[str]:
+    methods = ("none", "corp-v1", "corp", "best", "best, closed loop")
+    yield f"| digits | {' | '.join(half_of('digits', each) for each in methods)} |"
+    made = [half_of("procedural", each) for each in methods if each != "corp-v1"]
+    yield f"| procedural images | {made[0]} | - | {' | '.join(made[1:])} |"
+    yield ", ".join(f"{each} {dinov2(each)}" for each in ("none", "corp-v1", "corp", "best"))
+    best, grail = (mean("convnets", "relative_error", asked=0.5, way=way) for way in ("best", "grail"))
+    yield f"{best:.3f} for {grail:.3f} (`convnets.json`)"
+    yield f"{half_of('digits', 'fold', 'mlp')} for {half_of('digits', 'grail-fold', 'mlp')} on digits"
+    cast, refitted = (sparse("digits", f"2:4, CAST's cost, {each}") for each in ("mask only", "refit"))
+    yield f"errs by {cast:.3f}, refitted {refitted:.4f}, the default {sparse('digits', '2:4'):.4f}"
+
+
+QUOTED = {
+    "concepts/measurement.md": (of_measurement,),
+    "concepts/exact-and-approximate.md": (of_exactness,),
+    "concepts/parity.md": (of_parity,),
+    "concepts/precision-and-levers.md": (of_levers, of_speed),
+    "papers.md": (of_papers,),
+}
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_a_page_quotes_its_records(page: str) -> None:
+    text = re.sub(r"\s+", " ", (DOCS / page).read_text(encoding="utf-8"))
+    missing = [said for quoted in QUOTED[page] for said in quoted() if said not in text]
+    assert not missing, f"{page} says otherwise than its records: {missing}"
