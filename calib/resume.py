@@ -15,7 +15,8 @@ from .moments import Moments
 from .products import Kernel
 from .store import load, save
 
-STATE = "calib.resume"
+STATE, VERSION = "calib.resume", 1
+_REMEDY = "remove the file to start afresh"
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,27 +59,29 @@ class ResumeFile:
 
     def save(self, moments: Moments, reached: Progress, run: Mapping[str, str]) -> None:
         """Replaces the file in one step; `run` holds all that must be equal to go on."""
-        state = json.dumps({**asdict(reached), "run": dict(run)}, sort_keys=True)
+        state = json.dumps({"kind": STATE, "version": VERSION, **asdict(reached), "run": dict(run)}, sort_keys=True)
         save(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
         """What was saved, or None without a file. Raises BadInput for the state of another run."""
         if not self.path.exists():
             return None
-        moments = load(self.path)
+        moments = load(self.path, remedy=_REMEDY)
         if STATE not in moments.lineage:
             raise BadInput(f"{self.path}: holds moments, not a calibration's checkpoint; give another checkpoint path")
         state = record_from_text(
             moments.lineage[STATE],
             _State,
             where=f"{self.path}: not a calibration's checkpoint",
-            remedy="remove the file to start afresh",
+            kind=STATE,
+            version=VERSION,
+            remedy=_REMEDY,
         )
         for key in sorted({*run, *state.run}):
             if run.get(key) != state.run.get(key):
                 raise BadInput(
                     f"{self.path}: checkpoint of another run: {key} was {state.run.get(key)!r}, now "
-                    f"{run.get(key)!r}; remove the file to start afresh, or repeat the interrupted run's options"
+                    f"{run.get(key)!r}; {_REMEDY}, or repeat the interrupted run's options"
                 )
         reached = Progress(position=state.position, bad=state.bad, kernel=state.kernel)
         return moments, reached

@@ -134,10 +134,10 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path, remedy: str = _REMEDY) -> _Header:
     with _opened(path) as file:
         text = (file.metadata() or {}).get(HEADER, "{}")
-    header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=_REMEDY)
+    header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=remedy)
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
         raise BadInput(f"{path}: its header does not match its checksum; the file is damaged: {_REMEDY}")
     return record_from_value(header, _Header, where=f"{path}: its header", remedy=_REMEDY)
@@ -196,12 +196,13 @@ def _ids(path: Path, name: str, digests: Mapping[str, str]) -> Tensor:
     return ids
 
 
-def load(path: Path) -> Moments:
+def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
     """The moments in `path`; each access to a site reads that site from the file and checks it.
 
-    Raises BadInput for a file that is missing, truncated, foreign, of another version, or damaged.
+    `remedy`: what to do about one of another version. Raises BadInput for a file that is missing, truncated, foreign,
+    of another version, or damaged.
     """
-    header = _read_header(path)
+    header = _read_header(path, remedy)
     whole = Moments(
         sites=_SitesOfFile(path, header, header.sha256),
         lineage=header.lineage,

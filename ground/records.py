@@ -105,14 +105,17 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     return value
 
 
-def _refuse_kind(head: Head, *, kind: str, version: int, where: str) -> None:
+def _refuse_kind(head: Head, *, kind: str, version: int, where: str, remedy: str) -> None:
+    """A version is a whole number: nothing is guessed from a record without one."""
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
         raise BadInput(f"{where}: expected {article} {kind} record, got {str(head.kind)[:100]!r}")
-    if head.version != version:
-        raise BadInput(
-            f"{where}: {kind} record of version {str(head.version)[:100]}; this tool reads version {version}"
-        )
+    if type(head.version) is int and head.version == version:
+        return
+    newer = type(head.version) is int and head.version > version
+    written = f"{kind} record of version {str(head.version)[:100]}{', written by a newer corp-deploy' if newer else ''}"
+    mend = f"install that one, or {remedy}" if newer else remedy
+    raise BadInput(f"{where}: {written}; this tool reads version {version}: {mend}")
 
 
 def record_from_bytes(
@@ -127,7 +130,8 @@ def record_from_bytes(
         raise BadInput(f"{where}: {len(data)} bytes, a record has {MOST_BYTES} at most")
     _refuse_depth(data, where)
     if kind is not None:
-        _refuse_kind(_read(data, Head, where=where, remedy=remedy), kind=kind, version=version, where=where)
+        head = _read(data, Head, where=where, remedy=remedy)
+        _refuse_kind(head, kind=kind, version=version, where=where, remedy=remedy)
     return _read(data, record, where=where, remedy=remedy)
 
 
@@ -166,7 +170,8 @@ def record_from_value(
 ) -> T:
     """As record_from_bytes, of JSON values that are read already."""
     if kind is not None:
-        _refuse_kind(record_from_value(value, Head, where=where), kind=kind, version=version, where=where)
+        head = record_from_value(value, Head, where=where, remedy=remedy)
+        _refuse_kind(head, kind=kind, version=version, where=where, remedy=remedy)
     try:
         return msgspec.convert(value, record, dec_hook=_figure)
     except msgspec.ValidationError as error:

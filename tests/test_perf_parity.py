@@ -129,7 +129,7 @@ def test_the_record_survives_json() -> None:
     ("path", "value", "words"),
     [
         (("kind",), "bench", "expected a parity record, got 'bench'"),
-        (("version",), 2, "parity record of version 2; this tool reads version 1"),
+        (("version",), 2, "parity record of version 2, written by a newer corp-deploy; this tool reads version 1"),
         (("links",), None, "links: got null, expected a list"),
         (("links", 0, "measures"), None, r"links\[0\].measures: got null, expected a JSON object"),
         (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected a whole number"),

@@ -85,7 +85,13 @@ def test_what_is_wrong_is_said_by_path_with_what_was_got_and_expected(text: str)
 def test_kind_and_version_are_judged_before_anything_else() -> None:
     for head, said in {
         '"kind": "other", "version": 2': "r.json: expected a whole record, got 'other'",
-        '"kind": "whole", "version": 2': "r.json: whole record of version 2; this tool reads version 1",
+        '"kind": "whole", "version": 2': "r.json: whole record of version 2, written by a newer corp-deploy; this tool "
+        "reads version 1: install that one, or make the record again",
+        '"kind": "whole", "version": 0': "r.json: whole record of version 0; this tool reads version 1: make the",
+        '"kind": "whole"': "whole record of version None; this tool reads version 1: make the record again",
+        '"kind": "whole", "version": "2"': "whole record of version 2; this tool reads version 1: make the",
+        '"kind": "whole", "version": true': "whole record of version True; this tool reads version 1",
+        '"kind": "whole", "version": 1.0': "whole record of version 1.0; this tool reads version 1",
         '"version": 1': "expected a whole record, got 'None'",
     }.items():
         with pytest.raises(BadInput, match=said):

@@ -19,12 +19,13 @@ from .descent import Position
 from .report import Judged, PartReport
 
 _HEADER = "corp-deploy"
-_KIND = "corp-deploy/polish-state"
+_KIND, _VERSION = "corp-deploy/polish-state", 1
 _LISTS = ("values", "means", "squares", "average", "best")
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    kind: str
+    kind: str = _KIND
+    version: int = _VERSION
     run: dict[str, str]
     finished: tuple[PartReport, ...]
     step: int
@@ -58,7 +59,6 @@ class StateFile:
         """Replaces the file in one step."""
         position = reached.position
         header = _Header(
-            kind=_KIND,
             run=dict(self.run),
             finished=reached.finished,
             step=position.step,
@@ -101,10 +101,8 @@ class StateFile:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise BadInput(f"{self.path}: not a polish's state ({str(error)[:200]}); {remedy}") from None
-        header = record_from_text(text, _Header, where=f"{self.path}: not a polish's state", remedy=remedy)
-        if header.kind != _KIND:
-            raise BadInput(f"{self.path}: not a polish's state; {remedy}")
-        return header, tensors
+        where = f"{self.path}: not a polish's state"
+        return record_from_text(text, _Header, where=where, kind=_KIND, version=_VERSION, remedy=remedy), tensors
 
     def clear(self) -> None:
         """Removes the file, once what the polish gave is safe."""

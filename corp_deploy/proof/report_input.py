@@ -22,6 +22,7 @@ from .reduction_record import ReductionRecord, reduction_of
 
 EFFECTS_KIND = "corp-deploy/effects"
 SIZE_KIND, SIZE_FILE = "corp-deploy/calibration-size", "calibration-size.json"
+SIZE_AGAIN = "make the record again with `corp-deploy sweep` or `release`"
 REPORTS = "corp-deploy report "
 Record = TypeVar("Record")
 
@@ -47,8 +48,12 @@ class _Size:
     points: tuple[dict[str, Any], ...]
 
 
+def _effects(path: Path) -> _Effects:
+    return record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy="make the record again with `corp-deploy demo`")
+
+
 def _size_lines(path: Path) -> dict[str, Any]:
-    size = record_from_file(path, _Size, kind=SIZE_KIND)
+    size = record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN)
     return {"sentence": size.sentence, "points": list(size.points)}
 
 
@@ -134,7 +139,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     folder = directory / "reduced"
     reduced = load_model_config(folder) if (folder / CONFIG).is_file() else None
     reduction = reduction_of(reduced, folder) if reduced else ReductionRecord()
-    effects = _optional(directory / "effects.json", lambda path: record_from_file(path, _Effects, kind=EFFECTS_KIND))
+    effects = _optional(directory / "effects.json", _effects)
     manifest = load_manifest(directory) if (directory / "manifest.json").is_file() else None
     commands = [entry.made_by for entry in _shown_files(manifest).values() if entry.made_by]
     return {

@@ -17,7 +17,7 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
-from .names import GATE, MODELS, PARITY, SUBJECTS, SUMMARY, bench_name, graphs_of
+from .names import AGAIN, GATE, MODELS, PARITY, SUBJECTS, SUMMARY, SUMMARY_KIND, bench_name, graphs_of
 from .recipe import Recipe
 
 NAME = "corp-deploy"
@@ -52,7 +52,7 @@ class _Moments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _datasets(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> list[dict[str, Any]]:
-    fitted = record_from_file(root / SUMMARY, _Moments, kind="corp-deploy/moments-reference").images
+    fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
     own = recipe.licences
     return [
         _data(CALIBRATION, "calibration images", config.lineage["images"], fitted, own.calibration),

@@ -22,7 +22,7 @@ from perf.report.effort import EffortLine, effort_table
 from perf.report.markdown import markdown_from_table
 from perf.stats.summary import summarise
 
-from .names import GATE, PARITY, SUMMARY, bench_name, gain_name
+from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
 from .recipe import Recipe
 from .recipe_reduce import ReduceTable
 
@@ -109,7 +109,7 @@ class _Moments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
-    moments = record_from_file(root / SUMMARY, _Moments, kind="corp-deploy/moments-reference")
+    moments = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN)
     yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""

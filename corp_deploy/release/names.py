@@ -19,7 +19,7 @@ MODELS = {subject: (f"{subject}/config.json", f"{subject}/model.safetensors") fo
 SAVED_AS_HF = "reduced/hf/"
 MOMENTS = ".stages/moments.safetensors"
 HELD_OUT_MOMENTS = ".stages/moments.held-out.safetensors"
-SUMMARY = "moments.json"
+SUMMARY, SUMMARY_KIND = "moments.json", "corp-deploy/moments-reference"
 SIZE = "calibration-size.json"
 SAMPLES = "samples/images.npy"
 SAMPLES_RECORD = "samples/samples.json"
@@ -33,6 +33,8 @@ HISTORY = ("history.json", "history.svg")
 CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"
+AGAIN = "make the release again with `corp-deploy release`"
+"""Of a record of a release that can't be read."""
 
 
 def snapshots_of(recipe: Recipe) -> tuple[str, ...]:

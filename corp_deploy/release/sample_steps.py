@@ -16,9 +16,9 @@ from ground.files import write_json
 from ground.records import record_from_file
 
 from .incremental import StageDirs
-from .names import SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
+from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
 from .recipe import Recipe
-from .samples import REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
+from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
@@ -55,6 +55,6 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
     """The samples with the names and the labels of the images that they were made of, as far as they are told."""
-    record = record_from_file(root / SAMPLES_RECORD, SamplesRecord)
+    record = record_from_file(root / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
     labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)

@@ -8,13 +8,13 @@ from ground.errors import BadInput
 from ground.files import below
 from ground.records import record_from_file
 
-from .names import SAMPLES_RECORD, graph_name
+from .names import AGAIN, SAMPLES_RECORD, graph_name
 from .samples import KIND, SamplesRecord
 
 
 def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
     """Raises BadInput when the directory is no release with samples, or they can't be read."""
-    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND)
+    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
     graph = f"reduced/{graph_name('fp32')}"
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")

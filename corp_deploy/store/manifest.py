@@ -14,6 +14,7 @@ from ground.records import record_from_file
 from .model_config import ModelConfig, load_model_config
 
 NAME, MANIFEST_KIND = "manifest.json", "corp-deploy/manifest"
+AGAIN = "make the directory again with `corp-deploy release`, `package` or `demo`"
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_manifest(directory: Path) -> Manifest:
     """The manifest of a directory. Raises BadInput, naming the entry, when it is none."""
-    return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND)
+    return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)
 
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:

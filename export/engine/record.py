@@ -20,6 +20,7 @@ from .options import BatchProfile
 
 VERSION = 1
 KIND = "engine"
+AGAIN = "build it again with `corp-deploy build`"
 UNRECORDED = "the record is older than this figure; build it again"
 
 
@@ -122,7 +123,7 @@ def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord
     path = record_path(plan_path)
     if not path.exists():
         raise BadInput(f"{plan_path}: no engine record beside it ({path.name}); build it with `corp-deploy build`")
-    return record_from_file(path, EngineRecord, kind=KIND, version=VERSION, where=where, remedy="build it again")
+    return record_from_file(path, EngineRecord, kind=KIND, version=VERSION, where=where, remedy=AGAIN)
 
 
 def sha256_of(content: bytes) -> str:

@@ -26,6 +26,7 @@ from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch, unwatched
 
 KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
+AGAIN = "remove it; it is measured again where it is missing"
 Progress = Callable[[float, str], None]
 
 
@@ -175,7 +176,7 @@ def save_table(table: LatencyTable, path: Path) -> None:
 
 def load_table(path: Path) -> LatencyTable:
     """Read a table; raises BadInput, naming the entry, when the file is none."""
-    return record_from_file(path, LatencyTable, kind=KIND, version=VERSION)
+    return record_from_file(path, LatencyTable, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def _cells_or_missing(

@@ -16,6 +16,7 @@ from perf.stats.trend import BatchTrend, Series, Trend, latency_values
 from .gate import JudgedRule
 
 KIND, VERSION = "history", 1
+AGAIN = "make the record again with `corp-deploy gate --history`"
 METRIC = "history"
 RECENT = 5
 LEAST_RISE = 0.01  # smaller ones are found and shown; few would hold a release back for them
@@ -28,7 +29,7 @@ def save_trend(trend: Trend, path: Path) -> None:
 
 def load_trend(path: Path) -> Trend:
     """Read it back; raises BadInput, naming the entry, when the file holds none."""
-    return record_from_file(path, Trend, kind=KIND, version=VERSION)
+    return record_from_file(path, Trend, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:

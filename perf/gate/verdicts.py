@@ -20,6 +20,7 @@ from perf.stats.summary import Side, Summary, finite
 from .gate import Gate, JudgedRule
 
 KIND, VERSION = "gate", 1
+AGAIN = "make the record again with `corp-deploy gate`"
 
 
 def save_gate(gate: Gate, path: Path) -> None:
@@ -30,7 +31,7 @@ def save_gate(gate: Gate, path: Path) -> None:
 
 def load_gate(path: Path) -> Gate:
     """Read the verdicts back; raises BadInput, naming the entry, when the file holds none."""
-    return record_from_file(path, Gate, kind=KIND, version=VERSION)
+    return record_from_file(path, Gate, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
 def junit_from_gate(gate: Gate) -> str:

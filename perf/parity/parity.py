@@ -28,6 +28,7 @@ from .ties import Choices, Ties
 from .tolerance import Tolerance
 
 KIND, VERSION = "parity", 1
+AGAIN = "make the record again with `corp-deploy verify`"
 # Under this share of the reference's variation over images, outputs are called constant.
 CONSTANT_SPREAD = 0.01
 
@@ -290,19 +291,19 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
 
 def load_parity(path: Path) -> Parity:
     """Read a record back; raises BadInput, naming the entry, when the file is none."""
-    return parity_from_value(record_from_file(path, dict[str, Any]), where=str(path))
+    return parity_from_value(record_from_file(path, dict[str, Any], remedy=AGAIN), where=str(path))
 
 
 def parity_from_value(raw: Mapping[str, Any], *, where: str) -> Parity:
     """The proof that JSON values hold; raises BadInput, naming the entry, when they hold none. A link's measures are
     those of its role.
     """
-    roles = record_from_value(raw, _Roles, where=where, kind=KIND, version=VERSION).links
+    roles = record_from_value(raw, _Roles, where=where, kind=KIND, version=VERSION, remedy=AGAIN).links
     kinds = tuple(msgspec.defstruct("Measured", [("measures", MEASURES[each.role])]) for each in roles)
     measured = msgspec.defstruct("Links", [("links", GenericAlias(tuple, kinds))])
-    links: Any = record_from_value(raw, measured, where=where)
+    links: Any = record_from_value(raw, measured, where=where, remedy=AGAIN)
     read = [{**old, "measures": new.measures} for old, new in zip(raw["links"], links.links, strict=True)]
-    return record_from_value({**raw, "links": read}, Parity, where=where)
+    return record_from_value({**raw, "links": read}, Parity, where=where, remedy=AGAIN)
 
 
 class _OfRole(msgspec.Struct):

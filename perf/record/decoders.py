@@ -17,6 +17,7 @@ from ground.records import Positive, record_from_file
 from .runs import Bench
 
 KIND, VERSION = "decoder-bench", 1
+AGAIN = "make the record again with `corp-deploy bench-decoder`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,4 +79,4 @@ def save_decoder_bench(record: DecoderBench, path: Path) -> None:
 
 def load_decoder_bench(path: Path) -> DecoderBench:
     """Read a record; raises BadInput, naming the entry, when the file is none."""
-    return record_from_file(path, DecoderBench, kind=KIND, version=VERSION)
+    return record_from_file(path, DecoderBench, kind=KIND, version=VERSION, remedy=AGAIN)
