@@ -1,0 +1,118 @@
+"""What GitHub and citing tools read of the project: changelog, citation, issue forms; well formed, of one version."""
+
+import re
+import tomllib
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corp_deploy import __version__
+from corp_deploy.cli import main
+
+yaml: Any = pytest.importorskip("yaml", reason="PyYAML, which comes with mkdocs, is not installed")
+ROOT = Path(__file__).parents[1]
+TEMPLATES = ROOT / ".github" / "ISSUE_TEMPLATE"
+FORMS = ("bug.yml", "model.yml")
+CHANGES = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def loaded(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_changelog_begins_with_what_is_to_come_and_this_version() -> None:
+    heads = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert heads[0] == ("Unreleased", "")
+    assert heads[1][0] == __version__ == tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    dates = [date.fromisoformat(day) for _, day in heads[1:]]
+    versions = [tuple(map(int, version.split("."))) for version, _ in heads[1:]]
+    assert dates == sorted(dates, reverse=True)
+    assert versions == sorted(set(versions), reverse=True)
+
+
+def test_changes_stand_under_known_heads_and_name_every_command() -> None:
+    text = text_of("CHANGELOG.md")
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= set(CHANGES)
+    assert set(main.commands) <= set(re.findall(r"`([a-z-]+)`", text))
+    for path in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (ROOT / path).is_file(), path
+
+
+def test_every_option_that_the_changelog_names_is_one() -> None:
+    ours = {option for command in main.commands.values() for each in command.params for option in each.opts}
+    assert set(re.findall(r"`(--[a-z-]+)", text_of("CHANGELOG.md"))) <= ours
+
+
+def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> None:
+    citation = loaded(ROOT / "CITATION.cff")
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    assert citation["cff-version"] == "1.2.0"
+    assert (citation["title"], citation["type"]) == (project["name"], "software")
+    assert (str(citation["version"]), citation["license"]) == (__version__, project["license"])
+    assert citation["authors"] == [{"name": "The corp-deploy developers"}]
+    assert all(citation[key] for key in ("message", "abstract"))
+    known = {"cff-version", "message", "type", "title", "abstract", "authors", "version", "license", "keywords",
+             "references"}  # fmt: skip
+    assert citation.keys() <= known
+    titles = [each["title"].partition(":")[0] for each in citation["references"]]
+    assert titles == ["CORP", "GRAIL"]
+    for each in citation["references"]:
+        assert each["type"] in ("article", "conference-paper")
+        assert all(person["family-names"] and person["given-names"] for person in each["authors"])
+        assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", each["url"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_issue_form_is_one(name: str) -> None:
+    form = loaded(TEMPLATES / name)
+    assert all(isinstance(form[key], str) and form[key] for key in ("name", "description"))
+    asked = [entry for entry in form["body"] if entry["type"] != "markdown"]
+    assert asked
+    for entry in form["body"]:
+        assert entry["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
+        assert entry["attributes"].get("value" if entry["type"] == "markdown" else "label")
+        assert entry["type"] != "dropdown" or len(set(entry["attributes"]["options"])) > 1
+    ids = [entry["id"] for entry in asked]
+    assert len(set(ids)) == len(ids)
+    assert all(isinstance(entry["validations"]["required"], bool) for entry in asked)
+
+
+def required(name: str) -> dict[str, str]:
+    """What has to be filled in, by its id."""
+    asked = [entry for entry in loaded(TEMPLATES / name)["body"] if entry.get("validations", {}).get("required")]
+    return {entry["id"]: entry["attributes"]["label"] for entry in asked}
+
+
+def test_forms_ask_for_what_answers_need() -> None:
+    bug, model = required("bug.yml"), required("model.yml")
+    assert {"command", "message", "exit-code", "doctor"} <= bug.keys()
+    assert "corp-deploy doctor --json" in bug["doctor"]
+    assert "corp-deploy inspect" in model["inspect"]
+    for label in (bug["doctor"], model["inspect"]):
+        (words,) = re.findall(r"`corp-deploy ([^`]+)`", label)
+        command, *options = [word for word in words.split() if word != "..."]
+        known = {option for each in main.commands[command].params for option in each.opts}
+        assert set(options) <= known, label
+
+
+def test_holes_in_security_are_not_told_in_the_open() -> None:
+    config = loaded(TEMPLATES / "config.yml")
+    assert config["blank_issues_enabled"] is False
+    (link,) = config["contact_links"]
+    assert set(link) == {"name", "url", "about"}
+    assert link["url"].startswith("https://")
+    assert "SECURITY.md" in link["about"]
+    assert "SECURITY.md" in (TEMPLATES / "bug.yml").read_text()
+    assert "SECURITY.md" in text_of(".github/PULL_REQUEST_TEMPLATE.md")
+
+
+def test_a_pull_request_is_asked_for_what_the_project_holds() -> None:
+    text = text_of(".github/PULL_REQUEST_TEMPLATE.md")
+    for path in re.findall(r"`([\w./]+/?)`", text):
+        assert (ROOT / path).exists() or path == "make", path
