@@ -1,0 +1,297 @@
+"""Files that earlier versions wrote are read and say the same; those of other versions are refused with the remedy."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from click.testing import CliRunner, Result
+
+from benchmarks.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
+from corp_deploy.cli import main
+from corp_deploy.store.checkpoint import load_checkpoint
+from ground.errors import BadInput
+from tests import tiny
+from tests.golden.answers import FIGURES, answers_of
+from tests.golden.versions import change_head, head_of, set_version
+
+GOLDEN = Path(__file__).with_name("golden")
+FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
+NEWEST = FOLDERS[-1]
+EXPECTED = {folder: json.loads((folder / "expected.json").read_text(encoding="utf-8")) for folder in FOLDERS}
+KINDS, _ = words()
+KEPT = {kind: each.golden for kind, each in KINDS.items() if each.golden}
+READ = {kind: name for kind, name in KEPT.items() if KINDS[kind].other != "not read"}
+REFUSED = {kind: name for kind, name in READ.items() if "counts as none" not in KINDS[kind].other}
+
+
+def invoked(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def require_same(got: Any, expected: Any, where: str, tolerance: float = 1e-5) -> None:
+    """Numbers to the tolerance, of their own size where that is above 1; all else equal."""
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), where
+        for key, value in expected.items():
+            require_same(got[key], value, f"{where}: {key}", tolerance)
+    elif isinstance(expected, list):
+        assert len(got) == len(expected), where
+        for index, value in enumerate(expected):
+            require_same(got[index], value, f"{where}[{index}]", tolerance)
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, rel=tolerance, abs=tolerance), where
+    else:
+        assert got == expected, where
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy of the newest folder, to spoil."""
+    return shutil.copytree(NEWEST, tmp_path / "golden")
+
+
+def files_of(folder: Path) -> dict[Path, int]:
+    """Folders may have held something in between."""
+    return {path: path.stat().st_mtime_ns if path.is_file() else 0 for path in folder.rglob("*")}
+
+
+def figures(folder: Path, name: str) -> dict[str, Any]:
+    return FIGURES[name](folder / name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [(folder, name) for folder in FOLDERS for name in EXPECTED[folder]],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)  # fmt: skip
+def test_a_golden_file_says_what_it_said_when_it_was_written(folder: Path, name: str) -> None:
+    require_same(plain(figures(folder, name)), EXPECTED[folder][name], name)
+
+
+def test_a_changed_file_is_noticed(golden: Path) -> None:
+    """Else the test above would be decoration."""
+    (golden / "models/vit").rename(golden / "models/away")
+    (golden / "models/vit-square").rename(golden / "models/vit")
+    with pytest.raises(AssertionError):
+        require_same(plain(figures(golden, "models/vit")), EXPECTED[NEWEST]["models/vit"], "vit")
+
+
+REDUCED = {
+    "vit-padded": ("vit", "vit", "--mlp", "0.5", "--attn", "0.4", "--heads", "padded"),
+    "vit-square": ("vit", "vit", "--mlp", "0.5", "--attn", "0.4", "--heads", "square"),
+    "llama-reduced": ("llama", "llama", "--mlp", "0.5", "--attn", "0.5"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_golden_moments_give_the_golden_model(name: str, tmp_path: Path) -> None:
+    model, moments, *options = REDUCED[name]
+    done = invoked("reduce", "--model", NEWEST / "models" / model, "--moments",
+                   NEWEST / "moments" / f"{moments}.safetensors", *options, "--align", "mlp=8,head=8,conv=8",
+                   "-o", tmp_path / "again")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    # Another processor may solve to other last digits, which a model takes through float32.
+    expected = EXPECTED[NEWEST][f"models/{name}"]["outputs"]
+    require_same(plain(answers_of(load_checkpoint(tmp_path / "again").model)), expected, name, tolerance=1e-3)
+
+
+OTHERS = {
+    "held out": ("vit", "vit", "--held-out", NEWEST / "moments/vit.held-out.safetensors", "--mlp", "0.5"),
+    "two halves": ("vit-small", "vit-small-grouped", "--mlp", "0.5"),
+    "attention system": ("vit-small", "vit-small-system", "--preset", "corp", "--attn", "0.5"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_golden_moments_of_other_kinds_reduce(name: str, tmp_path: Path) -> None:
+    model, moments, *options = OTHERS[name]
+    done = invoked("reduce", "--model", NEWEST / "models" / model, "--moments",
+                   NEWEST / "moments" / f"{moments}.safetensors", *options, "--align", "mlp=8,head=8",
+                   "-o", tmp_path / "reduced", "--json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    dense, reduced = (load_checkpoint(each).model for each in (NEWEST / "models" / model, tmp_path / "reduced"))
+    assert sum(p.numel() for p in reduced.parameters()) < sum(p.numel() for p in dense.parameters())
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Found]:
+    return formats()
+
+
+def test_every_kind_is_told_of(found: list[Found]) -> None:
+    assert wrong(found, KINDS) == []
+    assert PAGE.read_text(encoding="utf-8") == page(found, *words()), "run python -m benchmarks.formats_page"
+
+
+NEW = {
+    "by a constant": 'KIND, VERSION = "new", 2\nwrite_json(path, {"kind": KIND, "version": VERSION, **all})',
+    "by the word": 'write_json(path, {"version": 2, "kind": "new", "rows": []})',
+    "by a tag": 'class A(Struct, tag_field="kind", tag="new"):\n    version: Literal[2] = 2',
+    "by a field": 'class A(Struct):\n    kind: str = "new"\n    version: Literal[2] = 2',
+    "where it is read": 'KIND = "new"\nrecord_from_file(path, A, kind=KIND, version=2)',
+}
+
+
+@pytest.mark.parametrize("source", NEW.values(), ids=NEW)
+def test_a_new_kind_is_found(source: str) -> None:
+    assert formats_of({"perf/new.py": source}) == [Found("new", 2, "perf/new.py")]
+
+
+def test_a_kind_is_found_through_an_import() -> None:
+    sources = {"a/one.py": 'KIND = "new"', "a/b/two.py": 'from ..one import KIND as K\nx = {"kind": K, "version": 1}'}
+    assert formats_of(sources) == [Found("new", 1, "a/b/two.py")]
+
+
+def test_what_is_new_gone_split_or_silent_is_told() -> None:
+    told = Format(about="", file="", written="", read="", other="", older={}, golden="x")
+    three = [Found("a", 1, "f.py"), Found("b", 2, "f.py"), Found("b", 1, "g.py")]
+    assert wrong(three, {"b": told, "c": told}) == [
+        "a: say in formats.toml what it is",
+        "c: it is no more; take it out",
+        "b: version 2 in f.py, 1 elsewhere",
+    ]
+    assert wrong([Found("a", 3, "f.py")], {"a": told}) == ["a: say what versions before 3 lacked"]
+    nameless = Format(about="", file="", written="", read="", other="", older={})
+    assert wrong([Found("a", 1, "f.py")], {"a": nameless}) == ["a: name its golden file, or say why it has none"]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_every_kind_has_a_golden_file_of_its_version(kind: str, found: list[Found]) -> None:
+    """A kind whose version rises gets a file of it in a new folder, by tests/golden/make.py."""
+    version = {each.kind: each.version for each in found}[kind]
+    kept = [head_of(folder / KEPT[kind], kind) for folder in FOLDERS if (folder / KEPT[kind]).is_file()]
+    assert (kind, version) in kept, "run python -m tests.golden.make"
+
+
+def whoever_reads(golden: Path, name: str) -> None:
+    """Read a golden file as expected.json has it: by its directory where it is read as one."""
+    own = next(each for each in (name, *(str(each) for each in Path(name).parents)) if each in FIGURES)
+    figures(golden, own)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_newer_file_is_refused_by_its_version_before_all_else(kind: str, golden: Path) -> None:
+    path = golden / REFUSED[kind]
+    _, version = head_of(path, kind)
+
+    def newer(head: dict[str, Any]) -> None:
+        """Nothing is as it was but the kind."""
+        kept = {key: head[key] for key in ("kind", "lineage") if key in head}
+        head.clear()
+        head.update(kept | {"version": version + 1})
+
+    change_head(path, kind, newer)
+    with pytest.raises(BadInput) as refused:
+        whoever_reads(golden, REFUSED[kind])
+    said = rf"of version {version + 1}, written by a newer corp-deploy; this tool reads version {version}: install that"
+    assert re.search(rf"{re.escape(kind)} record {said} one, or \w.*", str(refused.value)), refused.value
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_older_file_is_refused_with_what_makes_it_again(kind: str, golden: Path) -> None:
+    """No version before those of 0.1 was ever released, so that none is converted."""
+    words = r"(corp-deploy [a-z]+|run calibrate|run the step|remove (it|the file)|write it again|delete it)"
+    for version in (0, None, "1", True):
+        set_version(golden / REFUSED[kind], kind, version)
+        with pytest.raises(BadInput) as refused:
+            whoever_reads(golden, REFUSED[kind])
+        assert re.search(rf"this tool reads version \d: .*{words}", str(refused.value)), (version, refused.value)
+
+
+def test_a_latency_table_of_version_1_is_refused(golden: Path) -> None:
+    set_version(golden / KEPT["latency-table"], "latency-table", 1)
+    with pytest.raises(BadInput, match="of version 1; this tool reads version 2: remove it; it is measured again"):
+        whoever_reads(golden, KEPT["latency-table"])
+
+
+@pytest.mark.parametrize("kind", sorted(READ.keys() - REFUSED.keys()))
+def test_state_of_another_version_counts_as_none(kind: str, golden: Path) -> None:
+    set_version(golden / READ[kind], kind, 2)
+    with pytest.raises(AssertionError, match="json"):  # the figures assert that something was read
+        whoever_reads(golden, READ[kind])
+
+
+COMMANDS: dict[str, tuple[Sequence[str], ...]] = {
+    "corp-deploy/model": (
+        ("inspect", "--model", "models/vit-padded"),
+        ("export", "--model", "models/vit-padded", "-o", "made.onnx"),
+        ("reduce", "--model", "models/vit-padded", "--moments", "moments/vit.safetensors", "--mlp", "0", "-o", "made"),
+    ),
+    "calib.moments": (
+        ("redundancy", "--moments", "moments/vit.safetensors", "-o", "made.json"),
+        ("reduce", "--model", "models/vit", "--moments", "moments/vit.safetensors", "--mlp", "0.5", "-o", "made"),
+        ("merge-moments", "moments/vit.safetensors", "moments/vit.held-out.safetensors", "-o", "made.safetensors"),
+    ),
+    "bench": (
+        ("gate", "records/bench.json", "--fail-if", "params >= dense", "-o", "made.json", "--history", "made"),
+        ("compare", "release/bench.json", "records/bench.json"),
+        ("report", "records", "-o", "made.html"),
+    ),
+    "parity": (("gate", "records/parity.json", "-o", "made.json"), ("report", "records", "-o", "made.html")),
+    **dict.fromkeys(
+        ("gate", "history", "corp-deploy/effects", "corp-deploy/calibration-size", "corp-deploy/effort",
+         "corp-deploy/manifest"),
+        (("report", "records", "-o", "made.html"),),
+    ),
+    "expected": (("package", "release", "-o", "release/repository", "--model-version", "2"),),
+    "calib.resume": (
+        ("calibrate", "--model", "models/vit", "--images", "images.npy", "--checkpoint-every", "8", "-o",
+         "states/calibration.safetensors"),
+    ),
+    "corp-deploy/polish-state": (
+        ("reduce", "--model", "models/vit", "--moments", "moments/vit.safetensors", "--images", "images.npy", "--mlp",
+         "0.5", "--polish", "block", "--polish-steps", "1", "-o", "made"),
+    ),
+}  # fmt: skip
+"""What reads a kind, as it is typed."""
+PLACES = {
+    "calib.resume": "states/calibration.partial.safetensors",
+    "corp-deploy/polish-state": "made.polish-unfinished.safetensors",
+}
+"""Where those look for a state."""
+
+
+@pytest.mark.parametrize(("kind", "words"), [(kind, each) for kind, lines in COMMANDS.items() for each in lines],
+                         ids=lambda each: each if isinstance(each, str) else each[0])  # fmt: skip
+def test_a_command_refuses_a_newer_file_and_writes_nothing(
+    kind: str, words: Sequence[str], golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_version(golden / REFUSED[kind], kind, head_of(golden / REFUSED[kind], kind)[1] + 1)
+    if kind in PLACES:
+        (golden / REFUSED[kind]).rename(golden / PLACES[kind])
+        np.save(golden / "images.npy", tiny.images(24, size=16))
+    monkeypatch.chdir(golden)
+    before = files_of(golden)
+    done = invoked(*words)
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.split())
+    assert "written by a newer corp-deploy; this tool reads version 1: install that one, or" in said
+    assert files_of(golden) == before
+
+
+def test_a_newer_release_is_not_run_on_by_an_older_tool(golden: Path) -> None:
+    """A recipe has no version: a key of later is refused by its name."""
+    path = golden / "release" / "recipe.toml"
+    path.write_text(path.read_text(encoding="utf-8") + tomli_w.dumps({"later": {"key": 1}}), encoding="utf-8")
+    done = invoked("release", path, "-o", golden / "again", "--plan-only")
+    assert done.exit_code == 2
+    assert "later" in done.stderr
+    assert not (golden / "again").exists()
+
+
+def test_no_golden_file_tells_of_the_folders_of_a_machine() -> None:
+    for folder in FOLDERS:
+        for path in folder.rglob("*"):
+            if path.suffix in (".json", ".md", ".toml", ".html", ".xml"):
+                assert not re.search(r'["\s=(]/(?:home|root|tmp|work|Users)/', path.read_text(encoding="utf-8")), path
+        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2_500_000
