@@ -191,17 +191,22 @@ options, exit codes and Python.
 def _versions(each: Format, version: int) -> str:
     """The present one, and what older ones lacked."""
     older = "; ".join(f"{number} {lack}" for number, lack in each.older.items())
-    return f"{version} ({older})" if older else str(version)
+    return f"version {version} ({older})" if older else f"version {version}"
 
 
 def page(found: Sequence[Found], told: Mapping[str, Format], others: Sequence[Mapping[str, str]]) -> str:
     """docs/reference/files.md."""
     versions = {each.kind: each.version for each in found}
     rows = [
-        (f"`{kind}`", each.file, _versions(each, versions[kind]), each.written, each.read, each.other, each.about)
+        (
+            f"`{kind}`, {_versions(each, versions[kind])}",
+            f"{each.file}: {each.about}",
+            f"written by {each.written}; read by {each.read}",
+            each.other,
+        )
         for kind, each in told.items()
     ]
-    columns = ("kind", "file", "version", "written by", "read by", "another version", "what it is")
+    columns = ("kind and version", "file", "commands", "another version")
     plain = [(each["file"], each["form"], each["about"]) for each in others]
     return "\n".join([
         HEAD, "## Files of a kind and version", "", table(columns, rows), "",

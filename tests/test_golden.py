@@ -279,6 +279,18 @@ def test_a_command_refuses_a_newer_file_and_writes_nothing(
     assert files_of(golden) == before
 
 
+def test_a_history_leaves_newer_records_out_and_says_so(golden: Path) -> None:
+    kept = golden / "kept"
+    kept.mkdir()
+    shutil.copyfile(golden / "release/bench.json", kept / "newer.json")
+    set_version(kept / "newer.json", "bench", 2)
+    done = invoked("gate", golden / "records/bench.json", "--history", kept, "-o", golden / "gate.json")
+    assert done.exit_code in (0, 3), done.output
+    (left_out,) = json.loads((golden / "history.json").read_text(encoding="utf-8"))["left_out"]
+    assert left_out["name"] == "newer.json"
+    assert "of version 2, written by a newer corp-deploy" in left_out["reason"]
+
+
 def test_a_newer_release_is_not_run_on_by_an_older_tool(golden: Path) -> None:
     """A recipe has no version: a key of later is refused by its name."""
     path = golden / "release" / "recipe.toml"
