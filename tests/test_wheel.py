@@ -1,4 +1,6 @@
-"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report and runs the demo."""
+"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report, runs the demo, and goes
+the way of the start page to a model that a real server serves.
+"""
 
 import json
 import os
@@ -11,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import DOCS, blocks, run_line
 from tests.test_perf_report import record
+from tests.triton_server import Server, lack
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
@@ -25,6 +29,17 @@ from corp_deploy.demo.calls import DemoScale
 from corp_deploy.cli import main
 run.SCALE = DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=0.2)
 main(["demo", "-o", sys.argv[1]])
+"""
+# The lines of the start page, one after the other.
+FOLLOWED = """
+import runpy, shlex, sys
+runpy.run_path(sys.argv[1])["look_up_once"]()
+import torch
+torch.set_num_threads(1)
+from corp_deploy.cli import main
+for line in open(sys.argv[2]):
+    code = main(shlex.split(line), standalone_mode=False)
+    assert not code, f"{line} exits with {code}"
 """
 LOADED = """
 import importlib, sys
@@ -114,3 +129,45 @@ def test_the_demo_on_the_example_that_came_along(python: Path, tmp_path: Path) -
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<svg" in page
     assert str(ROOT) not in page
+
+
+@pytest.fixture(scope="module")
+def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the start page was followed from the wheel, command by command."""
+    home, lines = tmp_path_factory.mktemp("start"), []
+    for block in blocks(DOCS / "start.md"):
+        assert (block.exits, block.needs) == (0, None)
+        if block.file is not None:
+            (home / block.file).write_text(block.text)
+        elif block.kind == "console":
+            for line in block.commands:
+                if line.startswith("pip install "):
+                    run_line(line, 0)
+                else:
+                    lines.append(line.removeprefix("corp-deploy "))
+    (home / "lines").write_text("\n".join(lines))
+    printed = run(python, "-c", FOLLOWED, str(ROOT / "tests" / "tracing.py"), "lines", cwd=home)
+    for said in ("11 of 12 sites reduced", "PASS (4 links judged) on 500 images", "gate PASS", "0 findings"):
+        assert said in printed
+    return home
+
+
+def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
+    for name in ("start/reduced/model.fp16.onnx", "start/parity.json", "start/gate.json", "repository/expected.json"):
+        assert (started / name).is_file()
+    page = (started / "start" / "report.html").read_text(encoding="utf-8")
+    assert str(ROOT) not in page
+
+
+REASON = lack()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_real_server_answers_as_the_start_page_says(
+    started: Path, python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with Server(started / "repository", tmp_path_factory.mktemp("server")) as server:
+        server.load("digits_cpu")
+        printed = run(python, "ask.py", server.http_address, cwd=started)
+    served, labels = (line.split(": ")[1] for line in printed.splitlines())
+    assert served == labels
