@@ -1,4 +1,4 @@
-"""What the README says of fusion breaks and of plans for several GPUs."""
+"""What the page on engines says of plans, of fusion breaks and of plans for several GPUs."""
 
 from typing import Any
 
@@ -47,3 +47,20 @@ def _price(record: dict[str, Any]) -> str:
         f"{'has as many kernels as' if same else 'has other kernels than'} a plan for each of its targets. Their times "
         "were not measured: this needs a GPU, and `build` prints the commands."
     )
+
+
+def engines(record: dict[str, Any]) -> str:
+    """Fused attention, kernels and plan sizes."""
+    rows = [
+        [
+            row["model"],
+            row["variant"],
+            f"{row['macs'] / 1e9:.2f}",
+            f"{row['fused_attention']} of {row['blocks']}",
+            str(row["kernels"]),
+            f"{row['plan_bytes'] / 1e6:.1f}",
+        ]
+        for row in record["rows"]
+    ]
+    text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; plans are the same bytes twice:"
+    return text + "\n\n" + table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)

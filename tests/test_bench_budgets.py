@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import budgets, polish
+from benchmarks.accuracy_page import budgets as table
 from benchmarks.procedural_images import made
-from benchmarks.readme_tables import budgets as table
 from corp_deploy.reduction.method import method_from_preset
 from tests import tiny
 

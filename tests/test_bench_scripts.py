@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import calibration, passes, proof_cost, readme_tables, sweep_cost, text_encoder
-from benchmarks.readme_tables import calibration as calibration_sentence
-from benchmarks.readme_tables import measured
-from benchmarks.readme_tables import text_encoder as text_encoder_table
+from benchmarks import calibration, cost_page, passes, proof_cost, sweep_cost, text_encoder
+from benchmarks.accuracy_page import text_encoder as text_encoder_table
+from benchmarks.cost_page import calibration as calibration_sentence
+from benchmarks.pages.measured import PAGES, tables
 from benchmarks.real.record import Record
 from benchmarks.reference_text import opened
 from corp_deploy.commands import passes as told
@@ -104,7 +104,7 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "passes.json").read_text())
     assert record["cpu"]
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
-    assert f"{record['model']} from its moments by preset best, 50% of every width" in readme_tables.reduction(record)
+    assert f"{record['model']} from its moments by preset best, 50% of every width" in cost_page.reduction(record)
     assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 
@@ -122,7 +122,7 @@ def test_a_record_of_costs_makes_a_table(tmp_path: Path) -> None:
     (tmp_path / "passes.json").write_text(
         json.dumps(record | {"share_of_macs": 0.6, "sparsity": 0.5, "passes": counted})
     )
-    table = measured(tmp_path)
+    table = tables(PAGES["docs/measured/costs.md"], tmp_path)
     assert "m, img_size 224, 512 images, batch 16, 2 threads, C:" in table
     assert "| `calibrate` | 1.8 |" in table
     assert "| `reduce --mlp 0.5 --attn 0.5 --closed-loop` | 5.1 |" in table
@@ -169,4 +169,4 @@ def test_a_proof_is_told_in_passes_and_memory(tmp_path: Path) -> None:
     assert list(record["pass_cpu_s"]) == ["dense in FP16", *proof_cost.ARTEFACTS]
     assert record["ratio"] == pytest.approx(record["verify"]["cpu_s"] / sum(record["pass_cpu_s"].values()))
     assert record["verify"]["peak_mb"] > 100
-    assert "times the passes over the images that it can't do without" in readme_tables.proof_cost(record)
+    assert "times the passes over the images that it can't do without" in cost_page.proof_cost(record)

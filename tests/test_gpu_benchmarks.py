@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import readme_tables
 from benchmarks.gpu import accuracy, calibration, engines, images, latency, load, models, reduction, subjects, training
 from benchmarks.gpu.environment import timm_lack
 from benchmarks.gpu.goals import at_least, judged, together
@@ -23,6 +22,7 @@ from benchmarks.gpu.record import Budget, OtherMachine, Record, Refused, Task, w
 from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
+from benchmarks.pages import measured
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.steps import Branch
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -572,19 +572,20 @@ def test_goals_are_judged_from_the_rows() -> None:
     assert list(verdicts([], rows).values())[0::4] == ["not measured", "not measured"]
 
 
-def test_the_readme_has_gpu_tables_only_from_records_of_a_gpu(
+def test_the_page_has_gpu_tables_only_from_records_of_a_gpu(
     output: Path, tmp_path: Path, gpu_record: Callable[[str], Row]
 ) -> None:
-    assert readme_tables.on_gpus(tmp_path) == []
-    assert readme_tables.on_gpus(output) == []
+    assert measured.on_gpus(tmp_path) == []
+    assert "There is no such record yet" in measured.of_gpus(tmp_path)
+    assert measured.on_gpus(output) == []
     for part in ("calibration", "latency", "accuracy"):
         (tmp_path / f"gpu_{part}.json").write_text(json.dumps(gpu_record(part)))
-    goals, *tables = readme_tables.on_gpus(tmp_path)
+    goals, *tables = measured.on_gpus(tmp_path)
     assert "DeiT-H" in goals
     assert len(tables) == 3
     assert all("on Some GPU (compute capability 9.0)" in table for table in tables)
     assert "| compiled |" not in tables[1]
-    assert readme_tables.measured(tmp_path).endswith(tables[-1])
+    assert measured.of_gpus(tmp_path).endswith(tables[-1])
 
 
 @pytest.fixture

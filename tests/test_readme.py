@@ -1,4 +1,4 @@
-"""The README's command block runs as it stands, and its tables are those of the records."""
+"""The README's commands and Python run as they stand, and its figures and those of docs/ are those of the records."""
 
 import re
 import shlex
@@ -6,40 +6,60 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from benchmarks.readme_tables import readme_with_tables
+from benchmarks.pages.measured import BEGIN, PAGES, contents, with_records
+from benchmarks.pages.pictures import DRAWINGS, PICTURES
 from corp_deploy.cli import main
 from examples.digits.images import load
+from tests.pages import ROOT, blocks, follow
 
-ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def commands() -> list[list[str]]:
-    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-    return [shlex.split(line.removeprefix("$ ")) for line in lines]
+    return [shlex.split(line) for block in blocks(README) if block.kind == "console" for line in block.commands]
 
 
 def test_the_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     np.savez(tmp_path / "images.npz", images=load("train").images[:128])
-    monkeypatch.chdir(tmp_path)
     assert len(commands()) >= 9
-    for program, *words in commands():
-        assert program == "corp-deploy", program
-        result = CliRunner().invoke(main, words)
-        assert result.exit_code == 0, f"{words}: {result.output}"
+    assert sum(block.kind == "python" for block in blocks(README)) == 1
+    follow(README, tmp_path, monkeypatch)
 
 
 def test_every_command_is_in_the_readme() -> None:
     shown = {words[1] for words in commands()}
-    text = (ROOT / "README.md").read_text()
-    assert {
-        name for name in main.commands if name not in shown and f"`{name}`" not in text and f"make {name}" not in text
-    } == set()
+    text = README.read_text()
+    assert {name for name in main.commands if name not in shown and f"`{name}`" not in text} == set()
 
 
-def test_the_tables_are_those_of_the_records() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert readme_with_tables(text) == text
+def test_it_is_read_in_three_minutes() -> None:
+    """At 240 words a minute, but for blocks and tables."""
+    prose = re.sub(r"```.*?```|^\|.*?$", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 720
+
+
+@pytest.mark.parametrize("page", contents())
+def test_the_tables_are_those_of_the_records(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert with_records(text, contents()[page]) == text, "run python -m benchmarks.pages.measured"
+
+
+def test_every_record_that_has_a_table_is_there() -> None:
+    for page, tables in PAGES.items():
+        for name in tables:
+            assert (ROOT / "benchmarks" / "results" / name).is_file(), (page, name)
+    marked = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md") if BEGIN in path.read_text()}
+    assert marked | {"README.md"} == set(contents())
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_the_pictures_are_those_of_the_records(name: str) -> None:
+    drawn = DRAWINGS[name]().standalone
+    assert (PICTURES / name).read_text(encoding="utf-8") == drawn, "run python -m benchmarks.pages.pictures"
+    assert len(drawn) < 40_000
+
+
+def test_every_picture_is_drawn_by_the_script() -> None:
+    assert {path.name for path in PICTURES.iterdir()} == set(DRAWINGS)

@@ -1,5 +1,5 @@
-"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report, runs the demo, and goes
-the way of the start page to a model that a real server serves.
+"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report, runs the demo, and
+goes the way of the start page to a model that a real server serves.
 """
 
 import json

@@ -6,6 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security/index.md",
     "ARCHITECTURE.md": "developing/architecture.md",
     "CONTRIBUTING.md": "developing/contributing.md",

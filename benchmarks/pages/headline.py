@@ -1,0 +1,68 @@
+"""The few figures that the README shows, each out of its record, beside the page that has the others."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.markdown import table
+
+Row = tuple[str, str, str]
+
+
+def _rows(results: Path, name: str, **where: Any) -> list[dict[str, Any]]:
+    record = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    found = [row for row in record["rows"] if all(row[key] == value for key, value in where.items())]
+    assert found, (name, where)
+    return found
+
+
+def _linked(words: str, page: str) -> str:
+    return f"[{words}](docs/measured/{page}.md)"
+
+
+def _real_encoder(results: Path) -> Row:
+    ways = {"none": "removed without repair", "corp": "preset corp", "best": "best"}
+    ways |= {"best, by site": "best by site", "merging, growing": "merged tokens instead"}
+    errors = {
+        words: _rows(results, "real_vit", method=method, share=0.8)[0]["class_error"] for method, words in ways.items()
+    }
+    said = ", ".join(f"{error:.3f} ({words})" for words, error in errors.items())
+    return _linked("DINOv2 ViT-S on photographs", "real-models"), "error of the class token at 80 % of the MACs", said
+
+
+def _hard(results: Path) -> Row:
+    change = {
+        method: fmean(row["points"][0] for row in _rows(results, "hard_vit", method=method, sparsity=0.5))
+        for method in ("corp", "best", "best, by site")
+    }
+    said = ", ".join(f"{points:+.1f} ({method})" for method, points in change.items())
+    what = "points of accuracy at the MACs of half of everything"
+    return _linked("a ViT trained to be hard to prune", "methods"), what, said
+
+
+def _on_cpu(results: Path) -> Row:
+    rows = [
+        (row["model"], row["heads"], row["macs_share"], batch)
+        for row in _rows(results, "cpu_latency", heads="square")
+        for batch in row["rows"]
+        if batch["batch"] == 8 or (row["model"] == "DeiT-B" and batch["batch"] == 4)
+    ]
+    said = ", ".join(
+        f"{model} {row['speedup'][0]:.2f} times at {share:.0%} of the MACs (batch {row['batch']})"
+        for model, _, share, row in rows
+    )
+    return _linked("ONNX Runtime, two CPU cores", "latency"), "speed-up over dense", said
+
+
+def _fused(results: Path) -> Row:
+    kept = {row["variant"]: row for row in _rows(results, "engines", model="DeiT-S")}
+    said = ", ".join(f"{name} {row['fused_attention']} of {row['blocks']}" for name, row in kept.items())
+    return _linked("TensorRT-RTX, FP16", "engines"), "fused attention kernels of DeiT-S", said
+
+
+def headline(results: Path) -> str:
+    """The README's table."""
+    rows: Iterable[Row] = (_real_encoder(results), _hard(results), _on_cpu(results), _fused(results))
+    return table(("where", "what", "figures"), rows)
