@@ -224,7 +224,10 @@ def test_a_directory_of_ours_keeps_it_whole(tmp_path: Path, name: str) -> None:
     again = load_checkpoint(tmp_path / "ours")
     images = _images(channels=theirs.config.num_channels)
     with torch.inference_mode():
-        assert torch.equal(again.model(images), dense.model(images))
+        # Not to the bit: torch sums by where in memory the tensors lie, which are mapped from two files.
+        torch.testing.assert_close(again.model(images), dense.model(images), rtol=0, atol=1e-5)
+    for name, tensor in dense.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor), name
     assert image_spec(again.model).as_json() == image_spec(dense.model).as_json()
     assert output_ports(again.model) == output_ports(dense.model)
 
@@ -290,7 +293,7 @@ def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any],
 def test_tensors_without_a_place_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTForImageClassification")
     path = tmp_path / "model.safetensors"
-    state = load_file(path)
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is written anew below
     query = "vit.encoder.layer.1.attention.attention.query.weight"
     for changed, words in (
         (state | {"vit.encoder.layer.0.gate.weight": torch.ones(2)}, "no place in a ViTForImageClassification"),

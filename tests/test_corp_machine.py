@@ -19,10 +19,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def floors_of_project() -> dict[str, str]:
-    """Every requirement of the project, its developers' own left out, with its floor."""
+    """Every requirement of whoever uses the package, with its floor."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for name in extras if name != "dev" for line in extras[name])]
+    lines = [
+        *project["dependencies"],
+        *(line for name in extras if name not in ("dev", "docs") for line in extras[name]),
+    ]
     pairs = [re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(;.*)?", line) for line in lines]
     assert all(pairs), lines
     return {pair[1]: pair[2] for pair in pairs if pair}

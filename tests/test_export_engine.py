@@ -4,6 +4,7 @@ import importlib.util
 import json
 import signal
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,8 @@ def test_parser_errors_name_the_site(graphs: Graphs, tmp_path: Path) -> None:
 
 
 def test_builder_errors_name_the_site(graphs: Graphs) -> None:
+    if version_numbers(version("tensorrt-rtx")) < (1, 7):
+        pytest.skip("tensorrt-rtx before 1.7 builds FP32 for Turing too, so that nothing fails")
     with pytest.raises(BadInput, match=r"could not build this graph:\n  .*blocks\.0\.attn\.qkv.*Turing"):
         build(graphs.path("tiny", "fp32"), sms=("75",))
 
