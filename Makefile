@@ -6,7 +6,7 @@ DEMO_DIR ?= demo-out
 # torch's own threads only get in each other's way when tests run side by side.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: setup locked lock sbom wheel docs demo real test lint clean
+.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test lint clean
 
 setup: .venv/ready .venv/triton/ready
 
@@ -36,6 +36,28 @@ sbom: .venv/ready
 wheel: .venv/ready
 	$(BIN)/python -m benchmarks.wheel --output dist
 
+# The wheel and the source distribution that it can be built from again, checked.
+dist: .venv/ready build/dist-tools/ready
+	rm -rf dist
+	$(BIN)/python -m benchmarks.sdist --output dist
+	build/dist-tools/bin/twine check --strict dist/*
+	build/dist-tools/bin/hadolint Dockerfile .devcontainer/Dockerfile
+
+build/dist-tools/ready: tests/dist-requirements.txt | .venv/ready
+	test -x build/dist-tools/bin/python || $(BIN)/python -m venv build/dist-tools
+	build/dist-tools/bin/python -m pip install --quiet --requirement tests/dist-requirements.txt
+	touch $@
+
+# The wheel in clean environments, with the demo and all tests: every floor at once (LOWEST is the oldest Python that is
+# allowed), and the newest of everything. Each takes about 7 GB and, on two cores, half an hour.
+LOWEST ?= python3.11
+HIGHEST ?= python3
+lowest: dist
+	$(BIN)/python -m benchmarks.installs lowest --python $(LOWEST) --tests
+
+highest: dist
+	$(BIN)/python -m benchmarks.installs highest --python $(HIGHEST) --tests
+
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
 .venv/triton/ready: tests/triton-requirements.txt | .venv/ready
 	test -x .venv/triton/bin/python || $(BIN)/python -m venv .venv/triton
@@ -64,4 +86,4 @@ test: lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 
 clean:
-	rm -rf .venv $(DEMO_DIR) build *.egg-info
+	rm -rf .venv $(DEMO_DIR) build dist *.egg-info

@@ -27,11 +27,17 @@ PARTS = ("calib", "corp_deploy", "export", "ground", "perf", "pyproject.toml", "
 EARLIEST = 315_532_800
 
 
+def tracked() -> list[str]:
+    """The files and links that git would commit, by name."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted(name for name in names if name and os.path.lexists(ROOT / name))
+
+
 def sources(into: Path) -> None:
-    """The files that git would commit, with one mode."""
-    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
-    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0"):
-        if name and (ROOT / name).is_file():
+    """What a wheel is made of, with one mode."""
+    for name in tracked():
+        if Path(name).parts[0] in PARTS:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, into / name)
             (into / name).chmod(0o644)

@@ -1,0 +1,152 @@
+"""What is published: wheel and source distribution, their metadata, the floors, and what was installed from them."""
+
+import re
+import tarfile
+import time
+from pathlib import Path
+
+import click
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+from benchmarks import floors, installs, sdist
+from benchmarks.wheel import tracked
+from corp_deploy import __version__, machine
+from ground.files import sha256_of_file
+
+ROOT = Path(__file__).parents[1]
+EPOCH = 1_700_000_000
+STEM = f"corp_deploy-{__version__}"
+PROMISED = {"cpu", "gpu", "rtx", "hf", "openvino", "interop", "sign"}
+NO_GIT = "what belongs to the source distribution is what git has, and there is no git here"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both, and the wheel once more: of-tree/*.whl, *.tar.gz, unpacked/*, of-sdist/*.whl."""
+    if not (ROOT / ".git").exists():
+        pytest.skip(NO_GIT)
+    place = tmp_path_factory.mktemp("dist")
+    sdist.both(place, EPOCH)
+    return place
+
+
+@pytest.fixture(scope="module")
+def wheel(scratch: Path) -> Path:
+    return scratch / "of-tree" / f"{STEM}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def core(wheel: Path) -> bytes:
+    return sdist.metadata(wheel)
+
+
+def test_the_wheel_of_the_source_distribution_is_that_of_the_tree(scratch: Path, wheel: Path) -> None:
+    again = scratch / "of-sdist" / wheel.name
+    assert sha256_of_file(again) == sha256_of_file(wheel)
+
+
+def test_another_wheel_from_the_source_distribution_is_refused(
+    tmp_path: Path, scratch: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(source: Path, into: Path, _: int) -> Path:
+        into.mkdir()
+        (into / wheel.name).write_bytes(wheel.read_bytes() + (b"" if source.name == "tree" else b"?"))
+        return into / wheel.name
+
+    monkeypatch.setattr(sdist, "build", built)
+    with pytest.raises(click.ClickException, match=r"built from corp_deploy-.*\.tar\.gz it has other bytes"):
+        sdist.both(tmp_path, EPOCH)
+
+
+def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed_it(scratch: Path) -> None:
+    with tarfile.open(scratch / f"{STEM}.tar.gz") as archive:
+        members = {member.name.removeprefix(f"{STEM}/"): member for member in archive}
+    assert members.keys() == {"PKG-INFO", *tracked()}
+    assert {
+        "Makefile",
+        "constraints.txt",
+        "tests/test_dist.py",
+        "docs/index.md",
+        "benchmarks/sdist.py",
+    } <= members.keys()
+    assert {(member.mtime, member.uid, member.gid, member.uname) for member in members.values()} == {(EPOCH, 0, 0, "")}
+    assert {name for name, member in members.items() if member.issym()} == {"examples/digits"}
+    executable = {name for name, member in members.items() if member.isfile() and member.mode & 0o111}
+    assert executable == {".ci/run", "examples/ci/release.sh"}
+
+
+def test_the_source_distribution_has_the_same_bytes_again(tmp_path: Path, scratch: Path, wheel: Path) -> None:
+    first = scratch / f"{STEM}.tar.gz"
+    time.sleep(max(0.0, 1.1 - (time.time() - first.stat().st_mtime)))  # times in a tar have steps of a second
+    assert sdist.write_sdist(wheel, tmp_path, EPOCH).read_bytes() == first.read_bytes()
+    assert sdist.write_sdist(wheel, tmp_path, EPOCH + 1).read_bytes() != first.read_bytes()
+
+
+def test_the_metadata_are_valid_and_say_what_was_promised(core: bytes) -> None:
+    said = Metadata.from_email(core, validate=True)
+    assert (said.name, str(said.version), str(said.license_expression)) == ("corp-deploy", __version__, "Apache-2.0")
+    assert set(said.license_files or ()) == {"LICENSE"}
+    assert set(said.provides_extra or ()) >= PROMISED
+    assert floors.extras(core) == set(said.provides_extra or ())
+    assert said.description_content_type == "text/markdown"
+    assert (said.description or "").strip() == (ROOT / "README.md").read_text().strip()
+    assert said.requires_python is not None
+    newest = max(re.findall(r"3\.\d+", " ".join(said.classifiers or ())), key=lambda text: int(text[2:]))
+    assert {"3.11", newest} <= {each for each in ("3.11", "3.12", "3.13") if said.requires_python.contains(each)}
+    assert not said.requires_python.contains("3.10")
+
+
+def test_the_floors_are_those_that_doctor_knows(core: bytes) -> None:
+    used = floors.floors(floors.requirements(core, *floors.extras(core) - floors.DEVELOPING))
+    assert used == dict(machine.FLOORS)
+    held = {each.name: each for each in map(Requirement, floors.constraints(core).splitlines())}
+    for name, version in used.items():
+        assert str(held[name].specifier) == f"=={version}"
+    assert held["setuptools"].specifier.contains("77.0.1")
+    assert {"pytest", "scipy", "grimp"} <= held.keys()
+    assert not floors.LINTERS & held.keys()
+    assert "mkdocs" not in held
+
+
+def test_a_requirement_without_one_lower_bound_has_no_floor() -> None:
+    assert floors.floors([Requirement("A.b>=1.2; python_version > '3'"), Requirement("a-b>=1.2")]) == {"a-b": "1.2"}
+    for line in ("a", "a==1", "a>=1,<2", "a~=1.0"):
+        with pytest.raises(click.ClickException, match="a: expected one lower bound"):
+            floors.floors([Requirement(line)])
+    with pytest.raises(click.ClickException, match="a: two floors, 1 and 2"):
+        floors.floors([Requirement("a>=1"), Requirement("A>=2")])
+
+
+def test_requirements_are_those_of_the_extras_that_were_asked_for() -> None:
+    core = b"""Metadata-Version: 2.4
+Name: some
+Version: 1
+Provides-Extra: x
+Requires-Dist: always>=1
+Requires-Dist: of-x>=2; extra == "x"
+Requires-Dist: elsewhere>=3; sys_platform == "no such" and extra == "x"
+"""
+    assert [each.name for each in floors.requirements(core)] == ["always"]
+    assert [each.name for each in floors.requirements(core, "x")] == ["always", "of-x"]
+
+
+def test_the_steps_end_at_the_first_that_fails(tmp_path: Path) -> None:
+    done = installs.run({"well": ["true"], "badly": ["sh", "-c", "exit 3"], "never": ["true"]}, tmp_path)
+    assert [(each["step"], each["exit_code"]) for each in done] == [("well", 0), ("badly", 3)]
+
+
+def test_an_outcome_counts_what_pytest_wrote(tmp_path: Path) -> None:
+    cases = "".join(
+        f'<testcase classname="tests.test_a" name="{name}">{inside}</testcase>'
+        for name, inside in (("good", ""), ("bad", "<failure/>"), ("broken", "<error/>"), ("left", "<skipped/>"))
+    )
+    counts = 'tests="4" failures="1" errors="1" skipped="1"'
+    (tmp_path / "junit.xml").write_text(f"<testsuites><testsuite {counts}>{cases}</testsuite></testsuites>")
+    assert installs.outcome(tmp_path / "junit.xml") == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failing": ["tests.test_a::bad", "tests.test_a::broken"],
+    }
