@@ -1,4 +1,4 @@
-"""The README's table of what sixteen bits cost."""
+"""The table of what sixteen bits cost."""
 
 from typing import Any
 

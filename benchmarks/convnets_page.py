@@ -1,4 +1,4 @@
-"""The README's tables of convolutional networks, from the record of benchmarks/convnets.py."""
+"""The tables of convolutional networks, from the record of benchmarks/convnets.py."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -69,5 +69,6 @@ def latency(record: Mapping[str, Any]) -> str:
 
 
 def convnets(record: Mapping[str, Any]) -> str:
-    """Both tables."""
-    return "\n\n".join(part for part in (methods(record), latency(record)) if part)
+    """Both tables, the second under a heading of its own."""
+    faster = latency(record)
+    return "\n\n".join([methods(record), *(["## How much faster", faster] if faster else [])])

@@ -57,3 +57,32 @@ def proof_cost(record: dict[str, Any]) -> str:
         f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times the passes over the images that it can't do "
         f"without (each of the four, and the dense model in FP16), and {verify['peak_mb'] / 1e3:.1f} GB."
     )
+
+
+def sweep_cost(record: dict[str, Any]) -> str:
+    """What a sweep costs beside solves made apart."""
+    return (
+        f"{len(record['sparsities'])} sparsities of {record['model']} from one moments file, scoring included, "
+        f"{record['threads']} threads: {record['ratio']:.2f} times one whole solve and nine that reuse its "
+        f"eliminations, {record['of_ten_apart']:.2f} of ten solves made apart. No solve looks at an image."
+    )
+
+
+def long_runs(record: dict[str, Any]) -> str:
+    """What long runs hold, and whether it grows."""
+    rows = []
+    for run in (record["calibration"], record["serving"]):
+        slope = run["slope"]
+        rows.append(
+            [
+                run["of"],
+                f"{run['least_mib']:.0f} to {run['peak_mib']:.0f}",
+                f"{slope['mib_per_1000']:.1f} ({slope['low']:.1f} to {slope['high']:.1f})",
+                f"{run['seconds']:.0f}",
+            ]
+        )
+    text = (
+        "Memory that a process holds for itself behind the first fifth of a long run, and its slope (Theil and Sen, "
+        "95 % interval):"
+    )
+    return text + "\n\n" + table(["run", "MiB held", "MiB more per 1,000", "seconds"], rows)

@@ -1,4 +1,4 @@
-"""README sentences on what a release is decided by: sweeps that measure, latency over releases, the papers' tables."""
+"""Sentences on what a release is decided by: sweeps that measure, latency over releases."""
 
 from typing import Any
 
@@ -26,13 +26,4 @@ def sweep_trials(record: dict[str, Any]) -> str:
         f"A sweep of {len(trials)} trials of the digits example, each timed beside the dense model in ONNX Runtime at "
         f"batches 1 and 16 on {record['cpus']} CPUs (`python -m benchmarks.sweep_trials`): {record['seconds']:.0f} s"
         f"{said}; the same command again, all finished: {record['seconds_again']:.0f} s."
-    )
-
-
-def reproduced(record: dict[str, Any]) -> str:
-    """Where the papers' tables of a model stand."""
-    page = f"benchmarks/results/reproduce_{record['subject'].split()[0]}.md"
-    return (
-        f"The papers' tables in their own layout (`python -m benchmarks.reproduce`), beside what was printed, of the "
-        f"{record['subject']}: [{page}]({page})."
     )

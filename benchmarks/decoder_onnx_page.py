@@ -1,4 +1,4 @@
-"""The README's table of decoders in ONNX Runtime."""
+"""The table of decoders in ONNX Runtime."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the README says of decoders, from the records of benchmarks/trained_decoder.py and sequential_decoder.py."""
+"""What is said of decoders, from the records of benchmarks/trained_decoder.py and sequential_decoder.py."""
 
 from collections.abc import Mapping
 from statistics import median

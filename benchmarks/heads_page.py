@@ -1,4 +1,4 @@
-"""What the README says of heads, from the records of benchmarks/rotation.py and whole_heads.py."""
+"""What is said of heads, from the records of benchmarks/rotation.py and whole_heads.py."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tables as the README has them."""
+"""Tables of Markdown."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The README's table of graphs in OpenVINO beside ONNX Runtime."""
+"""The table of graphs in OpenVINO beside ONNX Runtime."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,8 @@ def _agreement(record: Mapping[str, Any]) -> str:
     largest = max(row["onnxruntime_of_torch"] for row in rows)
     return (
         f"OpenVINO reads the graphs as they are. FP32 graphs of {len(rows)} architectures with random weights "
-        f"({len(families)} families of the table above, {len(missed)} models beyond {record['bound']:g}): outputs in "
+        f"({len(families)} families of the "
+        f"[supported models](../support.md), {len(missed)} models beyond {record['bound']:g}): outputs in "
         f"OpenVINO, held to float32, differ from ONNX Runtime's by at most {worst['openvino_of_onnxruntime']:.1e} of "
         f"their norm ({worst['name']}), and ONNX Runtime's from torch's by at most {largest:.1e}."
     )

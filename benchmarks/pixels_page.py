@@ -1,4 +1,4 @@
-"""The README's table of graphs that take pixels."""
+"""The table of graphs that take pixels."""
 
 from typing import Any
 

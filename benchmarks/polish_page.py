@@ -1,4 +1,4 @@
-"""The README's tables of what polishing gains, from the records of benchmarks/polish.py and layer_polish.py."""
+"""The tables of what polishing gains, from the records of benchmarks/polish.py and layer_polish.py."""
 
 from collections.abc import Mapping
 from typing import Any

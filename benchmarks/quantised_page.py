@@ -1,4 +1,4 @@
-"""The README's tables of INT8 and FP8."""
+"""The tables of INT8 and FP8."""
 
 from collections.abc import Sequence
 from typing import Any

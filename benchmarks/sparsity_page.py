@@ -1,4 +1,4 @@
-"""The README's page of 2:4 weights: beside widths at equal multiply-adds, and what TensorRT-RTX makes of them."""
+"""The page of 2:4 weights: beside widths at equal multiply-adds, and what TensorRT-RTX makes of them."""
 
 from typing import Any
 

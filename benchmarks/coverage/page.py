@@ -1,4 +1,4 @@
-"""The README's table of what goes through the whole chain."""
+"""The table of what goes through the whole chain."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

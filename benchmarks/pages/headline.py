@@ -1,4 +1,4 @@
-"""The few figures that the README shows, each out of its record, beside the page that has the others."""
+"""The few figures that the README and the first page of docs/measured show, each with the page that has the others."""
 
 import json
 from collections.abc import Iterable
@@ -18,31 +18,31 @@ def _rows(results: Path, name: str, **where: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _linked(words: str, page: str) -> str:
-    return f"[{words}](docs/measured/{page}.md)"
-
-
-def _real_encoder(results: Path) -> Row:
+def _real_encoder(results: Path, folder: str) -> Row:
     ways = {"none": "removed without repair", "corp": "preset corp", "best": "best"}
     ways |= {"best, by site": "best by site", "merging, growing": "merged tokens instead"}
     errors = {
         words: _rows(results, "real_vit", method=method, share=0.8)[0]["class_error"] for method, words in ways.items()
     }
     said = ", ".join(f"{error:.3f} ({words})" for words, error in errors.items())
-    return _linked("DINOv2 ViT-S on photographs", "real-models"), "error of the class token at 80 % of the MACs", said
+    return (
+        f"[DINOv2 ViT-S on photographs]({folder}real-models.md)",
+        "error of the class token at 80 % of the MACs",
+        said,
+    )
 
 
-def _hard(results: Path) -> Row:
+def _hard(results: Path, folder: str) -> Row:
     change = {
         method: fmean(row["points"][0] for row in _rows(results, "hard_vit", method=method, sparsity=0.5))
         for method in ("corp", "best", "best, by site")
     }
     said = ", ".join(f"{points:+.1f} ({method})" for method, points in change.items())
     what = "points of accuracy at the MACs of half of everything"
-    return _linked("a ViT trained to be hard to prune", "methods"), what, said
+    return f"[a ViT trained to be hard to prune]({folder}methods.md)", what, said
 
 
-def _on_cpu(results: Path) -> Row:
+def _on_cpu(results: Path, folder: str) -> Row:
     rows = [
         (row["model"], row["heads"], row["macs_share"], batch)
         for row in _rows(results, "cpu_latency", heads="square")
@@ -53,16 +53,17 @@ def _on_cpu(results: Path) -> Row:
         f"{model} {row['speedup'][0]:.2f} times at {share:.0%} of the MACs (batch {row['batch']})"
         for model, _, share, row in rows
     )
-    return _linked("ONNX Runtime, two CPU cores", "latency"), "speed-up over dense", said
+    return f"[ONNX Runtime, two CPU cores]({folder}latency.md)", "speed-up over dense", said
 
 
-def _fused(results: Path) -> Row:
+def _fused(results: Path, folder: str) -> Row:
     kept = {row["variant"]: row for row in _rows(results, "engines", model="DeiT-S")}
     said = ", ".join(f"{name} {row['fused_attention']} of {row['blocks']}" for name, row in kept.items())
-    return _linked("TensorRT-RTX, FP16", "engines"), "fused attention kernels of DeiT-S", said
+    return f"[TensorRT-RTX, FP16]({folder}engines.md)", "fused attention kernels of DeiT-S", said
 
 
-def headline(results: Path) -> str:
-    """The README's table."""
-    rows: Iterable[Row] = (_real_encoder(results), _hard(results), _on_cpu(results), _fused(results))
+def headline(results: Path, folder: str) -> str:
+    """The table, its links to pages in this folder as they are written where it stands."""
+    every = (_real_encoder, _hard, _on_cpu, _fused)
+    rows: Iterable[Row] = (row(results, folder) for row in every)
     return table(("where", "what", "figures"), rows)

@@ -22,6 +22,7 @@ from benchmarks import (
     engines_page,
     heads_page,
     latency_page,
+    measurement_page,
     openvino_page,
     pixels_page,
     polish_page,
@@ -33,67 +34,81 @@ from benchmarks.gpu import page as gpu_page
 from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
 
+from .decoders import decoders
+from .findings import FINDINGS
 from .headline import headline
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- records: begin -->", "<!-- records: end -->"
 Table = Callable[[dict[str, Any]], str]
+ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 
-PAGES: Mapping[str, Mapping[str, Table]] = {
-    "docs/support.md": {"coverage.json": coverage},
+PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
+    SUPPORT: {"coverage.json": ("Encoders and convolutional networks", coverage)},
     "docs/measured/real-models.md": {
-        "real_vit.json": real_page.real_vit,
-        "real_vit_engines.json": real_page.real_vit_engines,
-        "dense_features.json": real_page.dense_features,
-        "real_convnet.json": convnet_page.real_convnet,
+        "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
+        "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
+        "dense_features.json": ("Patch tokens under dense heads", real_page.dense_features),
+        "real_convnet.json": ("EfficientNet-Lite0 on photographs", convnet_page.real_convnet),
     },
     "docs/measured/methods.md": {
-        "methods.json": accuracy_page.methods,
-        "hard_vit.json": accuracy_page.hard_vit,
-        "text_encoder.json": accuracy_page.text_encoder,
-        "whole_heads.json": heads_page.whole_heads,
+        "methods.json": ("Two ViTs with much to spare", accuracy_page.methods),
+        "hard_vit.json": ("A ViT with nothing to spare", accuracy_page.hard_vit),
+        "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
+        "whole_heads.json": ("Whole heads or narrower ones", heads_page.whole_heads),
     },
-    "docs/measured/convnets.md": {"convnets.json": convnets_page.convnets},
+    "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
     "docs/measured/budgets-and-polish.md": {
-        "budgets.json": accuracy_page.budgets,
-        "polish.json": polish_page.polish,
-        "layer_polish.json": polish_page.layer_polish,
+        "budgets.json": ("Budgets", accuracy_page.budgets),
+        "polish.json": ("Blocks and models polished", polish_page.polish),
+        "layer_polish.json": ("Layers polished", polish_page.layer_polish),
     },
     "docs/measured/sparsity.md": {
-        "sparsity.json": sparsity_page.sparsity,
-        "sparse_engines.json": sparsity_page.sparse_engines,
+        "sparsity.json": ("What it loses", sparsity_page.sparsity),
+        "sparse_engines.json": ("What engines make of it", sparsity_page.sparse_engines),
     },
     "docs/measured/engines.md": {
-        "engines.json": engines_page.engines,
-        "break_fusion.json": engines_page.break_fusion,
+        "engines.json": ("Head geometry", engines_page.engines),
+        "break_fusion.json": ("Fusion broken on purpose, and more targets", engines_page.break_fusion),
     },
     "docs/measured/precision.md": {
-        "bf16.json": bf16_page.bf16,
-        "quantised.json": quantised_page.quantised,
-        "rotation.json": heads_page.rotation,
-        "pixels.json": pixels_page.pixels,
+        "bf16.json": ("Sixteen bits", bf16_page.bf16),
+        "quantised.json": ("INT8 and FP8", quantised_page.quantised),
+        "rotation.json": ("Rotated heads", heads_page.rotation),
+        "pixels.json": ("Pixels as input", pixels_page.pixels),
     },
     "docs/measured/latency.md": {
-        "cpu_latency.json": latency_page.cpu_latency,
-        "openvino.json": openvino_page.openvino,
-        "history.json": decision_page.history,
+        "cpu_latency.json": ("ONNX Runtime", latency_page.cpu_latency),
+        "openvino.json": ("OpenVINO", openvino_page.openvino),
     },
     "docs/measured/decoders.md": {
-        "trained_decoder.json": decoder_page.trained_decoder,
-        "decoder_onnx.json": decoder_onnx_page.decoder_onnx,
-        "sequential_decoder.json": decoder_page.sequential_decoder,
+        "trained_decoder.json": ("Perplexity", decoder_page.trained_decoder),
+        "decoder_onnx.json": ("Prefill and decoding", decoder_onnx_page.decoder_onnx),
+        "sequential_decoder.json": ("Memory and time of large ones", decoder_page.sequential_decoder),
     },
     "docs/measured/costs.md": {
-        "calibration_small.json": cost_page.calibration,
-        "passes.json": cost_page.passes,
-        "reduce_base.json": cost_page.reduction,
-        "proof_cost.json": cost_page.proof_cost,
-        "sweep_trials.json": decision_page.sweep_trials,
+        "passes.json": ("Each command in forward passes", cost_page.passes),
+        "calibration_small.json": ("Calibrating", cost_page.calibration),
+        "reduce_base.json": ("Reducing", cost_page.reduction),
+        "proof_cost.json": ("Proving", cost_page.proof_cost),
+        "sweep_cost.json": ("Sweeping", cost_page.sweep_cost),
+        "sweep_trials.json": ("Sweeping with measurements", decision_page.sweep_trials),
+        "long_runs.json": ("Memory in long runs", cost_page.long_runs),
+    },
+    "docs/measured/measurement.md": {
+        "gate_alarms.json": ("False alarms", measurement_page.gate_alarms),
+        "gate_noise.json": ("A slowdown to be found", measurement_page.gate_noise),
+        "history.json": ("Over releases", decision_page.history),
+        "harness_overhead.json": ("What timing adds", measurement_page.harness_overhead),
     },
 }
-"""By page, its records in the order in which they stand there."""
-ON_GPUS = "docs/measured/gpu.md"
+"""By page, its records in the order in which they stand there, each with its heading and what makes its table."""
+DECODERS = (
+    "Directories of transformers (`--model hf:DIR`); the record has none of them. Each is built in a small size by the "
+    "tests, reduced, saved and loaded again in transformers, whose logits it has (`tests/test_corp_decoders.py`, "
+    "`tests/test_decoder_onnx.py`). [A decoder](how-to/decoders.md) says how, and which engine loads what:"
+)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -101,10 +116,14 @@ def _record(path: Path) -> dict[str, Any]:
     return content
 
 
-def tables(of: Mapping[str, Table], results: Path = RESULTS) -> str:
-    """Those whose record is there and says something."""
-    every = [table(_record(results / name)) for name, table in of.items() if (results / name).is_file()]
-    return "\n\n".join(each for each in every if each)
+def tables(of: Mapping[str, tuple[str, Table]], results: Path = RESULTS) -> str:
+    """Those whose record is there and says something, each under its heading."""
+    parts = []
+    for name, (heading, table) in of.items():
+        path = results / name
+        if path.is_file() and (made := table(_record(path))):
+            parts += [f"## {heading}", made] if heading else [made]
+    return "\n\n".join(parts)
 
 
 def on_gpus(results: Path = RESULTS) -> list[str]:
@@ -130,10 +149,16 @@ def of_gpus(results: Path = RESULTS) -> str:
     return "\n\n".join(on_gpus(results)) or NO_GPU
 
 
-def contents(results: Path = RESULTS) -> dict[str, str]:
-    """What stands between the markers of each page."""
-    every = {page: tables(of, results) for page, of in PAGES.items()}
-    return every | {ON_GPUS: of_gpus(results), "README.md": headline(results)}
+def contents() -> dict[str, str]:
+    """What stands between the markers of each page: the finding, then the tables."""
+    every = {page: tables(of) for page, of in PAGES.items()}
+    every[SUPPORT] += f"\n\n## Decoders\n\n{DECODERS}\n\n{decoders()}"
+    every |= {page: f"{finding()}\n\n{every[page]}" for page, finding in FINDINGS.items()}
+    return every | {
+        ON_GPUS: of_gpus(),
+        "docs/measured/index.md": headline(RESULTS, ""),
+        "README.md": headline(RESULTS, "docs/measured/"),
+    }
 
 
 def with_records(text: str, content: str) -> str:

@@ -163,6 +163,7 @@ def parity_chain() -> Drawing:
         if place < len(links):
             marks += _arrow((80, 80), (y + 30, y + 62), links[place])
     marks.append(path("whisker note", f"M{WIDTH - 24} 20h14V{62 * 4 + 24}h-14"))
+    marks.append(text(WIDTH - 32, 24, "the whole: your limit", anchor="end", css="note"))
     title = "The parity chain: each step is held against the one before, and the whole against the dense module"
     return Drawing(title=title, height=62 * 4 + 48, marks=tuple(marks))
 

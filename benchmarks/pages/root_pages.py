@@ -1,4 +1,4 @@
-"""Pages that stand at the root of the repository as pages of the site, and links that lead out of docs/ led anew."""
+"""Pages that stand outside docs/ as pages of the site, and links that lead out of docs/ led anew."""
 
 import posixpath
 import re
@@ -11,6 +11,8 @@ ROOT_PAGES = {
     "SECURITY.md": "security/index.md",
     "ARCHITECTURE.md": "developing/architecture.md",
     "CONTRIBUTING.md": "developing/contributing.md",
+    "benchmarks/results/reproduce_digits.md": "measured/papers-digits.md",
+    "benchmarks/results/reproduce_procedural.md": "measured/papers-procedural.md",
 }
 """Where each of them stands on the site."""
 
@@ -37,5 +39,5 @@ def led_anew(markdown: str, source: str, page: str) -> str:
 
 
 def page_of_root(name: str) -> str:
-    """A page of the root as the site has it."""
+    """One of them as the site has it."""
     return led_anew((ROOT / name).read_text(encoding="utf-8"), name, ROOT_PAGES[name])

@@ -1,4 +1,4 @@
-"""The README's table of a convolutional network with real weights."""
+"""The table of a convolutional network with real weights."""
 
 from collections.abc import Mapping
 from typing import Any

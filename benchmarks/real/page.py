@@ -1,4 +1,4 @@
-"""The tables of a record of real_vit.py, real_vit_engines.py and dense_features.py, for the README."""
+"""The tables of a record of real_vit.py, real_vit_engines.py and dense_features.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
