@@ -20,7 +20,7 @@ from . import __version__
 FLOORS: Mapping[str, str] = MappingProxyType(
     {
         "torch": "2.10",
-        "timm": "1.0.30",
+        "timm": "1.0.31",
         "numpy": "1.26.4",
         "onnx": "1.22",
         "onnxscript": "0.7",

@@ -181,7 +181,10 @@ def test_half_of_it_saved_and_loaded_is_the_same(form: str, preset: str, tmp_pat
     save(Checkpoint(model=narrower, architecture=whole.architecture, lineage={}), tmp_path / "m")
     loaded = load_checkpoint(tmp_path / "m").model
     assert {site.name: site.width for site in sites_of(loaded).every} == widths
-    assert torch.equal(outputs(loaded), outputs(narrower))
+    for name, tensor in narrower.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    # Not to the bit: torch sums by where in memory the tensors lie.
+    torch.testing.assert_close(outputs(loaded), outputs(narrower), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ROTARY)
