@@ -1,7 +1,6 @@
 """Every page of docs/ does what it says: its commands and its Python run as written, one after the other."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from corp_deploy.cli import main
 from examples.digits.images import load
+from tests.page_files import PREPARED
 from tests.pages import DOCS, ROOT, blocks, follow, pages
 
 ELSEWHERE = {
@@ -29,10 +29,6 @@ def digits(directory: Path) -> None:
     train, test = load("train"), load("held-out")
     np.savez(directory / "images.npz", images=train.images[:128])
     np.savez(directory / "held-out.npz", images=test.images[:64], labels=test.labels[:64])
-
-
-PREPARED: dict[str, Callable[[Path], None]] = {}
-"""What a page's reader has beside that, by its path."""
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))

@@ -1,0 +1,63 @@
+"""What readers of single pages of docs/ have beside the digits example: small models under names like theirs."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.decoders import text, write_decoder
+from tests.encoders import texts, write_encoder
+from tests.hf_towers import write_tower
+
+
+def photographs(directory: Path, count: int = 8) -> None:
+    """A folder of pictures, none of them square."""
+    noise = np.random.default_rng(0)
+    directory.mkdir()
+    for number in range(count):
+        pixels = noise.integers(0, 256, (180, 240, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(directory / f"{number:03}.jpg")
+
+
+def of_timm(home: Path) -> None:
+    """A fine-tuned ViT as a file of weights and as a checkpoint of a training, wrapped and with a moving average."""
+    torch.manual_seed(0)
+    state = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=5).state_dict()
+    save_file(state, home / "vit.safetensors")
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": wrapped, "state_dict_ema": wrapped, "epoch": 3}, home / "last.pth.tar")
+    photographs(home / "photos")
+
+
+def of_transformers(home: Path) -> None:
+    """A DINOv2 as transformers writes it, and images."""
+    torch.manual_seed(0)
+    write_tower(home / "dinov2", "Dinov2Model")
+    np.save(home / "images.npy", np.random.default_rng(0).normal(size=(16, 3, 32, 32)).astype(np.float32))
+
+
+def of_texts(home: Path) -> None:
+    """A BERT as transformers writes it, with its tokenizer, and documents."""
+    write_encoder(home / "bert")
+    for name, lines in (("calibration.txt", texts(32)), ("held-out.txt", texts(48)[32:])):
+        (home / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def of_tokens(home: Path) -> None:
+    """A Llama as transformers writes it, and two texts."""
+    write_decoder(home / "dense", "llama")
+    (home / "calibration.txt").write_text(text(letters=4_000), encoding="utf-8")
+    (home / "held-out.txt").write_text(text(start=4_000, letters=2_000), encoding="utf-8")
+
+
+PREPARED: Mapping[str, Callable[[Path], None]] = {
+    "how-to/timm-model.md": of_timm,
+    "how-to/hugging-face-model.md": of_transformers,
+    "how-to/text-encoder.md": of_texts,
+    "how-to/decoders.md": of_tokens,
+}
+"""By page."""
