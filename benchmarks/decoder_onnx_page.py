@@ -1,27 +1,20 @@
 """The table of decoders in ONNX Runtime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import table
-
-
-def _interval(value: Sequence[float | None] | None, digits: int = 2) -> str:
-    if value is None or value[0] is None:
-        return "-"
-    middle, low, high = (None if each is None else f"{each:,.{digits}f}" for each in value)
-    return f"{middle}" if low is None or high is None else f"{middle} ({low} to {high})"
+from benchmarks.markdown import interval, table
 
 
 def _lines(each: Mapping[str, Any], cached: int) -> list[list[str]]:
     lines = []
     for row in each["prefill"]:
-        p50 = [_interval(row["p50_ms"][name]) + " ms" for name in ("dense", "reduced")]
-        lines.append([each["name"], f"prefill, {row['length']} tokens", *p50, _interval(row["speedup"])])
+        p50 = [interval(row["p50_ms"][name]) + " ms" for name in ("dense", "reduced")]
+        lines.append([each["name"], f"prefill, {row['length']} tokens", *p50, interval(row["speedup"])])
     for row in each["decode"]:
-        rates = [_interval(row["tokens_per_s"][name], 0) + " tokens/s" for name in ("dense", "reduced")]
+        rates = [interval(row["tokens_per_s"][name], 0) + " tokens/s" for name in ("dense", "reduced")]
         what = f"decoding behind {cached}, batch {row['batch']}"
-        lines.append([each["name"], what, *rates, _interval(row["speedup"])])
+        lines.append([each["name"], what, *rates, interval(row["speedup"])])
     return lines
 
 

@@ -1,16 +1,8 @@
 """Dense against reduced in ONNX Runtime on the CPU, by its record."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from .markdown import table
-
-
-def _interval(value: Sequence[float | None] | None) -> str:
-    if value is None or value[0] is None:
-        return "-"
-    low, high = value[1], value[2]
-    return f"{value[0]:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
+from .markdown import interval, table
 
 
 def cpu_latency(record: dict[str, Any]) -> str:
@@ -22,6 +14,6 @@ def cpu_latency(record: dict[str, Any]) -> str:
             shown = ["-" if value is None else f"{value[0]:.1f}" for value in p50]
             realised = "-" if line["realised_share"] is None else f"{line['realised_share']:.0%}"
             head = [each["model"], each["heads"], f"{each['macs_share']:.2f}", str(line["batch"])]
-            rows.append([*head, *shown, _interval(line["speedup"]), _interval(line["noise"]), realised])
+            rows.append([*head, *shown, interval(line["speedup"]), interval(line["noise"]), realised])
     names = ["model", "heads", "MACs", "batch", "dense p50 ms", "reduced p50 ms", "speed-up", "A/A noise", "realised"]
     return "ONNX Runtime on 2 CPU cores, FP32, random weights, interleaved in one process:\n\n" + table(names, rows)

@@ -1,19 +1,11 @@
 """The table of graphs in OpenVINO beside ONNX Runtime."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import interval, table
 
 NAMES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
-
-
-def _interval(value: Sequence[float | None] | None, digits: int = 1) -> str:
-    """Without its ends where there were too few rounds for them."""
-    if value is None or value[0] is None:
-        return "-"
-    middle, low, high = (None if each is None else f"{each:.{digits}f}" for each in value)
-    return f"{middle}" if low is None or high is None else f"{middle} ({low} to {high})"
 
 
 def _agreement(record: Mapping[str, Any]) -> str:
@@ -36,8 +28,8 @@ def _latency(record: Mapping[str, Any]) -> str:
     for each in record["latency"]:
         runtime = f"{NAMES[each['runtime']]}, computed in {each['arithmetic'].upper()}"
         for row in each["rows"]:
-            cells = [_interval(row["p50_ms"][name]) for name in ("dense", "reduced")]
-            lines.append([runtime, str(row["batch"]), *cells, _interval(row["speedup"], 2)])
+            cells = [interval(row["p50_ms"][name], 1) for name in ("dense", "reduced")]
+            lines.append([runtime, str(row["batch"]), *cells, interval(row["speedup"])])
     return table(["runtime", "batch", "dense p50 ms", "reduced p50 ms", "speed-up"], lines)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import cost_page, measurement_page
 from benchmarks.pages import decoders, findings
+from benchmarks.pages.error_picture import NAMES, real_encoder
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT, contents
 from corp_deploy.families.decoder_config import MODEL_TYPES
 from tests import decoders as small_decoders
@@ -100,3 +101,13 @@ def test_the_table_of_decoders_is_of_those_that_are_read_and_tried() -> None:
     assert lines["llama"].endswith("`intermediate_size`, fewer groups | yes |")
     assert "kept" in lines["qwen3"]
     assert "kept" not in lines["qwen2"]
+
+
+def test_the_picture_of_errors_shows_what_was_measured_and_no_more() -> None:
+    rows = record("real_vit")["rows"]
+    drawn = str(real_encoder({"rows": rows}).inline)
+    for method, name in (pair for names in NAMES for pair in names.items()):
+        own = [row for row in rows if row["method"] == method and row["share"] != 0.66]
+        for row in own:
+            assert f"<title>{name}, {row['share']:.0%}: {row['class_error']:.4g} relative error" in drawn, row["method"]
+        assert drawn.count(f"<title>{name}, ") == len(own)

@@ -11,42 +11,19 @@ from typing import Any
 import click
 from markupsafe import Markup
 
-from perf.report.plots import Point, Series, curve
 from perf.report.scales import linear
 from perf.report.svg import WIDTH, Drawing, bar, dot, element, grid_x, group, legend, line, path, text
 
+from .error_picture import real_encoder
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-METHODS = {
-    "none": "no repair",
-    "corp": "corp",
-    "best": "best",
-    "best, by site": "by site",
-    "merging, growing": "merged",
-}
 ROW = 34
 
 
 def _record(name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return content
-
-
-def real_encoder() -> Drawing:
-    """Error of a DINOv2's class token against the share of the MACs, a line a method."""
-    rows = _record("real_vit")["rows"]
-    shares = sorted({row["share"] for row in rows if row["method"] == "none"}, reverse=True)
-    series = []
-    for place, (method, name) in enumerate(METHODS.items()):
-        errors = {row["share"]: row["class_error"] for row in rows if row["method"] == method}
-        points = [
-            Point(label=f"{share:.0%}", value=errors[share], low=errors[share], high=errors[share])
-            for share in shares
-            if share in errors
-        ]
-        series.append(Series(name=name, tone=f"hue{place}", points=tuple(points)))
-    title = "DINOv2 ViT-S on photographs: relative error of the class token by share of the multiply-adds"
-    return curve(series, title=title, unit="relative error", across="multiply-adds left", log=True)
 
 
 def cpu_latency() -> Drawing:
@@ -173,7 +150,7 @@ DRAWINGS: Mapping[str, Callable[[], Drawing]] = {
     "fused-attention.svg": fused_attention,
     "parity-chain.svg": parity_chain,
     "pipeline.svg": pipeline,
-    "real-encoder.svg": real_encoder,
+    "real-encoder.svg": lambda: real_encoder(_record("real_vit")),
 }
 
 

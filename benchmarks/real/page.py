@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import interval, table
 
 SHOWN_SHARE = 0.8
 Row = Mapping[str, Any]
@@ -87,14 +87,6 @@ def real_vit(record: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *record.get("remarks", [])])
 
 
-def _interval(value: Sequence[float | None] | None, digits: int) -> str:
-    if value is None or value[0] is None:
-        return "-"
-    low, high = value[1], value[2]
-    span = "" if low is None or high is None else f" ({low:.{digits}f} to {high:.{digits}f})"
-    return f"{value[0]:.{digits}f}{span}"
-
-
 def real_vit_engines(record: Mapping[str, Any]) -> str:
     """What engines make of it."""
     lines = []
@@ -102,9 +94,9 @@ def real_vit_engines(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         head = [row["name"], f"{row['macs_share']:.2f}", f"{row['class_error']:.3f}"]
         for line in row["latency"]["rows"]:
-            p50 = [_interval(line["p50_ms"][side], 1) for side in ("dense", "reduced")]
-            rates = [_interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
-            lines.append([*head, str(line["batch"]), *p50, *rates, _interval(line["speedup"], 2)])
+            p50 = [interval(line["p50_ms"][side], 1) for side in ("dense", "reduced")]
+            rates = [interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
+            lines.append([*head, str(line["batch"]), *p50, *rates, interval(line["speedup"], 2)])
     text = (
         f"What engines make of it: ONNX Runtime, FP32, {_threads(record)} of an {record['cpu']}, each model "
         "interleaved with the dense one in one process (95 % intervals in brackets):"
