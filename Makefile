@@ -66,7 +66,7 @@ highest: dist
 
 # Pages of docs/, the references made of the code among them; a warning is an error. Open build/site/index.html.
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 demo: .venv/ready

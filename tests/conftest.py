@@ -23,6 +23,7 @@ LONGEST = (
     "test_export_to_onnx.py",
     "test_corp_printed.py",
     "test_wheel.py",
+    "test_docs_pages.py",
     "test_export_engine.py",
     "test_readme.py",
     "test_asserts.py",
