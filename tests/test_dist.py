@@ -1,5 +1,6 @@
 """What is published: wheel and source distribution, their metadata, the floors, and what was installed from them."""
 
+import json
 import re
 import tarfile
 import time
@@ -14,6 +15,7 @@ from benchmarks import floors, installs, sdist
 from benchmarks.wheel import tracked
 from corp_deploy import __version__, machine
 from ground.files import sha256_of_file
+from ground.versions import version_numbers
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 1_700_000_000
@@ -68,7 +70,7 @@ def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed
         "Makefile",
         "constraints.txt",
         "tests/test_dist.py",
-        "docs/index.md",
+        "mkdocs.yml",
         "benchmarks/sdist.py",
     } <= members.keys()
     assert {(member.mtime, member.uid, member.gid, member.uname) for member in members.values()} == {(EPOCH, 0, 0, "")}
@@ -150,3 +152,21 @@ def test_an_outcome_counts_what_pytest_wrote(tmp_path: Path) -> None:
         "skipped": 1,
         "failing": ["tests.test_a::bad", "tests.test_a::broken"],
     }
+
+
+def test_the_lowest_and_the_highest_versions_were_installed_and_ran_the_demo() -> None:
+    record = json.loads(installs.RECORD.read_text())
+    assert record["kind"] == installs.KIND
+    for name, part in record["environments"].items():
+        assert [each["step"] for each in part["steps"]][:5] == ["install", "pip check", "doctor", "demo", "manifest"], (
+            name
+        )
+        assert {each["exit_code"] for each in part["steps"]} == {0}, name
+        assert set(part["extras"]) == PROMISED - {"gpu"} | {"demo"}
+    lowest, highest = (record["environments"][name] for name in ("lowest", "highest"))
+    for name, floor in machine.FLOORS.items():
+        if name in lowest["packages"]:
+            numbers = version_numbers(floor)
+            assert version_numbers(lowest["packages"][name])[: len(numbers)] == numbers, f"{name}: run make lowest"
+    assert lowest["python"].startswith("3.11.")
+    assert highest["packages"]["torch"] != lowest["packages"]["torch"]
