@@ -9,6 +9,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import corp_deploy
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from tests.decoders import text, write_decoder
 from tests.encoders import texts, write_encoder
 from tests.hf_towers import write_tower
@@ -54,10 +57,23 @@ def of_tokens(home: Path) -> None:
     (home / "held-out.txt").write_text(text(start=4_000, letters=2_000), encoding="utf-8")
 
 
+def of_graphs(home: Path) -> None:
+    """A ViT of two blocks, dense and reduced, and images of its size."""
+    torch.manual_seed(0)
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_classes": 5}
+    architecture = Architecture(name="vit_tiny_patch16_224", kwargs=small)
+    save(Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={}), home / "dense")
+    images = np.random.default_rng(0).normal(size=(8, 3, 32, 32)).astype(np.float32)
+    np.save(home / "images.npy", images)
+    moments = corp_deploy.calibrate(home / "dense", images, home / "moments.safetensors")
+    corp_deploy.reduce(home / "dense", moments, home / "reduced", mlp=0.5, attn=0.5)
+
+
 PREPARED: Mapping[str, Callable[[Path], None]] = {
     "how-to/timm-model.md": of_timm,
     "how-to/hugging-face-model.md": of_transformers,
     "how-to/text-encoder.md": of_texts,
     "how-to/decoders.md": of_tokens,
+    "how-to/typed-graphs.md": of_graphs,
 }
 """By page."""

@@ -13,7 +13,6 @@ from tests.pages import DOCS, ROOT, blocks, follow, pages
 
 ELSEWHERE = {
     "start.md",  # from the wheel, in a fresh environment: test_wheel.py
-    "how-to/typed-graphs.md",  # its commands want models that nobody has here: test_docs.py
 }
 FOLLOWED = [
     page
