@@ -1,7 +1,8 @@
 """A page of docs/ as its reader follows it: its blocks of commands, Python and files, in order, in one directory.
 
 A comment in front of a block says what is not plain: `<!-- exits: 1 -->` of its commands, `<!-- needs: tensorrt -->`
-where they exit with 4 without that package, `<!-- file: release.toml -->` for a file that the block is written to.
+where they exit with 4 without that package, `<!-- busy: other programs -->` where they may be refused in these words
+while others have the machine, `<!-- file: release.toml -->` for a file that the block is written to.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
-from ground.errors import EXIT_MISSING
+from ground.errors import EXIT_BAD_INPUT, EXIT_MISSING
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -39,6 +40,7 @@ class Block:
     text: str
     exits: int = 0
     needs: str | None = None
+    busy: str | None = None
     file: str | None = None
 
     @property
@@ -58,13 +60,14 @@ def blocks(page: Path) -> list[Block]:
         indent = len(match["indent"])
         text = "".join(line[indent:] if line.strip() else line for line in match["text"].splitlines(keepends=True))
         said = dict(_SAID.findall(match["said"]))
-        assert said.keys() <= {"exits", "needs", "file"}, (page.name, said)
+        assert said.keys() <= {"exits", "needs", "busy", "file"}, (page.name, said)
         found.append(
             Block(
                 kind=match["kind"],
                 text=text,
                 exits=int(said.get("exits", 0)),
                 needs=said.get("needs"),
+                busy=said.get("busy"),
                 file=said.get("file"),
             )
         )
@@ -98,8 +101,8 @@ def _run_outside(words: list[str], line: str, expected: int) -> None:
     assert done.returncode == expected, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def run_line(line: str, expected: int) -> None:
-    """Run one command line of a page; it has to exit as the page says."""
+def run_line(line: str, expected: int, busy: str | None = None) -> None:
+    """Run one command line of a page; it has to exit as the page says, or to be refused in the words `busy`."""
     words = shlex.split(line)
     if words[:2] == ["pip", "install"]:
         _installs(words[2:])
@@ -107,7 +110,8 @@ def run_line(line: str, expected: int) -> None:
         _run_outside(words, line, expected)
     else:
         result = CliRunner().invoke(main, words[1:])
-        assert result.exit_code == expected, f"{line}\n{result.output}"
+        refused = busy is not None and result.exit_code == EXIT_BAD_INPUT and busy in result.output
+        assert result.exit_code == expected or refused, f"{line}\n{result.output}"
 
 
 def _expected(block: Block) -> int:
@@ -125,6 +129,6 @@ def follow(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.kind == "console":
             for line in block.commands:
-                run_line(line, _expected(block))
+                run_line(line, _expected(block), block.busy)
         elif block.kind == "python":
             exec(compile(block.text, str(page), "exec"), names)
