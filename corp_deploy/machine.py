@@ -19,13 +19,13 @@ from . import __version__
 # The oldest versions whose published faults are mended, as pyproject.toml has them.
 FLOORS: Mapping[str, str] = MappingProxyType(
     {
-        "torch": "2.10",
+        "torch": "2.11",
         "timm": "1.0.31",
         "numpy": "1.26.4",
         "onnx": "1.22",
         "onnxscript": "0.7",
         "pillow": "12.3",
-        "safetensors": "0.6.1",
+        "safetensors": "0.8",
         "click": "8.5",
         "jinja2": "3.1.6",
         "markupsafe": "2.1.2",
@@ -35,7 +35,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "onnxruntime": "1.27",
         "onnxruntime-gpu": "1.27",
         "nvidia-ml-py": "12.535.77",
-        "tokenizers": "0.22.1",
+        "tokenizers": "0.23.1",
         "onnxruntime-genai": "0.18",
         "openvino": "2025.0",
         "cryptography": "45.0.1",
@@ -45,7 +45,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "scikit-learn": "1.5",
         "tensorrt": "11.0.0.114",
         "tensorrt-rtx": "1.5.0.114",
-        "transformers": "5.8",
+        "transformers": "5.19",
     }
 )
 _UNNAMED = (

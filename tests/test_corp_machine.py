@@ -43,7 +43,7 @@ def test_doctor_and_the_project_have_the_same_floors() -> None:
 
 FIXED = {
     "onnx": "1.22",
-    "torch": "2.10",
+    "torch": "2.11",
     "onnxruntime": "1.27",
     "onnxruntime-gpu": "1.27",
     "pillow": "12.3",
@@ -66,7 +66,7 @@ def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
 
 
 def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.10.0+cu126"}
+    older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.11.0+cu126"}
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
     found = findings()
@@ -77,7 +77,7 @@ def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyP
     assert "a plan runs code (CVE-2026-24227" in found["tensorrt"]["disables"]
     assert found["onnx"]["remedy"] == "pip install --upgrade 'onnx>=1.22'"
     assert found["pillow"]["remedy"] == "pip install --upgrade 'pillow>=12.3'"
-    assert found["torch"] == {"what": "torch", "found": "2.10.0+cu126", "disables": "", "remedy": ""}
+    assert found["torch"] == {"what": "torch", "found": "2.11.0+cu126", "disables": "", "remedy": ""}
     assert "for servers that have TensorRT 10" in found["tensorrt"]["disables"]
 
 

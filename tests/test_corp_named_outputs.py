@@ -203,7 +203,7 @@ def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"block1"', '"block7"'))
     with pytest.raises(
-        BadInput, match="block7: the model has no such layer; it has block0, block1, block2; the file was"
+        BadInput, match="block7: the model has no such layer; it has block0, block1, block2; write the model again"
     ):
         load_checkpoint(tmp_path / "model")
 
