@@ -1,11 +1,13 @@
 """What readers of single pages of docs/ have beside the digits example: small models under names like theirs."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import timm
 import torch
+import torchvision  # type: ignore[import-untyped]
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -27,13 +29,30 @@ def photographs(directory: Path, count: int = 8) -> None:
 
 
 def of_timm(home: Path) -> None:
-    """A fine-tuned ViT as a file of weights and as a checkpoint of a training, wrapped and with a moving average."""
+    """Weights of a fine-tuned ViT, a checkpoint with a moving average, and small models of other kinds."""
     torch.manual_seed(0)
     state = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=5).state_dict()
     save_file(state, home / "vit.safetensors")
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
-    torch.save({"state_dict": wrapped, "state_dict_ema": wrapped, "epoch": 3}, home / "last.pth.tar")
+    average = {name: 0.9 * tensor for name, tensor in wrapped.items()}
+    torch.save({"state_dict": wrapped, "state_dict_ema": average, "epoch": 3}, home / "last.pth.tar")
     photographs(home / "photos")
+    normed = {"depth": 2, "qk_norm": True}
+    windows = {"depths": [1, 1], "num_heads": [3, 6], "img_size": 56}
+    for file, name, arguments in (
+        ("normed", "vit_tiny_patch16_224", normed),
+        ("swin", "swin_tiny_patch4_window7_224", windows),
+        ("convnext", "test_convnext", {}),
+    ):
+        save_file(timm.create_model(name, num_classes=5, **arguments).state_dict(), home / f"{file}.safetensors")
+        source = corp_deploy.Source(name, weights=home / f"{file}.safetensors", kwargs=arguments)
+        corp_deploy.calibrate(source, home / "photos", home / f"{file}.moments.safetensors")
+    (home / "snapshot").mkdir()
+    hub = timm.create_model("test_vit", num_classes=5)
+    save_file(hub.state_dict(), home / "snapshot" / "model.safetensors")
+    config = {"architecture": "test_vit", "num_classes": 5, "pretrained_cfg": {"crop_pct": 0.95, "classifier": "head"}}
+    (home / "snapshot" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.save(torchvision.models.mobilenet_v3_small(num_classes=5).state_dict(), home / "mobilenet.pth")
 
 
 def of_transformers(home: Path) -> None:
