@@ -56,9 +56,12 @@ def of_timm(home: Path) -> None:
 
 
 def of_transformers(home: Path) -> None:
-    """A DINOv2 as transformers writes it, and images."""
-    torch.manual_seed(0)
+    """A DINOv2 and a classifier as transformers writes them, one with an activation of its own, and images."""
     write_tower(home / "dinov2", "Dinov2Model")
+    for name in ("classifier", "foreign"):
+        write_tower(home / name, "ViTForImageClassification")
+    config = home / "foreign" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "mish"}), encoding="utf-8")
     np.save(home / "images.npy", np.random.default_rng(0).normal(size=(16, 3, 32, 32)).astype(np.float32))
 
 
