@@ -162,6 +162,20 @@ def test_whole_groups_are_looked_at_where_they_are_known(folder: Path) -> None:
     _assert_same(apart.moments.half, calibrate(dense, images.subset(sorted(left_half)), batch_size=8))
 
 
+def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(folder: Path) -> None:
+    dense = tiny.checkpoint()
+    images = images_for_model(dense.model, folder / "images.npy")
+    half, other = (calibrate(dense, images.subset(places), batch_size=8) for places in (range(20), range(20, 40)))
+    whole = merge(half, other)
+    groups = torch.isin(whole.image_ids, half.image_ids).long() * 5 + torch.arange(40) % 5
+    grouped = replace(whole, group_ids=groups, half=half)
+    np.save(folder / "others.npy", tiny.images(24, seed=9))
+    apart = set_apart(dense, grouped, images_for_model(dense.model, folder / "others.npy"))
+    assert apart.moments is grouped
+    assert isinstance(apart.inputs, torch.Tensor)
+    assert 0 < len(apart.inputs) <= 6
+
+
 def test_values_have_a_width_of_their_own_and_are_exact_at_their_rank(folder: Path) -> None:
     dense = tiny.checkpoint()
     site = vit.sites(dense.model).heads[0]

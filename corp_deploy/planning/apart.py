@@ -68,14 +68,16 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
 
 
 def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
-    """A few images, of groups of their own where groups are known, and the moments of the others.
+    """A few images, of groups of their own where groups of theirs are known, and the moments of the others.
 
     Of fewer than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
     """
     where = device(dense.model)
     few = images.count < ALL_BELOW
     by_group = moments.half is not None and not few
-    chosen = images if few else images.subset(_of_groups(images, moments) if by_group else _positions(images.count))
+    places = _of_groups(images, moments) if by_group else []
+    # Of images that the moments are not of no group is known.
+    chosen = images if few else images.subset(places or _positions(images.count))
     (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
     apart = Apart(inputs=moved(inputs, where), moments=moments, others=_others(images, chosen))
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
