@@ -325,9 +325,11 @@ def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> No
     assert "net.py: build() fails (TypeError" in said
 
 
-def test_the_readme_shows_the_example_as_it_is() -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("```python\n")[1].split("```")[0]
-    assert "corp_deploy.sites(" in shown
-    assert shown in SOURCE
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "how-to" / "own-module.md").read_text()
+    shown = page.split("```text\n")[1].split("```")[0]
+    signature, call = shown.split("    net = Net(depth=depth)\n")
+    assert "corp_deploy.sites(" in call
+    assert signature in SOURCE
+    assert call in SOURCE
     assert len(shown.strip().splitlines()) <= 10
