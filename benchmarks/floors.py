@@ -56,7 +56,7 @@ def _building() -> list[Requirement]:
 
 def testing(core_metadata: bytes) -> list[Requirement]:
     """What the tests need beside the package, with which they build its wheel."""
-    dev = [each for each in requirements(core_metadata, "dev") if each.marker is not None]
+    dev = [each for each in requirements(core_metadata, *DEVELOPING) if each.marker is not None]
     return [*(each for each in dev if normalised(each.name) not in LINTERS), *_building()]
 
 

@@ -29,6 +29,7 @@ from .sdist import metadata
 
 RECORD = Path(__file__).with_name("results") / "dist.json"
 KIND = "corp-deploy/dist"
+SERVER = ROOT / ".venv" / "triton"
 # What goes together: `gpu` has another ONNX Runtime, `genai` wants a newer one than the floor.
 EXTRAS = ("cpu", "demo", "hf", "interop", "openvino", "rtx", "sign")
 MANIFEST = """
@@ -135,6 +136,8 @@ def main(which: str, wheels: Path, python: str, tested: bool, output: Path) -> N
         held = ["--constraint", home / "constraints.txt"]
         write_text(home / "constraints.txt", constraints(metadata(wheel)))
     junit = home / "tests.xml" if tested else None
+    if tested and SERVER.is_dir():
+        (home / SERVER.name).symlink_to(SERVER)  # the tests look for it in their interpreter's environment
     done = run(steps(home, wheel, held, junit), home)
     part: dict[str, Any] = {**environment(home / "bin" / "python"), "steps": done}
     if junit is not None and junit.exists():

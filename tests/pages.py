@@ -1,8 +1,10 @@
 """A page of docs/ as its reader follows it: its blocks of commands, Python and files, in order, in one directory.
 
 A comment in front of a block says what is not plain: `<!-- exits: 1 -->` of its commands, `<!-- needs: tensorrt -->`
-where they exit with 4 without that package, `<!-- busy: other programs -->` where they may be refused in these words
-while others have the machine, `<!-- file: release.toml -->` for a file that the block is written to.
+where the first exits with 4 without that package and the others are left out, `<!-- busy: other programs -->` where
+they may be refused in these words while others have the machine, `<!-- varies: times -->` where what is printed has
+other numbers each time, `<!-- file: release.toml -->` for a file that the block is written to. What is shown below a
+command has to be printed by it.
 """
 
 import importlib.util
@@ -15,12 +17,14 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from ground.errors import EXIT_BAD_INPUT, EXIT_MISSING
+from tests.printed import WIDE, lacking
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,16 +45,19 @@ class Block:
     exits: int = 0
     needs: str | None = None
     busy: str | None = None
+    varies: str | None = None
     file: str | None = None
 
     @property
+    def steps(self) -> list[tuple[str, str]]:
+        """Its command lines, each with what is shown to be printed; lines that end with a backslash go on."""
+        _, *parts = re.split(r"^\$ ", self.text.replace("\\\n", " "), flags=re.MULTILINE)
+        return [(command, shown) for command, _, shown in (part.partition("\n") for part in parts)]
+
+    @property
     def commands(self) -> list[str]:
-        """Its command lines; lines that end with a backslash go on. What is printed between them is left out."""
-        lines, joined = [], self.text.replace("\\\n", " ")
-        for line in joined.splitlines():
-            if line.startswith("$ "):
-                lines.append(line.removeprefix("$ "))
-        return lines
+        """Its command lines alone."""
+        return [command for command, _ in self.steps]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -60,7 +67,7 @@ def blocks(page: Path) -> list[Block]:
         indent = len(match["indent"])
         text = "".join(line[indent:] if line.strip() else line for line in match["text"].splitlines(keepends=True))
         said = dict(_SAID.findall(match["said"]))
-        assert said.keys() <= {"exits", "needs", "busy", "file"}, (page.name, said)
+        assert said.keys() <= {"exits", "needs", "busy", "varies", "file"}, (page.name, said)
         found.append(
             Block(
                 kind=match["kind"],
@@ -68,6 +75,7 @@ def blocks(page: Path) -> list[Block]:
                 exits=int(said.get("exits", 0)),
                 needs=said.get("needs"),
                 busy=said.get("busy"),
+                varies=said.get("varies"),
                 file=said.get("file"),
             )
         )
@@ -79,18 +87,19 @@ def pages() -> list[Path]:
     return sorted(DOCS.rglob("*.md"))
 
 
-def _installs(words: list[str]) -> None:
-    """Nothing is installed here: what is named are this package and extras of it."""
+def _installs(words: list[str]) -> str:
+    """Nothing is installed or printed here: what is named are this package and extras of it."""
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for word in words:
         if "corp-deploy" in word:
             named = re.fullmatch(r"corp-deploy(?:\[([\w,-]+)\])?", word)
             assert named, word
             assert set((named[1] or "cpu").split(",")) <= extras, word
+    return ""
 
 
-def _run_outside(words: list[str], line: str, expected: int) -> None:
-    """What is no command of ours, as a process of its own that finds this package and its program."""
+def _run_outside(words: list[str], line: str, expected: int) -> str:
+    """What is no command of ours, as a process of its own that finds this package and its program. What it prints."""
     program = [sys.executable, *words[1:]] if words[0] == "python" else words
     if words[0] == "torchrun":
         program = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
@@ -99,24 +108,33 @@ def _run_outside(words: list[str], line: str, expected: int) -> None:
     own = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, capture_output=True, text=True, env=own, timeout=300, check=False)
     assert done.returncode == expected, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
 
 
-def run_line(line: str, expected: int, busy: str | None = None) -> None:
-    """Run one command line of a page; it has to exit as the page says, or to be refused in the words `busy`."""
+def run_line(line: str, expected: int, busy: str | None = None) -> str | None:
+    """What a command line of a page prints; it has to exit as the page says. None if refused in the words `busy`."""
     words = shlex.split(line)
     if words[:2] == ["pip", "install"]:
-        _installs(words[2:])
-    elif words[0] != "corp-deploy":
-        _run_outside(words, line, expected)
-    else:
+        return _installs(words[2:])
+    if words[0] != "corp-deploy":
+        return _run_outside(words, line, expected)
+    wide = mock.patch("corp_deploy.views.console.WIDTH_WITHOUT_TERMINAL", WIDE)
+    with wide, mock.patch.object(sys, "argv", words):
         result = CliRunner().invoke(main, words[1:])
-        refused = busy is not None and result.exit_code == EXIT_BAD_INPUT and busy in result.output
-        assert result.exit_code == expected or refused, f"{line}\n{result.output}"
+    if busy is not None and result.exit_code == EXIT_BAD_INPUT and busy in result.output:
+        return None
+    assert result.exit_code == expected, f"{line}\n{result.output}"
+    return result.output
 
 
-def _expected(block: Block) -> int:
-    absent = block.needs is not None and importlib.util.find_spec(block.needs) is None
-    return EXIT_MISSING if absent else block.exits
+def _follow(block: Block) -> None:
+    """Run its commands and hold what each prints against what is shown."""
+    lacks = block.needs is not None and importlib.util.find_spec(block.needs) is None
+    for line, shown in block.steps[: 1 if lacks else None]:
+        printed = run_line(line, EXIT_MISSING if lacks else block.exits, block.busy)
+        if printed is not None and (not lacks or (block.exits == 0 and shown.startswith("Error: "))):
+            absent = lacking(shown, printed, varies=block.varies is not None)
+            assert not absent, f"{line}\nis shown to print\n{chr(10).join(absent)}\nand prints\n{printed}"
 
 
 def follow(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +146,6 @@ def follow(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.kind == "console":
-            for line in block.commands:
-                run_line(line, _expected(block), block.busy)
+            _follow(block)
         elif block.kind == "python":
             exec(compile(block.text, str(page), "exec"), names)

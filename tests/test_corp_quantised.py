@@ -1,5 +1,6 @@
 """INT8 and FP8 from command to record: graphs, blocks that stay as they are, parity, engines."""
 
+import importlib.metadata
 import importlib.util
 import json
 from pathlib import Path
@@ -18,10 +19,13 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.proof.quantised_precision import bounds_of
 from corp_deploy.store.checkpoint import load_checkpoint, save
+from export.engine.libraries import Library
+from export.engine.limits import remedies
 from export.engine.record import record_of_plan
 from export.graph.quantised import layers
 from ground.errors import BadInput
 from ground.precision import INT8
+from ground.versions import version_numbers
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
@@ -166,11 +170,27 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
         assert not out.exists()
 
 
+def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None:
+    old, new = (Library(name="tensorrt-rtx", version=version, module=None) for version in ("1.6.1.120", "1.7.1.116"))
+    int8, fp8, fp16 = (onnx.load(home / "dense" / f"model.{name}.onnx") for name in ("int8", "fp8", "fp16"))
+    (told,) = remedies(old, int8)
+    assert told.endswith("export with --keep-rest patch_embed.proj, or build with tensorrt-rtx 1.7")
+    assert [remedies(library, graph) for library, graph in ((new, int8), (old, fp8), (old, fp16))] == [[], [], []]
+    assert remedies(Library(name="tensorrt", version="10.16.1", module=None), int8) == []
+
+
 @rtx
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
     plan = tmp_path / "model.plan"
     graph = home / "dense" / f"model.{precision}.onnx"
+    if precision == "int8" and version_numbers(importlib.metadata.version("tensorrt-rtx")) < (1, 7):
+        refused = run("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
+        assert refused.exit_code == 2
+        assert "it builds no convolution in INT8: export with --keep-rest patch_embed.proj, or" in refused.output
+        ran("export", "--model", home / "dense", "-o", home / "kept.onnx", "--precision", "int8",
+            "--images", home / "images.npy", "--keep-rest", "patch_embed.proj")  # fmt: skip
+        graph = home / "kept.onnx"
     ran("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
     record = record_of_plan(plan)
     assert record.precision == precision

@@ -116,7 +116,9 @@ def test_half_of_it_saved_and_loaded_is_the_same(form: str, tmp_path: Path) -> N
     save(Checkpoint(model=narrower, architecture=dense.architecture, lineage={}), tmp_path / "m")
     loaded = load_checkpoint(tmp_path / "m").model
     assert {site.name: site.width for site in sites_of(loaded).every} == widths
-    assert torch.equal(outputs(loaded), outputs(narrower))
+    for name, value in narrower.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    torch.testing.assert_close(outputs(loaded), outputs(narrower), rtol=0.0, atol=2e-6)  # bits: where weights lie
 
 
 @pytest.mark.parametrize("form", REDUCED)

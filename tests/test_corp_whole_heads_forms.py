@@ -78,7 +78,9 @@ def test_heads_dropped_are_columns_at_zero(name: str, tmp_path: Path) -> None:
             own, expected = site.parameters(site.width, site.geometry), dense_site.parameters(width, site.geometry)
             assert own == expected
     again = saved_and_loaded(reduction.model, dense, tmp_path / "model")
-    assert torch.equal(outputs(again, batch), got)
+    for key, value in reduction.model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    torch.testing.assert_close(outputs(again, batch), got, rtol=0.0, atol=2e-6)  # bits hang on where weights lie
     if leaving:
         assert parameters(again) < parameters(model)
         assert macs(again) < macs(model)

@@ -6,6 +6,7 @@ import shlex
 from itertools import pairwise
 from pathlib import Path
 
+import click
 import pytest
 
 from benchmarks.engines_page import break_fusion
@@ -39,6 +40,18 @@ def test_a_command_parses(page: str, words: list[str]) -> None:
     main.commands[name].make_context(name, list(rest))  # raises what a wrong option or value is refused with
     if name == "gate":
         assert all(rule_from_text(rule) for option, rule in pairwise(rest) if option == "--fail-if")
+
+
+def test_every_option_stands_on_a_page_that_somebody_wrote() -> None:
+    text = "".join(page.read_text() for page in pages())
+    without = [
+        f"{name} {option.opts[0]}"
+        for name, command in main.commands.items()
+        for option in command.params
+        if isinstance(option, click.Option)
+        and not any(re.search(rf"{each}(?![\w-])", text) for each in (*option.opts, *option.secondary_opts))
+    ]
+    assert not without, without
 
 
 def test_options_that_the_page_names_are_options() -> None:

@@ -10,6 +10,7 @@ from corp_deploy.cli import main
 from examples.digits.images import load
 from tests.page_files import PREPARED
 from tests.pages import DOCS, ROOT, blocks, follow, pages
+from tests.printed import lacking
 
 ELSEWHERE = {
     "start.md",  # from the wheel, in a fresh environment: test_wheel.py
@@ -88,3 +89,26 @@ def test_pictures_are_shown(tmp_path: Path) -> None:
     shown |= set(re.findall(r"docs/pictures/([\w.-]+)", (ROOT / "README.md").read_text()))
     there = {path.name for path in (DOCS / "pictures").glob("*")} if (DOCS / "pictures").is_dir() else set()
     assert shown == there
+
+
+def test_what_is_shown_has_to_be_printed() -> None:
+    printed = (
+        "reading ━━━ 3/3\n┃ site         ┃ lost    ┃\n│ blocks.0.mlp │ 3.1e-03 │\n│ blocks.1.mlp │ 0.24    │\n"
+        "│              │ by far  │\nwarning: 12 of\n  64 images, sha256 9f5ba9a44e942808, tool 1.7.1\n"
+    )
+    shown = [
+        "│ blocks.0.mlp │ 0.0035 │\n...\nwarning: 12 of 64 images, sha256 aa00bb11cc22dd33, tool 1.5.0.2",
+        "│ blocks.1.mlp │ ... │\nwarning: 12 ... 64 images",
+        "│ blocks.1.mlp │ 0.25  │\n│              │ by far │",
+    ]
+    assert [lacking(each, printed) for each in shown] == [[], [], []]
+    for other in (
+        "│ blocks.0.mlp │ 0.31 │",
+        "│ blocks.2.mlp │ 0.0031 │",
+        "│ 0.0031 │",
+        "warning: 24 of 64",
+        "12 of 64 texts",
+    ):
+        assert lacking(other, printed), other
+    assert lacking("│ blocks.0.mlp │ 0.31 │\nwarning: 1 of 2", printed, varies=True) == []
+    assert lacking("│ blocks.3.mlp │ 0.31 │", printed, varies=True)

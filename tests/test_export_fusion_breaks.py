@@ -151,7 +151,7 @@ def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Pat
     assert plain.kernels is not None
     assert inside.kernels is not None
     assert behind.kernels is not None
-    assert plain.kernels < behind.kernels < inside.kernels
+    assert plain.kernels <= behind.kernels < inside.kernels  # as many behind it before TensorRT-RTX 1.7
     assert [port.name for port in inside.outputs] == ["logits"]
     assert [port.name for port in inside.fusion_breaks] == [FUSION_BREAK + "blocks.0.attn/Softmax"]
     assert inside.memory.activations_bytes is not None

@@ -38,7 +38,7 @@ def profiled(module: nn.Module, images: Tensor) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     with torch.inference_mode():
         module(images)
-        with profile(activities=activities) as profiler:
+        with profile(activities=activities, acc_events=True) as profiler:
             module(images)
             if on_gpu:
                 torch.cuda.synchronize()

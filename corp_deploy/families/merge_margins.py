@@ -65,7 +65,7 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
         return None
     with torch.inference_mode():
         x_BNC = family.embedded(model, inputs)
-        least_B = torch.full((len(x_BNC),), torch.inf, device=x_BNC.device)
+        least_B = torch.full((x_BNC.shape[0],), torch.inf, device=x_BNC.device)
         walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges=True)
         for step in family.steps(model):
             if isinstance(step, Merge):

@@ -126,7 +126,7 @@ class Nothing(nn.Module):
         self.tokens, self.channels = tokens, channels
 
     def forward(self, x_BNC: Tensor) -> Tensor:
-        return x_BNC.new_zeros(len(x_BNC), self.tokens or x_BNC.shape[1], self.channels)
+        return x_BNC.new_zeros(x_BNC.shape[0], self.tokens or x_BNC.shape[1], self.channels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

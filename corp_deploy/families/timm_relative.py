@@ -60,7 +60,7 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     relative = _relative(model)
     x_BNC: Tensor = relative.patch_embed(inputs)
     if relative.cls_token is not None:
-        x_BNC = torch.cat((relative.cls_token.expand(len(x_BNC), -1, -1), x_BNC), dim=1)
+        x_BNC = torch.cat((relative.cls_token.expand(x_BNC.shape[0], -1, -1), x_BNC), dim=1)
     if isinstance(relative, Beit) and relative.pos_embed is not None:
         x_BNC = x_BNC + relative.pos_embed
     return x_BNC

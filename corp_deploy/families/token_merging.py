@@ -142,13 +142,13 @@ def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Ten
     is_place_BKA = match.kept.unsqueeze(-1) == _places(evens, match.kept)
     place_BA = (is_place_BKA * _places(kept, match.kept).unsqueeze(-1)).sum(dim=1)
     even_BA = torch.where(match.is_merged, kept + match.into, place_BA)
-    odd_BD = (kept + _places(odd, match.kept)).expand(len(even_BA), -1)
+    odd_BD = (kept + _places(odd, match.kept)).expand(even_BA.shape[0], -1)
     # Places of even and odd tokens by turns, as they stood.
     turns = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
     free_BN = (
         torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(turns, device=even_BA.device)) + protected
     )
-    front_BP = _places(protected, free_BN).expand(len(free_BN), -1)
+    front_BP = _places(protected, free_BN).expand(free_BN.shape[0], -1)
     return torch.cat([front_BP, free_BN], dim=1).gather(1, sources_BM)
 
 
@@ -164,7 +164,7 @@ def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) ->
     if sources is not None:
         is_place_BKN = kept_BK.unsqueeze(-1) == _places(free, kept_BK)
         place_BN = (is_place_BKN * _places(free - count, kept_BK).unsqueeze(-1)).sum(dim=1) + protected
-        front_BP = _places(protected, place_BN).expand(len(place_BN), -1)
+        front_BP = _places(protected, place_BN).expand(place_BN.shape[0], -1)
         places_BN = torch.cat([front_BP, torch.where(is_out_BN, -1, place_BN)], dim=1)
         sources = torch.where(sources < 0, -1, places_BN.gather(1, sources.clamp(min=0)))
     return Tokens(x=torch.cat([x_BNC[:, :protected], _picked(x_BNC[:, protected:], kept_BK)], dim=1), sources=sources)
@@ -172,14 +172,14 @@ def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) ->
 
 def unmerged(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
     """Every source token's value [B,M,C]: that of the token it is in."""
-    if len(sources_BM) != len(x_BNC):  # one input's tokens, looked at with several streams
-        sources_BM = sources_BM.expand(len(x_BNC), -1)
+    if sources_BM.shape[0] != x_BNC.shape[0]:  # one input's tokens, looked at with several streams
+        sources_BM = sources_BM.expand(x_BNC.shape[0], -1)
     return _picked(x_BNC, sources_BM)
 
 
 def sources_of(x_BNC: Tensor) -> Tensor:
     """Where source tokens are before anything is merged: [B,N]."""
-    return _places(x_BNC.shape[1], x_BNC).expand(len(x_BNC), -1)
+    return _places(x_BNC.shape[1], x_BNC).expand(x_BNC.shape[0], -1)
 
 
 class TokenMerge(nn.Module):

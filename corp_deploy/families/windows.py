@@ -167,7 +167,7 @@ class Windows(nn.Module):
         """[B,N,C] -> [B,S,C], with what stands in padding."""
         if self.filling_C is None or not self.pads:
             return self.slots(x_BNC)
-        padding_B1C = self.filling_C.expand(len(x_BNC), 1, -1)
+        padding_B1C = self.filling_C.expand(x_BNC.shape[0], 1, -1)
         return torch.cat((x_BNC, padding_B1C), dim=1).index_select(1, self.places_S)
 
     def slots(self, x_BNC: Tensor) -> Tensor:

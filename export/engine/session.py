@@ -12,6 +12,7 @@ from ground.files import regular, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message
+from .limits import remedies
 from .memory import EngineMemory, memory_from_log, memory_of_engine
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 from .options import BatchProfile, BuildOptions
@@ -135,7 +136,7 @@ class Session:
         errors = with_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
         if any(_NO_DRIVER.search(error) for error in errors):
             raise self._no_gpu(errors[0])
-        raise BadInput(self._refusal("could not build this graph", errors))
+        raise BadInput(self._refusal("could not build this graph", [*errors, *remedies(self.library, self.proto)]))
 
     def _no_gpu(self, reason: str) -> Missing:
         what = f"{_NEEDS_GPU} ({reason})"
