@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
-from scipy.sparse import block_diag
+from scipy.sparse import block_diag, coo_array
 
 from corp_deploy.algebra.knapsack import Selection, SiteOptions, allocate
 from ground.errors import BadInput
@@ -116,7 +116,7 @@ def by_integer_program(sites: list[SiteOptions], budget: float) -> float:
     """The least error: one switch for each width of each site, one switch a site is on, the cost is within budget."""
     costs = np.asarray([cost for site in sites for cost in site.costs])
     errors = np.asarray([error for site in sites for error in site.errors])
-    one_each = block_diag([np.ones((1, len(site.widths))) for site in sites])
+    one_each = block_diag([coo_array(np.ones((1, len(site.widths)))) for site in sites])
     constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None], -np.inf, budget)]
     solved = milp(errors, integrality=np.ones(len(errors)), bounds=(0, 1), constraints=constraints,
                   options={"mip_rel_gap": 0.0})  # fmt: skip
