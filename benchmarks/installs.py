@@ -4,7 +4,8 @@ python -m benchmarks.installs lowest             build/lowest: pip installs the 
 python -m benchmarks.installs lowest --tests     and then the tests of this tree, with that environment's packages
 python -m benchmarks.installs highest --python python3.13
 
-With the highest nothing is held. Each run writes its part of benchmarks/results/dist.json; it ends 1 when a step fails.
+With the highest nothing is held. Each run writes its part of benchmarks/results/dist.json, step by step, so that its
+tests find what came before them; it ends 1 when a step fails.
 """
 
 import json
@@ -13,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -90,8 +91,8 @@ def steps(home: Path, wheel: Path, held: Command, junit: Path | None) -> dict[st
     }
 
 
-def run(commands: Mapping[str, Command], cwd: Path) -> list[dict[str, Any]]:
-    """Until one fails, without the ways by which this process finds the repository."""
+def run(commands: Mapping[str, Command], cwd: Path) -> Iterator[list[dict[str, Any]]]:
+    """Until one fails, without the ways by which this process finds the repository. What is done, after each."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done: list[dict[str, Any]] = []
     for name, command in commands.items():
@@ -100,9 +101,9 @@ def run(commands: Mapping[str, Command], cwd: Path) -> list[dict[str, Any]]:
         where, threads = (ROOT, {"OMP_NUM_THREADS": "1"}) if name == "tests" else (cwd, {})
         ended = subprocess.run(list(map(str, command)), cwd=where, env=environment | threads, check=False)
         done.append({"step": name, "exit_code": ended.returncode, "seconds": round(time.monotonic() - start, 1)})
+        yield done
         if ended.returncode != 0:
             break
-    return done
 
 
 def _printed(*command: str | Path) -> str:
@@ -138,12 +139,12 @@ def main(which: str, wheels: Path, python: str, tested: bool, output: Path) -> N
     junit = home / "tests.xml" if tested else None
     if tested and SERVER.is_dir():
         (home / SERVER.name).symlink_to(SERVER)  # the tests look for it in their interpreter's environment
-    done = run(steps(home, wheel, held, junit), home)
-    part: dict[str, Any] = {**environment(home / "bin" / "python"), "steps": done}
-    if junit is not None and junit.exists():
-        part["tests"] = outcome(junit)
     before = json.loads(output.read_text(encoding="utf-8"))["environments"] if output.exists() else {}
-    write_json(output, {"kind": KIND, "version": 1, "environments": {**before, which: part}})
+    for done in run(steps(home, wheel, held, junit), home):
+        part: dict[str, Any] = {**environment(home / "bin" / "python"), "steps": done}
+        if junit is not None and junit.exists():
+            part["tests"] = outcome(junit)
+        write_json(output, {"kind": KIND, "version": 1, "environments": {**before, which: part}})
     if done[-1]["exit_code"] != 0:
         raise SystemExit(f"{which}: {done[-1]['step']} ended with {done[-1]['exit_code']}")
 

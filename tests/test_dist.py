@@ -134,7 +134,7 @@ Requires-Dist: elsewhere>=3; sys_platform == "no such" and extra == "x"
 
 
 def test_the_steps_end_at_the_first_that_fails(tmp_path: Path) -> None:
-    done = installs.run({"well": ["true"], "badly": ["sh", "-c", "exit 3"], "never": ["true"]}, tmp_path)
+    *_, done = installs.run({"well": ["true"], "badly": ["sh", "-c", "exit 3"], "never": ["true"]}, tmp_path)
     assert [(each["step"], each["exit_code"]) for each in done] == [("well", 0), ("badly", 3)]
 
 
@@ -153,7 +153,7 @@ def test_an_outcome_counts_what_pytest_wrote(tmp_path: Path) -> None:
     }
 
 
-def test_the_lowest_and_the_highest_versions_were_installed_and_ran_the_demo() -> None:
+def test_the_lowest_and_the_highest_versions_ran_the_demo_and_passed() -> None:
     record = json.loads(installs.RECORD.read_text())
     assert record["kind"] == installs.KIND
     for name, part in record["environments"].items():
@@ -161,6 +161,7 @@ def test_the_lowest_and_the_highest_versions_were_installed_and_ran_the_demo() -
             name
         )
         assert {each["exit_code"] for each in part["steps"]} == {0}, name
+        assert part.get("tests", {}).get("failing", []) == [], name
         assert set(part["extras"]) == PROMISED - {"gpu"} | {"demo"}
     lowest, highest = (record["environments"][name] for name in ("lowest", "highest"))
     for name, floor in machine.FLOORS.items():
