@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 
 from benchmarks.pages.commands import command, commands
 from benchmarks.pages.exit_codes import exit_codes
+from benchmarks.pages.installed import installed
 from benchmarks.pages.recipe import recipe
 from benchmarks.pages.root_pages import ROOT_PAGES, led_anew, page_of_root
 from benchmarks.pages.worked import worked
@@ -22,6 +23,7 @@ from benchmarks.pages.worked import worked
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands,
     "exit codes": exit_codes,
+    "installed": installed,
     "recipe": recipe,
     "worked example": worked,
 }

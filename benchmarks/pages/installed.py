@@ -1,0 +1,25 @@
+"""Which versions were installed together and passed the tests, as a table: out of the record of benchmarks.installs."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.installs import RECORD
+from benchmarks.markdown import table
+from corp_deploy.machine import FLOORS
+
+
+def _tests(part: Mapping[str, Any]) -> str:
+    """How many passed there; those that were left out wanted a GPU, or what isn't installed."""
+    ran = part.get("tests")
+    return "not run" if ran is None else f"{ran['passed']:,} passed, {ran['failed']} failed, {ran['skipped']} left out"
+
+
+def installed() -> str:
+    """The table of versions: Python, the machine, each package that has a floor, and the tests."""
+    parts = [json.loads(RECORD.read_text(encoding="utf-8"))["environments"][name] for name in ("lowest", "highest")]
+    packages = sorted(name for name in FLOORS if all(name in part["packages"] for part in parts))
+    rows = [("Python", *(part["python"] for part in parts))]
+    rows += [(name, *(part["packages"][name] for part in parts)) for name in packages]
+    rows += [("tests", *map(_tests, parts))]
+    return table(("package", "lowest", "highest"), rows)
