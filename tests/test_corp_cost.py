@@ -46,6 +46,15 @@ def on_meta(name: str, **kwargs: Any) -> nn.Module:
         return tiny.timm_model(name, **kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_costs_as_many_multiply_adds(dtype: torch.dtype) -> None:
+    model = tiny.checkpoint().model
+    expected = macs(model)
+    half = replaced(model, {}).to(dtype)
+    assert macs(half) == expected
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "gmacs"),
     [

@@ -80,9 +80,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory, in eval mode; the model given is left as it is."""
-    state = (*model.parameters(), *model.buffers())
-    memo: dict[int, Any] = {id(tensor): nn.Parameter(tensor.detach().to("meta"), False) for tensor in state}
+    """A copy without memory in eval mode, half precision in float32 as inputs are; the given one is left as it is."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        empty = tensor.detach().to("meta", torch.float32 if half else tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(empty, False)
     return copy.deepcopy(model, memo).eval()
 
 
