@@ -24,6 +24,8 @@ from benchmarks.gpu.record import NotYet, Record, Row, Task
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.gpu.workshop import Loop, Workshop, models_copy
 from calib.images import open_images
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.inputs import model_digest
 
@@ -32,20 +34,27 @@ JOINT, MLP_ONLY = ("best", "corp", "corp-v1", "none"), ("grail", "vbp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is swept; `images` calibrate an open loop, `cpu_loop_images` a closed one on a CPU."""
+    """What is swept; `images` calibrate an open loop, `cpu_loop_images` a closed one on a CPU; seconds of a polish."""
 
     presets: tuple[str, ...]
     sparsities: tuple[float, ...]
     seeds: tuple[int, ...]
     images: int
     cpu_loop_images: int
+    polish_s: float
     curve: tuple[int, ...]
 
 
 def sizes(setting: Setting) -> Sizes:
     if setting.small:
         return Sizes(
-            presets=("best", "corp"), sparsities=(0.5,), seeds=(0, 1), images=16, cpu_loop_images=8, curve=(8, 16)
+            presets=("best", "corp"),
+            sparsities=(0.5,),
+            seeds=(0, 1),
+            images=16,
+            cpu_loop_images=8,
+            polish_s=0.2,
+            curve=(8, 16),
         )
     return Sizes(
         presets=(*JOINT, *MLP_ONLY) if setting.everything else JOINT,
@@ -53,6 +62,7 @@ def sizes(setting: Setting) -> Sizes:
         seeds=(0, 1),
         images=2000,
         cpu_loop_images=64,
+        polish_s=30.0,
         curve=(100, 250, 500, 1000, 2000, 4000),
     )
 
@@ -99,7 +109,9 @@ def open_loop(case: Case, shop: Workshop) -> Row:
 
 
 def closed_loop(case: Case, shop: Workshop) -> Row:
-    """The row of one reduction block by block; its images go through a file, as the closed loop reads them."""
+    """The row of one reduction block by block, polished where that is asked for; its images go through a file, as the
+    closed loop reads them.
+    """
     from corp_deploy.reduction.closed_loop import reduce_closed_loop
 
     size, method = shop.setting.image_size, case.method(shop.setting)
@@ -111,9 +123,14 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
             path = Path(folder) / "calibration.npy"
             np.save(path, pictures.images_from_bytes(held, "cpu").numpy())
             images = open_images(path, image_shape=(3, size, size), transform=_untransformed)
-            return reduce_closed_loop(models_copy(shop.model(), where), images, method).model, count
+            dense = models_copy(shop.model(), where)
+            reduced = reduce_closed_loop(dense, images, method).model
+            if case.loop == "closed":
+                return reduced, count
+            options = PolishOptions(how="model", time_s=sizes(shop.setting).polish_s)
+            return polished(dense, reduced, images, options).model, count
 
-    (reduced, count), told = shop.somewhere("closed", on)
+    (reduced, count), told = shop.somewhere(case.loop, on)
     return facts_of(case, reduced) | {"images": count} | told | shop.judged(reduced)
 
 
@@ -128,7 +145,7 @@ def facts_of(case: Case, reduced: nn.Module) -> Row:
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Presets of one seed, one closed loop, the curve, the second seed, the other closed loops.
+    """Presets of one seed, one closed loop and its polish, the curve, the second seed, the other closed loops.
 
     Those on the same images stand together, as far as that goes: their moments are taken once. Each case is there once.
     """
@@ -150,6 +167,7 @@ def cases(setting: Setting) -> list[Case]:
 
     presets(size.seeds[0])
     loops(size.sparsities[0], size.seeds[0])
+    add("best", size.sparsities[0], size.seeds[0], size.cpu_loop_images, "polished")
     for count in size.curve:
         add("best", size.sparsities[0], size.seeds[0], count)
     for seed in size.seeds[1:]:
@@ -181,10 +199,11 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
     made = [Task(key="train", estimate_s=train_s, run=shop.train)]
     latest: tuple[int, int] | None = None
     for case in cases(setting):
-        seconds = CLOSED_S if case.loop == "closed" else SECONDS[case.preset]
+        polish_s = sizes(setting).polish_s if case.loop == "polished" else 0.0
+        seconds = SECONDS[case.preset] if case.loop == "open" else CLOSED_S + polish_s
         if case.loop == "open" and latest != (case.seed, case.images):
             latest = case.seed, case.images
             seconds += ELIMINATIONS_S + case.images / IMAGES_A_SECOND
-        run = partial(closed_loop if case.loop == "closed" else open_loop, case, shop)
+        run = partial(open_loop if case.loop == "open" else closed_loop, case, shop)
         made.append(Task(key=case.key, estimate_s=0.0 if setting.small else seconds, run=run))
     return made

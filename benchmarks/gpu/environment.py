@@ -15,17 +15,6 @@ from perf.timing.watch import Watch
 MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")
 
 
-LEAST_TIMM = (1, 0, 25)
-
-
-def timm_lack(found: str | None) -> str | None:
-    """Why this timm will not do, or None: before 1.0.25 its models can't be laid out without memory."""
-    if found is not None and tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) >= LEAST_TIMM:
-        return None
-    least = ".".join(map(str, LEAST_TIMM))
-    return f"timm: got {found or 'none'}, expected {least} or newer; install it, or put its folder on PYTHONPATH"
-
-
 def environment(device: str, gpu: Flat | None) -> dict[str, Scalar]:
     """`gpu` is what NVML says, None without it; torch then tells name and compute capability. Names no host or path."""
     described = {**machine(gpu), "timm": version("timm"), "triton": version("triton"), "device": device}

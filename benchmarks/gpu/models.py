@@ -1,16 +1,24 @@
 """Dense models with random but lively weights, and the same models at reduced widths, made on the device."""
 
+from bisect import bisect_left
+from functools import cache
+
 import timm
 import torch
 from torch import nn
 
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.channel_site import ChannelSite
+from corp_deploy.families.conv_site import ConvSite
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import aligned_width
+from corp_deploy.families.widths import ConvWidths, Widths, aligned_width
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import uniform_widths
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3
@@ -54,6 +62,42 @@ def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Sett
     return replaced(model, modules).eval().requires_grad_(False)
 
 
+def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
+    """A convolutional network with these channels; new random weights there."""
+    modules: dict[str, nn.Module] = {}
+    for site in sites_of(model).every:
+        width = widths.get(site.name, site.width)
+        if isinstance(site, ConvSite) and isinstance(width, ConvWidths) and width != site.width:
+            modules |= site.at_width(width)
+        elif isinstance(site, ChannelSite) and isinstance(width, int) and width != site.width:
+            modules |= site.at_width(width, output_bias=site.last.bias is not None)
+    for parameter in (each for module in modules.values() for each in module.parameters()):
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        else:
+            nn.init.ones_(parameter)
+    return replaced(model, modules).eval().requires_grad_(False)
+
+
+def at_macs_share(model: nn.Module, share: float, align: int) -> tuple[nn.Module, float]:
+    """A convolutional network with the same share of every site's channels taken away, the least in percent that leaves
+    at most this share of the MACs; and that sparsity. Raises ValueError where none does.
+    """
+    dense = macs(model)
+
+    def narrower(percent: int) -> nn.Module:
+        sparsity = percent / 100
+        method = method_from_preset(
+            "none", mlp_sparsity=sparsity, conv_sparsity=sparsity, align_hidden=align, align_conv=align
+        )
+        return at_widths(model, uniform_widths(model, method))
+
+    percent = bisect_left(range(100), True, key=lambda percent: macs(narrower(percent)) <= share * dense)
+    if percent == 100:
+        raise ValueError(f"no sparsity of every site leaves {share:g} of the MACs; expected a larger share")
+    return narrower(percent), percent / 100
+
+
 def facts(model: nn.Module) -> dict[str, int]:
     """MACs of an image and the widths of the first block; all blocks have the same here."""
     found = vit.sites(model)
@@ -61,13 +105,13 @@ def facts(model: nn.Module) -> dict[str, int]:
     return {"macs": macs(model), "hidden": found.channels[0].width, "qk": first.qk, "v": first.v}
 
 
+@cache
 def macs_of(name: str, setting: Setting) -> int:
     """Of the dense model for one image, without making its weights."""
     with torch.device("meta"):
         return macs(timm.create_model(setting.models[name], pretrained=False, **setting.kwargs))
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def block_names(model: nn.Module) -> list[str]:
     """The blocks that hold the sites, in order."""
-    names = dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).channels)
-    return [model.get_submodule(name) for name in names]
+    return list(dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).channels))

@@ -5,30 +5,14 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
+from benchmarks.gpu.page_variants import real, variants
+from benchmarks.gpu.tables import machine, ratio
 from benchmarks.markdown import table
 
 Record = Mapping[str, Any]
+LOOPS = {"open": "open loop", "closed": "closed loop", "polished": "closed loop, polished"}
 Row = Mapping[str, Any]
-PARTS = ("calibration", "latency", "engines", "accuracy")
-
-
-def ratio(figures: Sequence[float | None] | None) -> str:
-    """A value with its interval, an open end left out."""
-    if figures is None or figures[0] is None:
-        return "-"
-    value, low, high = figures
-    return f"{value:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
-
-
-def machine(record: Record) -> str:
-    """What a reader must know of the machine."""
-    here = record["environment"]
-    if here["gpu"] is None:
-        return f"on a CPU ({here['cpu']}), torch {here['torch']}, where these numbers only show that the scripts run"
-    return (
-        f"on {here['gpu']} (compute capability {here['sm']}), driver {here['driver']}, torch {here['torch']}, "
-        f"CUDA {here['torch_cuda']}, timm {here['timm']}"
-    )
+PARTS = ("calibration", "latency", "variants", "engines", "accuracy", "real")
 
 
 def calibration(record: Record) -> str:
@@ -145,9 +129,13 @@ def accuracy(record: Record) -> str:
     for row in rows:
         groups.setdefault((row["preset"], row["loop"], row["kind"], row["images"]), []).append(row)
     widest = max((len({row["sparsity"] for row in group}) for group in groups.values()), default=0)
-    swept = {key: group for key, group in groups.items() if len({row["sparsity"] for row in group}) == widest}
+    swept = {
+        key: group
+        for key, group in groups.items()
+        if key[1] != "open" or len({row["sparsity"] for row in group}) == widest
+    }
     cells = [
-        [preset, f"{loop} loop", kind, str(images), *(_effect(group, each) for each in sparsities)]
+        [preset, LOOPS[loop], kind, str(images), *(_effect(group, each) for each in sparsities)]
         for (preset, loop, kind, images), group in swept.items()
     ]
     lines += ["Relative logit error, accuracy and agreement with the dense model, mean of the calibration seeds:", ""]
@@ -163,7 +151,7 @@ def accuracy(record: Record) -> str:
         ]
         lines += ["", "Preset best by calibration images, seed 0:", ""]
         lines.append(table(["images", "sparsity", "relative error", "accuracy"], shown))
-    places = sorted({f"{row['loop']} loop on {row['reduced_on']}" for row in rows})
+    places = sorted({f"{LOOPS[row['loop']]} on {row['reduced_on']}" for row in rows})
     reasons = sorted({row["not_on_gpu"] for row in rows if row.get("not_on_gpu")})
     lines += ["", f"Reduced: {', '.join(places) or '-'}." + "".join(f" Not on the GPU: {each}" for each in reasons)]
     return "\n".join(lines)
@@ -180,8 +168,10 @@ def _effect(rows: Sequence[Row], sparsity: float) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "calibration": calibration,
     "latency": latency,
+    "variants": variants,
     "engines": engines,
     "accuracy": accuracy,
+    "real": real,
 }
 
 

@@ -22,7 +22,8 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`everything` adds what nine minutes have no room for; `cache` keeps the trained weights.
+    """`everything` adds what nine minutes have no room for; `cache` keeps the trained weights; in `packed` lie real
+    ones (see benchmarks/real/packed.py).
 
     Heads are aligned to 8, finer than the tool's default, so that half of a head of 80 is 40.
     """
@@ -31,6 +32,7 @@ class Setting:
     small: bool
     everything: bool
     cache: Path
+    packed: Path = Path("build/packed")
 
     @property
     def models(self) -> dict[str, str]:
@@ -56,5 +58,5 @@ class Setting:
 
     def as_json(self) -> dict[str, Any]:
         """What rows of one record must have in common. Asking for everything only adds rows."""
-        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "everything")}
+        told = {key: value for key, value in asdict(self).items() if key not in ("cache", "everything", "packed")}
         return told | {"align_hidden": self.align_hidden, "align_head": ALIGN_HEAD, "precision": self.precision}

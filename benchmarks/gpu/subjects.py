@@ -1,6 +1,6 @@
 """A model bound to one batch for timing, its output held against a plain call's before any time is believed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.gpu.models import blocks_of
+from benchmarks.gpu.models import block_names
 from benchmarks.gpu.record import Refused
 from perf.runners.cuda import Staging, captured, open_stream
 from perf.runners.module import COMPILED_SHAPES, DTYPES, Precision
@@ -24,10 +24,12 @@ Images = NDArray[np.float32]
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
 
-def compile_blocks(module: nn.Module, compiler: str) -> nn.Module:
-    """Has the module's blocks compiled one by one: all are alike, so that the code of one serves all of them."""
-    for block in blocks_of(module):
-        block.compile(backend=compiler, dynamic=False)
+def compile_blocks(module: nn.Module, compiler: str, names: Sequence[str] = ()) -> nn.Module:
+    """Has the module's blocks compiled one by one: all are alike, so that the code of one serves all of them. `names`
+    of the blocks, where its layers are no longer those that sites are found by.
+    """
+    for name in names or block_names(module):
+        module.get_submodule(name).compile(backend=compiler, dynamic=False)
     return module
 
 
@@ -36,20 +38,23 @@ class Subject:
     """A module on its device and in its precision, and how it is called.
 
     `graph` and `compiled` (see compile_blocks) are captured as CUDA graphs on a GPU. Borders are float32 as everywhere:
-    casting belongs to the call.
+    casting belongs to the call, and so does laying the images out with their channels last. `tolerance`: how far the
+    timed answer may be from the plain one, by default what its precision allows.
     """
 
     module: nn.Module
     mode: Mode
     precision: Precision
     device: str
+    channels_last: bool = False
+    tolerance: float | None = None
 
     def bind(self, images: Images) -> Bound:
         """Put a batch in place. Raises Refused where the timed call's answer isn't the plain one's."""
         plain = self.plain(images)
         bound, answer = self._bound_on_gpu(images, plain.shape) if self.device == "cuda" else self._bound_on_cpu(images)
         bound.laps(1, perf_counter_ns)
-        refuse_unequal(answer(), plain, TOLERANCE[self.precision])
+        refuse_unequal(answer(), plain, self.tolerance or TOLERANCE[self.precision])
         return bound
 
     def plain(self, images: Images) -> Tensor:
@@ -59,7 +64,8 @@ class Subject:
             return self._call(torch.from_numpy(images).to(self.device)).cpu()
 
     def _call(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.module(images.to(DTYPES[self.precision]))
+        layout = torch.channels_last if self.channels_last else torch.preserve_format
+        logits: Tensor = self.module(images.to(DTYPES[self.precision], memory_format=layout))
         return logits.float()
 
     def _first(self, images: Tensor) -> None:

@@ -23,7 +23,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
 from perf.parity.labels import wilson
 
-Loop = Literal["open", "closed"]
+Loop = Literal["open", "closed", "polished"]
 T = TypeVar("T")
 
 

@@ -139,8 +139,9 @@ def on_gpus(results: Path = RESULTS) -> list[str]:
 
 
 NO_GPU = (
-    "There is no such record yet. `python -m benchmarks.gpu.run --output out` makes them on a machine with a GPU in "
-    "nine minutes, resumably; once they are committed, this page has their tables."
+    "There is no such record yet. On a machine with a GPU `python -m benchmarks.gpu.run --output out --only "
+    "calibration,latency,variants` and the same with `--only engines,accuracy,real` make them in nine minutes each, "
+    "resumably; once they are committed, this page has their tables."
 )
 
 

@@ -34,8 +34,12 @@ class SaliencyHead(nn.Module):
 
 
 def load_head(path: Path) -> SaliencyHead:
+    """From its file, in eval mode."""
+    return head_of(load_file(path))
+
+
+def head_of(state: dict[str, Tensor]) -> SaliencyHead:
     """From its weights, in eval mode."""
-    state = load_file(path)
     stages = sum(name.startswith("upconv") and name.endswith(".weight") for name in state)
     kernels = [state[f"upconv{stage}.weight"] for stage in range(1, stages + 1)]
     head = SaliencyHead([kernels[0].shape[0], *(kernel.shape[1] for kernel in kernels)])

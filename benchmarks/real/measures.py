@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.real.head import SaliencyHead
 from corp_deploy.families.family import family_of
+from corp_deploy.families.modules import device
 from perf.parity.measures import measures
 
 BATCH = 16
@@ -38,19 +39,25 @@ def _with_every_token(model: nn.Module) -> tuple[nn.Module, bool]:
     return family.with_merging(model, replace(merging, unmerged=True)), True
 
 
+def at_cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
+
+
 def outputs(model: nn.Module, images: Tensor, head: SaliencyHead) -> Outputs:
-    """Of all images [B,3,S,S], a few at a time; merged tokens stand in for the patches that they came from."""
+    """Of all images [B,3,S,S], a few at a time where the model and the head are; merged tokens stand in for the patches
+    that they came from.
+    """
     whole, every = _with_every_token(model)
-    normed: list[Tensor] = []
+    normed, where = list[Tensor](), device(model)
     hook = whole.get_submodule("norm").register_forward_hook(lambda _, __, tokens: normed.append(tokens))
     with torch.inference_mode():
         for batch in images.split(BATCH):
-            whole(batch)
+            whole(batch.to(where))
         hook.remove()
         tokens = torch.cat(normed)
         patches = tokens[:, 1:] if every else None
         saliency = None if patches is None else torch.cat([head(part) for part in patches.split(BATCH)])
-    return Outputs(class_BC=tokens[:, 0], patches_BNC=patches, saliency_BSS=saliency)
+    return Outputs(class_BC=tokens[:, 0].cpu(), patches_BNC=at_cpu(patches), saliency_BSS=at_cpu(saliency))
 
 
 def relative_error(reduced: Tensor, dense: Tensor) -> float:

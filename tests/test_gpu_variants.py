@@ -1,0 +1,171 @@
+"""Other ways to be smaller on a GPU: half precision, merged tokens, eight bits and convolutional networks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu import latency, models, variants
+from benchmarks.gpu.page_variants import curve
+from benchmarks.gpu.page_variants import variants as table_of
+from benchmarks.gpu.quantised import LARGEST, QuantisedLinear, quantised
+from benchmarks.gpu.record import Record, Refused
+from benchmarks.gpu.run import main
+from benchmarks.gpu.setting import Setting
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.model_cost import macs
+from corp_deploy.store.checkpoint import dense_from_architecture
+from perf.timing.watch import unwatched
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(device="cpu", small=True, everything=False, cache=tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
+    """The part of a small run."""
+    folder = tmp_path_factory.mktemp("variants")
+    main(["--output", str(folder), "--small", "--device", "cpu", "--only", "variants"], say=lambda line: None)
+    written: Row = json.loads((folder / "gpu_variants.json").read_text())
+    return written
+
+
+def row_of(record: Row, key: str) -> Row:
+    found: Row = next(row for row in record["rows"] if row["key"] == key)
+    return found
+
+
+def test_every_variant_is_measured_and_none_is_refused(record: Row) -> None:
+    assert [(row["about"], row["model"], row["status"], row["refused"]) for row in record["rows"]] == [
+        ("bf16", "DeiT-T", "done", {}),
+        ("merging", "DeiT-T", "done", {}),
+        ("eight bits", "DeiT-T", "done", {}),
+        ("convnet", "ResNet-50", "done", {}),
+        ("convnet", "ConvNeXt-B", "done", {}),
+    ]
+    assert record["skipped"] == []
+
+
+def test_tokens_and_widths_are_compared_at_the_same_share(record: Row) -> None:
+    row = row_of(record, "merging DeiT-T batch 2")
+    shares = {name.split(" ")[0]: kept / row["macs"]["dense"] for name, kept in row["macs"].items()}
+    assert list(shares) == ["dense", "merge", "drop", "square"]
+    assert all(0.85 < share <= 0.92 for name, share in shares.items() if name != "dense")
+
+
+def test_convolutional_networks_keep_the_share_of_the_macs_asked_for(record: Row) -> None:
+    for row in record["rows"][-2:]:
+        assert 0.8 < row["macs"]["reduced"] / row["macs"]["dense"] <= 0.9
+        assert row["rounds"] >= 6
+
+
+def test_the_table_has_a_line_a_subject(record: Row) -> None:
+    lines = table_of(record).splitlines()[4:]
+    assert len(lines) == sum(len(row["subjects"]) for row in record["rows"])
+    (square,) = [line for line in lines if "| square, fp8 |" in line]
+    found = row_of(record, "eight bits DeiT-T batch 2")["subjects"]["square, fp8"]
+    assert f"| {found['p50_ms'][0]:.3f} |" in square
+    assert square.endswith(f"({found['speedup'][1]:.2f} to {found['speedup'][2]:.2f}) |")
+
+
+def test_everything_is_planned_once_with_one_of_each_first(tmp_path: Path) -> None:
+    full = Setting(device="cpu", small=False, everything=False, cache=tmp_path)
+    tasks = variants.tasks(full, Record(tmp_path / "x.json", "variants", {}, {}), unwatched)
+    assert len({task.key for task in tasks}) == len(tasks)
+    assert {task.key.split(" ")[0] for task in tasks[:5]} == {"convnet", "bf16", "merging", "eight"}
+    assert all(0.0 < task.estimate_s < 90.0 for task in tasks)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_is_measured_as_a_gpu_does_it(
+    monkeypatch: pytest.MonkeyPatch, setting: Setting, precision: str
+) -> None:
+    monkeypatch.setattr(Setting, "precision", precision)
+    case = latency.Case(model="DeiT-T", mode="graph", sparsity=0.5, batch=2)
+    row = latency.measured(case, latency.Shelf(setting), unwatched)
+    assert (row["precision"], row["refused"]) == (precision, {})
+    assert row["widths"]["dense"]["macs"] == macs(models.dense("DeiT-T", setting))
+
+
+# Eight bits
+
+
+def by_loops(linear: nn.Linear, x: Tensor, how: str) -> Tensor:
+    """Each output by its own sum in float64 over rounded factors."""
+    largest = {"fp8": 448.0, "int8": 127.0}[how]
+
+    def eight(values: Tensor) -> tuple[Tensor, float]:
+        scale = float(values.abs().max()) / largest
+        scaled = (values.float() / scale).clamp(-largest, largest)
+        bits = scaled.to(torch.float8_e4m3fn).double() if how == "fp8" else scaled.round().double()
+        return bits, scale
+
+    (rows, row_scale), (weights, weight_scale) = eight(x.flatten(0, -2)), eight(linear.weight)
+    out = torch.empty(len(rows), len(weights), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        for j, weight in enumerate(weights):
+            out[i, j] = sum(float(a) * float(b) for a, b in zip(row, weight, strict=True)) * row_scale * weight_scale
+    return (out + linear.bias.double()).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("how", ["fp8", "int8"])
+def test_a_product_in_eight_bits_is_that_of_rounded_factors(how: Any) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(32, 16), torch.randn(2, 10, 32)
+    made = QuantisedLinear(linear, float(x.abs().max()), how)
+    with torch.no_grad():
+        expected = by_loops(linear, x, how)
+        torch.testing.assert_close(made(x).double(), expected, rtol=1e-3, atol=1e-3)
+    plain = linear(x).double()
+    assert 1e-4 < float((expected - plain).detach().norm() / plain.detach().norm()) < 0.1
+
+
+def test_inputs_beyond_the_largest_seen_stay_at_it() -> None:
+    linear = nn.Linear(16, 16, bias=False)
+    made = QuantisedLinear(linear, 1.0, "fp8")
+    with torch.no_grad():
+        torch.testing.assert_close(made(torch.full((32, 16), 9.0)), made(torch.ones(32, 16)))
+    assert LARGEST["fp8"] == torch.finfo(torch.float8_e4m3fn).max
+
+
+def test_only_the_layers_of_blocks_that_fit_are_in_eight_bits(setting: Setting) -> None:
+    model = models.dense("DeiT-T", setting)
+    images = torch.randn(2, 3, 32, 32)
+    made = quantised(model, models.block_names(model), images, "int8")
+    names = {name for name, module in made.named_modules() if isinstance(module, QuantisedLinear)}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert names == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
+    assert not any(isinstance(module, QuantisedLinear) for module in model.modules())
+
+
+def test_a_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+    def wrong(*given: Any) -> nn.Module:
+        made = quantised(*given)
+        for module in made.modules():
+            if isinstance(module, QuantisedLinear):
+                module.input_scale.mul_(50.0)
+        return made
+
+    monkeypatch.setattr(variants, "quantised", wrong)
+    with pytest.raises(Refused, match="of the norm away"):
+        variants.in_eight_bits(
+            variants.Variant(about="eight bits", model="DeiT-T", batch=2, make=variants.in_eight_bits), setting
+        )
+
+
+def test_no_sparsity_that_is_enough_is_told() -> None:
+    with pytest.raises(ValueError, match=r"leaves 0\.001 of the MACs"):
+        models.at_macs_share(dense_from_architecture(Architecture(name="convnext_atto")), 0.001, 8)
+
+
+def test_a_curve_is_told_by_a_few_points() -> None:
+    points = [{"seconds": float(at), "error": 1.0 / (at + 1), "averaged": 0.4} for at in range(9)]
+    assert curve([{"curve": points}]) == "0: 0.4000, 2: 0.3333, 4: 0.2000, 6: 0.1429, 8: 0.1111"
+    assert curve([{"curve": points}, {"curve": points}]) == curve([{"curve": []}]) == "-"
