@@ -115,12 +115,6 @@ def judged(call: Call, home: Path) -> dict[str, Any]:
     return told
 
 
-def _tally(own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    codes = Counter(str(one["exit_code"]) for one in own)
-    slowest = max((one["seconds"] for one in own), default=None)
-    return {"calls": len(own), "exit_codes": dict(sorted(codes.items())), "slowest_s": slowest}
-
-
 def document(done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record."""
     by_command = {

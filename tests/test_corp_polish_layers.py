@@ -83,7 +83,7 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
         def added(share: float) -> Tensor:
             with torch.no_grad():
                 move_(site, share * step_RD)
-                out = branch.added_by(branch.layer, pairs[0].reduced, pairs[0].present_BN)
+                out = branch.added(branch.run(branch.layer, pairs[0].reduced, pairs[0].present_BN))
                 move_(site, -share * step_RD)
             return out.flatten(0, 1)
 

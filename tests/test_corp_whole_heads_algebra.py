@@ -170,12 +170,6 @@ def test_scores_are_those_of_every_head_alone() -> None:
 def test_groups_go_whole_or_lose_equally_many_heads() -> None:
     """Six query heads, two to a group of keys and values."""
     score = torch.tensor([5.0, 1.0, 4.0, 3.0, 0.5, 6.0], dtype=torch.float64)
-    sums = {group: float(score[2 * group] + score[2 * group + 1]) for group in range(3)}
-    best = sorted(sorted(sums, key=sums.__getitem__)[-2:])
-    assert whole_heads.best_groups(score, 3, 2).tolist() == [
-        head for group in best for head in (2 * group, 2 * group + 1)
-    ]
-    assert whole_heads.best_of_each_group(score, 3, 1).tolist() == [0, 2, 5]
     assert whole_heads.best_heads(score, 3).tolist() == [0, 2, 5]
     z_XC, (weight, _) = samples("random", 6), projection(6)
     mean, second = moments_of(z_XC)

@@ -3,7 +3,6 @@
 Legend: K inputs, O outputs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,10 +87,3 @@ def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: f
         condition=solved.condition,
         ridge=solved.ridge,
     )
-
-
-def refit_held_out(prior_OK: Tensor, fit: Regression, held_out: Regression, strengths: Sequence[float]) -> Refit:
-    """The refit, among these strengths, of least error on statistics it was not fitted to; ties to the strongest."""
-    assert len(strengths) > 0
-    refits = [refit_toward(prior_OK, fit, strength=strength) for strength in sorted(strengths, reverse=True)]
-    return min(refits, key=lambda refit: held_out.error(refit.weight_OK, refit.bias_O))

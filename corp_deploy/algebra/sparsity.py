@@ -26,11 +26,6 @@ class Sparsity:
         return f"{self.kept}:{self.of}"
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether any engine has kernels that skip its zeros."""
-        return (self.kept, self.of) == (2, 4)
-
-    @property
     def share(self) -> float:
         """Of the weights, that stay."""
         return self.kept / self.of

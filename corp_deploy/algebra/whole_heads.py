@@ -54,21 +54,6 @@ def best_heads(score_H: Tensor, count: int) -> Tensor:
     return kept_from_scores(score_H, count)
 
 
-def best_groups(score_H: Tensor, groups: int, count: int) -> Tensor:
-    """The query heads of the `count` groups of the highest sums, so that keys and values go whole [M]."""
-    size = score_H.numel() // groups
-    kept_G = kept_from_scores(score_H.view(groups, size).sum(dim=1), count)
-    within = torch.arange(size, device=score_H.device)
-    return (kept_G.unsqueeze(1) * size + within).flatten()
-
-
-def best_of_each_group(score_H: Tensor, groups: int, count: int) -> Tensor:
-    """The `count` heads of the highest scores of each group, which keeps its keys and values [M]."""
-    size = score_H.numel() // groups
-    kept_GM = kept_from_scores(score_H.view(groups, size), count)
-    return (kept_GM + torch.arange(groups, device=score_H.device).unsqueeze(1) * size).flatten()
-
-
 def selection(kept_M: Tensor, heads: int) -> Tensor:
     """[M, H]: rows that pick a head."""
     return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)

@@ -100,11 +100,6 @@ _NAMES: Mapping[str, Names] = {
 _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
 
 
-def names_of(model_type: str) -> Names:
-    """Those of a kind of decoder that is built here."""
-    return _NAMES[model_type]
-
-
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
     """A tensor of a block as the other side keeps it."""
     return tensor.T if names.transposed and tensor.ndim == 2 and path in _LINEAR else tensor

@@ -96,10 +96,6 @@ class Branch:
         to_BNC, read_BNC = x_BNC.chunk(2, dim=-1)
         return torch.cat((to_BNC + added_BNC, read_BNC), dim=-1)
 
-    def added_by(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        """What the branch adds to the residual stream with this layer in place of its own."""
-        return self.added(self.run(layer, x_BNC, weights_BN))
-
     def through(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """The residual stream behind the branch with this layer in place of its own."""
         return self.plus(x_BNC, self.run(layer, x_BNC, weights_BN))

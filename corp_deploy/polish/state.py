@@ -104,10 +104,6 @@ class StateFile:
         where = f"{self.path}: not a polish's state"
         return record_from_text(text, _Header, where=where, kind=_KIND, version=_VERSION, remedy=remedy), tensors
 
-    def clear(self) -> None:
-        """Removes the file, once what the polish gave is safe."""
-        self.path.unlink(missing_ok=True)
-
 
 def _numbered(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:
     """The tensors `name`/0, `name`/1, ..."""

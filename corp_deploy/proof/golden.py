@@ -58,11 +58,6 @@ class Golden:
             )
 
 
-def is_golden(path: Path) -> bool:
-    """Whether it is such a directory."""
-    return (path / RECORD).is_file()
-
-
 def write_golden(golden: Golden, directory: Path) -> None:
     """The record last, so that a directory that has one is whole."""
     directory.mkdir(parents=True, exist_ok=True)
