@@ -1,0 +1,212 @@
+"""Calibrating, reducing, planning and polishing where the model is not on the CPU; see pretended_device.py."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.real.head import SaliencyHead
+from benchmarks.real.measures import outputs
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.families.modules import device
+from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.polish import polished
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, on_device
+from tests import small_convnets, tiny
+from tests.pretended_device import pretended
+
+KINDS = ("vit", "resnet18d")
+SMALLER: dict[str, Any] = {"embed_dim": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 1.0}
+
+
+@pytest.fixture
+def there() -> Iterator[str]:
+    with pretended() as name:
+        yield name
+
+
+# The device itself
+
+
+def test_what_is_made_there_is_there(there: str) -> None:
+    made = (
+        torch.zeros(2, device=there),
+        torch.tensor([1.0, 2.0], device=there),
+        torch.ones(2).to(there),
+        torch.arange(2, device=there).new_tensor([1]),
+        nn.Linear(2, 2).to(there).weight,
+        torch.eye(2, device=there)[1:] @ torch.ones(2, 2, device=there),
+    )
+    assert {str(each.device) for each in made} == {f"{there}:0"}
+    assert torch.ones(2, device=there).cpu().device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x @ y,
+        lambda x, y: torch.cat((x, y)),
+        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: x.gather(0, y.long()),
+        lambda x, y: x.index_select(0, torch.tensor([0])),
+        lambda x, y: y[torch.zeros(1, dtype=torch.int64, device=x.device)],
+        lambda x, y: x.index_put_((torch.tensor([0]),), y[:1]),
+        lambda x, y: torch.mm(x, x, out=y),
+        lambda x, y: x.normal_(generator=torch.Generator()),
+        lambda x, y: torch.randn(2, generator=torch.Generator(), device=x.device),
+        lambda x, y: nn.Linear(2, 2)(x),
+    ],
+)
+def test_both_places_in_one_operation_are_refused(there: str, mixing: object) -> None:
+    assert callable(mixing)
+    with pytest.raises(RuntimeError, match="CPU"):
+        mixing(torch.ones(2, 2, device=there), torch.ones(2, 2))
+    mixing(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_arrays_are_refused_and_numbers_and_indices_of_the_cpu_are_not(there: str) -> None:
+    x = torch.ones(2, 2, device=there)
+    with pytest.raises(TypeError, match="copy it to the CPU"):
+        x.numpy()
+    x[:, 1] = 3.0
+    assert (x * torch.tensor(2.0))[torch.tensor([1])].tolist() == [[2.0, 6.0]]
+    assert torch.ones(2, 2).copy_(x).tolist() == [[1.0, 3.0], [1.0, 3.0]]
+    assert float(x.sum()) == 8.0
+
+
+def test_gradients_flow_there(there: str) -> None:
+    layer = nn.Linear(3, 2).to(there)
+    layer(torch.ones(4, 3, device=there)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.device.type == there
+    assert torch.equal(layer.weight.grad.cpu(), torch.full((2, 3), 4.0))
+
+
+# What runs there
+
+
+@cache
+def dense(kind: str) -> Checkpoint:
+    if kind == "vit":
+        return tiny.checkpoint(**SMALLER)
+    return small_convnets.checkpoint(kind)
+
+
+@cache
+def images(kind: str, count: int = 16) -> Images:
+    folder = TemporaryDirectory()
+    FOLDERS.append(folder)
+    size = {"vit": 32, "resnet18d": small_convnets.SIZE}[kind]
+    return tiny.opened(Path(folder.name) / "images.npy", tiny.images(count, size=size), dense(kind).model)
+
+
+FOLDERS: list[TemporaryDirectory[str]] = []
+
+
+@cache
+def moments(kind: str) -> Moments:
+    return calibrate(dense(kind), images(kind), batch_size=8, statistics=statistics(kind))
+
+
+def statistics(kind: str) -> Statistics:
+    return Statistics(attention_system=kind != "resnet18d")
+
+
+def method(preset: str, kind: str) -> Method:
+    """Half of what such a model has."""
+    shares = {"conv_sparsity": 0.5} if kind == "resnet18d" else {"mlp_sparsity": 0.5, "attention_sparsity": 0.5}
+    return method_from_preset(preset, **shares, align_hidden=8, align_head=4, align_conv=8)
+
+
+def require_same(found: nn.Module, expected: nn.Module, kind: str, where: str) -> None:
+    """The same widths, and outputs but for rounding, which closed forms of few images magnify; found on that device."""
+    assert device(found).type == where
+    assert [each.shape for each in found.parameters()] == [each.shape for each in expected.parameters()]
+    (batch,) = images(kind).batches(16)
+    assert isinstance(batch, Tensor)
+    with torch.inference_mode():
+        torch.testing.assert_close(found(batch.to(where)).cpu(), expected(batch), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_those_of_the_cpu(there: str, kind: str) -> None:
+    found = calibrate(dense(kind), images(kind), batch_size=8, device=there, statistics=statistics(kind))
+    for site, own in moments(kind).sites.items():
+        for name, tensor in tensors_of(own).items():
+            size = float(tensor.abs().max()) if tensor.numel() else 0.0
+            torch.testing.assert_close(tensors_of(found.sites[site])[name], tensor, rtol=1e-5, atol=1e-5 * size)
+
+
+def tensors_of(statistics: object) -> dict[str, Tensor]:
+    """Its floating-point tensors by name."""
+    found = {field.name: getattr(statistics, field.name) for field in fields(statistics)}  # type: ignore[arg-type]
+    return {name: each for name, each in found.items() if isinstance(each, Tensor) and each.is_floating_point()}
+
+
+@pytest.mark.parametrize("preset", ["best", "corp", "grail"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> None:
+    own = dense(kind).model
+    expected = reduce(own, moments(kind), method(preset, kind)).model
+    found = reduce(on_device(dense(kind), there).model, moments(kind), method(preset, kind)).model
+    require_same(found, expected, kind, there)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
+    for loop, preset in ((reduce_by_closed_loop, "best"), (reduce_by_symmetric_loop, "grail")):
+        expected = loop(dense(kind).model, images(kind), method(preset, kind)).model
+        found = loop(on_device(dense(kind), there).model, images(kind), method(preset, kind)).model
+        require_same(found, expected, kind, there)
+
+
+@pytest.mark.parametrize("merge", [None, "2"])
+def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None) -> None:
+    asked = ReductionRequest(
+        preset="best",
+        method=method_from_preset("best", align_hidden=8, align_head=4),
+        budget=Budget(currency="macs", share=0.8),
+        merging=MergingChoice(merge_tokens=merge),
+    )
+    own = dense("vit")
+    taken = moments("vit")
+    expected = reduce_as_asked(own, taken, asked, images=images("vit"))[0].model
+    found = reduce_as_asked(on_device(own, there), taken, asked, images=images("vit"))[0].model
+    require_same(found, expected, "vit", there)
+
+
+@pytest.mark.parametrize("how", ["layer", "block", "model"])
+def test_a_polish_runs_there(there: str, how: PolishName) -> None:
+    own, options = on_device(dense("vit"), there), PolishOptions(how=how, steps=2)
+    start = reduce(dense("vit").model, moments("vit"), method("best", "vit")).model
+    begun = on_device(replace(dense("vit"), model=start), there).model
+    result = polished(own.model, begun, images("vit"), options)
+    expected = polished(dense("vit").model, start, images("vit"), options)
+    assert device(result.model).type == there
+    assert result.report.error == pytest.approx(expected.report.error, rel=1e-3)
+
+
+def test_an_encoder_is_judged_there(there: str) -> None:
+    model = tiny.checkpoint(num_classes=0).model
+    head, pixels = SaliencyHead((48, 8), patch=8).eval(), torch.from_numpy(tiny.images(4))
+    here = outputs(model, pixels, head)
+    found = outputs(on_device(tiny.checkpoint(num_classes=0), there).model, pixels, head.to(there))
+    assert found.patches_BNC is not None
+    assert here.patches_BNC is not None
+    torch.testing.assert_close(found.class_BC, here.class_BC)
+    torch.testing.assert_close(found.patches_BNC, here.patches_BNC)
