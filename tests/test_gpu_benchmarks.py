@@ -35,6 +35,8 @@ from benchmarks.gpu.run import main
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workshop import Workshop
 from benchmarks.pages import measured
+from benchmarks.pages.headline import NO_GPU as UNMEASURED
+from benchmarks.pages.headline import headline
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.steps import Branch
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -601,6 +603,23 @@ def test_the_page_has_gpu_tables_only_from_records_of_a_gpu(
     assert all("on Some GPU (compute capability 9.0)" in table for table in tables)
     assert "| compiled |" not in tables[1]
     assert measured.of_gpus(tmp_path).endswith(tables[-1])
+
+
+def test_the_headline_has_a_gpus_figures_or_says_that_there_are_none(
+    tmp_path: Path, gpu_record: Callable[[str], Row]
+) -> None:
+    for path in measured.RESULTS.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    assert headline(tmp_path, "").endswith(UNMEASURED)
+    latency, calibration = gpu_record("latency"), gpu_record("calibration")
+    latency["rows"] = [latency_row("DeiT-H", 16, padded=[1.72, 1.65, 1.75], square=[1.5, 1.4, 1.6])]
+    calibration["rows"] = calibration_rows(40.0, 15.0)
+    for part, record in (("latency", latency), ("calibration", calibration)):
+        (tmp_path / f"gpu_{part}.json").write_text(json.dumps(record))
+    *_, throughput, calibrated = headline(tmp_path, "at/").splitlines()
+    assert throughput.startswith("| [Some GPU, torch FP16](at/gpu.md) | throughput over dense of DeiT-H")
+    assert throughput.endswith("| 1.72 times (padded), 1.50 times (square) |")
+    assert calibrated.endswith("= 55.0 s: met |")
 
 
 @pytest.fixture

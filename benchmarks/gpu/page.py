@@ -1,6 +1,8 @@
 """The records of a GPU run as Markdown tables and one page. Reads the records alone."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -184,6 +186,13 @@ def unmeasured(record: Record) -> list[str]:
 def counts(record: Record) -> bool:
     """Whether the record says something about a GPU: tiny models and CPUs show that the scripts run, no more."""
     return record["environment"]["gpu"] is not None and not record["settings"]["small"]
+
+
+def gpu_records(results: Path) -> dict[str, Record]:
+    """Those of a GPU in this folder, by part."""
+    paths = {part: results / f"gpu_{part}.json" for part in PARTS}
+    found = {part: json.loads(path.read_text(encoding="utf-8")) for part, path in paths.items() if path.is_file()}
+    return {part: record for part, record in found.items() if counts(record)}
 
 
 def goals(records: Mapping[str, Record]) -> str:

@@ -6,9 +6,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.gpu.goals import GEOMETRIES, calibrated_and_reduced, done
+from benchmarks.gpu.page import gpu_records
 from benchmarks.markdown import table
 
 Row = tuple[str, str, str]
+NO_GPU = "None of it was measured on a GPU: TensorRT-RTX builds real engines without one."
 
 
 def _rows(results: Path, name: str, **where: Any) -> list[dict[str, Any]]:
@@ -62,8 +65,33 @@ def _fused(results: Path, folder: str) -> Row:
     return f"[TensorRT-RTX, FP16]({folder}engines.md)", "fused attention kernels of DeiT-S", said
 
 
+def _on_gpu(results: Path, folder: str) -> list[Row]:
+    """What the goals of the GPU benchmark ask of the largest model, where there is a record of a GPU."""
+    found = gpu_records(results)
+    latency = found.get("latency", {"rows": []})["rows"]
+    speedups = {
+        geometry: row["subjects"][geometry]["speedup"][0]
+        for row in done(latency, row="latency", model="DeiT-H", mode="graph", sparsity=0.5, batch=16)
+        for geometry in GEOMETRIES
+        if geometry in row["subjects"]
+    }
+    rows = []
+    if speedups:
+        said = ", ".join(f"{speedup:.2f} times ({geometry})" for geometry, speedup in speedups.items())
+        where = found["latency"]["environment"]["gpu"]
+        what = "throughput over dense of DeiT-H, half of everything, batch 16"
+        rows.append((f"[{where}, torch FP16]({folder}gpu.md)", what, said))
+    for goal in calibrated_and_reduced(found.get("calibration", {"rows": []})["rows"]):
+        if goal.verdict != "not measured":
+            where = found["calibration"]["environment"]["gpu"]
+            rows.append((f"[{where}]({folder}gpu.md)", goal.wanted, f"{goal.found}: {goal.verdict}"))
+    return rows
+
+
 def headline(results: Path, folder: str) -> str:
-    """The table, its links to pages in this folder as they are written where it stands."""
+    """The table, its links to pages in this folder as they are written where it stands, and what no GPU has shown."""
     every = (_real_encoder, _hard, _on_cpu, _fused)
-    rows: Iterable[Row] = (row(results, folder) for row in every)
-    return table(("where", "what", "figures"), rows)
+    on_gpu = _on_gpu(results, folder)
+    rows: Iterable[Row] = (*(row(results, folder) for row in every), *on_gpu)
+    text = table(("where", "what", "figures"), rows)
+    return text if on_gpu else f"{text}\n\n{NO_GPU}"

@@ -128,9 +128,7 @@ def tables(of: Mapping[str, tuple[str, Table]], results: Path = RESULTS) -> str:
 
 def on_gpus(results: Path = RESULTS) -> list[str]:
     """Goals and tables of the records that were measured on a GPU; nothing where there are none."""
-    found = {part: results / f"gpu_{part}.json" for part in gpu_page.PARTS}
-    read = {part: _record(path) for part, path in found.items() if path.is_file()}
-    records = {part: record for part, record in read.items() if gpu_page.counts(record)}
+    records = gpu_page.gpu_records(results)
     made = [
         gpu_page.latency(record, 0.5) if part == "latency" else gpu_page.TABLES[part](record)
         for part, record in records.items()
