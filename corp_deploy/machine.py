@@ -13,6 +13,7 @@ from typing import Any
 
 from ground.known_holes import holes_of, named
 from ground.versions import version_numbers
+from perf.timing.environment import has_vnni
 
 from . import __version__
 
@@ -154,6 +155,20 @@ def _providers() -> Capability:
     return Capability(what="ONNX Runtime providers", found=", ".join(onnxruntime.get_available_providers()))
 
 
+def _vnni() -> Iterator[Capability]:
+    """Where it can be told: kernels of other architectures need none."""
+    found = has_vnni()
+    if found:
+        yield Capability(what="VNNI", found="sums of INT8 products in 32 bits")
+    elif found is False:
+        yield Capability(
+            what="VNNI",
+            found="",
+            disables="INT8 graphs in ONNX Runtime on this CPU, whose sums saturate",
+            remedy="export them with --weight-bits 7",
+        )
+
+
 def _gpu() -> Capability:
     import torch
 
@@ -207,6 +222,7 @@ def findings() -> list[Capability]:
         *map(_package, _REQUIRED),
         *_runtimes(),
         _providers(),
+        *_vnni(),
         _package("openvino", disables="bench, verify and release targets in OpenVINO", extra="openvino"),
         _package("onnxruntime-genai", disables="export-decoder", extra="genai"),
         _package("model-signing", disables="release --sign and check --verify", extra="sign"),

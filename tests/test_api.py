@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.files import sha256_of_file
 from tests import tiny
 
@@ -210,6 +211,8 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
     assert found.precision == ("mixed" if found.kept else "fp16")
     int8 = corp_deploy.export(home / "dense", tmp_path / "q.onnx", precision="int8", inputs=images, rest="fp32")
     assert int8.precision == "int8"
+    options: dict[str, Any] = {"precision": "int8", "inputs": images, "rest": "fp32", "weight_bits": 7}
+    assert facts_of_onnx(corp_deploy.export(home / "dense", tmp_path / "seven.onnx", **options).path).weight_bits == 7
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,8 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
         ({"inputs": tiny.images(2)}, "inputs are for int8, fp8 and auto"),
         ({"keep_fp32": ["blocks.0"]}, "keep_fp32 is for precisions mixed"),
         ({"precision": "fp16", "rest": "fp32"}, "rest, scales, balance and keep_rest are for int8 and fp8"),
+        ({"precision": "fp8", "inputs": tiny.images(2), "weight_bits": 7}, "weight_bits is for int8, got fp8"),
+        ({"precision": "int8", "inputs": tiny.images(2), "weight_bits": 6}, "weight_bits is 6, expected 7 or 8"),
         ({"heads": "padded"}, "--heads"),
     ],
 )

@@ -117,3 +117,16 @@ def test_no_floor_leaves_a_known_hole_open() -> None:
 
 def test_doctor_finds_nothing_too_old_here() -> None:
     assert not [row for row in findings().values() if "older than" in row["found"]]
+
+
+@pytest.mark.parametrize("vnni", [True, False, None])
+def test_doctor_says_what_the_lack_of_vnni_does(monkeypatch: pytest.MonkeyPatch, vnni: bool | None) -> None:
+    monkeypatch.setattr(machine, "has_vnni", lambda: vnni)
+    row = findings().get("VNNI")
+    if vnni is None:
+        assert row is None
+        return
+    assert row is not None
+    assert bool(row["found"]) is vnni
+    assert row["remedy"] == ("" if vnni else "export them with --weight-bits 7")
+    assert ("INT8 graphs in ONNX Runtime on this CPU" in row["disables"]) is not vnni

@@ -292,6 +292,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "export.scales": ("max", INT8),
     "export.balance": (False, INT8),
     "export.keep_rest": (["blocks.0"], INT8),
+    "export.weight_bits": (7, INT8),
     "export.range_samples": (7, INT8),
     "export.break_fusion": (["blocks.0.attn"], {}),
     "parity.batches": ([2], {}),

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ from numpy.typing import NDArray
 from corp_deploy.cli import main
 from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.quantised_precision import bounds_of
 from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.libraries import Library
 from export.engine.limits import remedies
 from export.engine.record import record_of_plan
 from export.graph.quantised import layers
 from ground.errors import BadInput
+from ground.feeds import Feeds, Outputs
 from ground.precision import INT8
 from ground.versions import version_numbers
 from perf.parity.rounding import rounded_graph
-from perf.runners.onnx import OnnxRunner
+from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
 
 Array = NDArray[np.float32]
@@ -75,12 +79,17 @@ def test_verify_holds_each_to_the_dense_models_own_error(home: Path) -> None:
         assert 1e-4 < link["measures"]["relative_error"] < link["tolerance"]["max_relative_error"]
 
 
-def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
-    proto = onnx.load(home / "dense" / "model.int8.onnx")
+def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProto:
+    """The graph, most of what one layer reads clipped."""
+    proto = onnx.load(path)
     for tensor in proto.graph.initializer:
         if tensor.name == "blocks.1.mlp.fc1/MatMul.input.scale":
-            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(1e-4, np.float16), tensor.name))
-    onnx.save(proto, tmp_path / "model.int8.onnx")
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(1e-4, kind), tensor.name))
+    return proto
+
+
+def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
+    onnx.save(with_short_range(home / "dense" / "model.int8.onnx", np.float16), tmp_path / "model.int8.onnx")
     graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
     done = run("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
                "-o", tmp_path / "parity.json")  # fmt: skip
@@ -149,6 +158,92 @@ def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
         assert runner.describe()["precision"] == "int8"
 
 
+@pytest.fixture(scope="module")
+def computed(home: Path) -> Path:
+    """Graphs that ONNX Runtime computes in INT8: of weights of eight bits and of seven."""
+    words = ["--rest", "fp32", "--scales", "max", "--images", home / "images.npy"]
+    ran("export", "--model", home / "dense", "-o", home / "eight.int8.onnx", "--precision", "int8", *words)
+    done = ran("export", "--model", home / "dense", "-o", home / "seven.int8.onnx", "--precision", "int8", *words,
+               "--weight-bits", 7, "--json")  # fmt: skip
+    (row,) = json.loads(done.stdout)["written"]
+    assert row["weight_bits"] == 7
+    return home
+
+
+def test_a_graph_tells_how_many_bits_its_weights_use(computed: Path) -> None:
+    for name, bits, largest in (("eight", 8, 127), ("seven", 7, 63)):
+        path = computed / f"{name}.int8.onnx"
+        assert facts_of_onnx(path).weight_bits == candidate_from_path(path).weight_bits == bits
+        stored = [
+            onnx.numpy_helper.to_array(tensor)
+            for tensor in onnx.load(path).graph.initializer
+            if tensor.data_type == onnx.TensorProto.INT8 and tensor.dims
+        ]
+        assert stored
+        assert all(np.abs(values.astype(int)).max() == largest for values in stored)
+
+
+class Saturating(OnnxRunner):
+    """Kernels of INT8 that clip what the graph gives, as it is typed."""
+
+    def __call__(self, feeds: Feeds) -> Outputs:
+        rows = super().__call__(feeds)
+        off = self.as_typed or onnx_precision(self.path) != "int8"
+        return rows if off else {name: values * np.float32(0.5) for name, values in rows.items()}
+
+
+SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on one that has it"
+
+
+@pytest.mark.parametrize(
+    ("name", "vnni", "said"),
+    [
+        ("eight", False, f"{SATURATE}, or export with --weight-bits 7"),
+        ("eight", None, "kernels differ, serve it on another one, or export with --weight-bits 7"),
+        ("eight", True, "kernels compute something else, serve it on another one"),
+        ("seven", False, "kernels compute something else, serve it on another one"),
+    ],
+)
+def test_verify_tells_kernels_from_the_graph(
+    computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
+) -> None:
+    monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
+    monkeypatch.setattr("corp_deploy.proof.int8_kernels.has_vnni", lambda: vnni)
+    graphs = [computed / "dense" / "model.onnx", computed / f"{name}.int8.onnx"]
+    done = run("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+               "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json")  # fmt: skip
+    assert done.exit_code == 1, done.output
+    links = json.loads((tmp_path / "parity.json").read_text())["links"]
+    (link,) = [each for each in links if each["kind"] == "quantised"]
+    assert link["status"] == "FAIL"
+    assert re.match(r"relative error 0\.5\d* over \S+ \(.+\); as it is typed it errs 0\.0\d+: ", link["reason"])
+    assert link["reason"].endswith(said)
+    assert all("as it is typed" not in each["reason"] for each in links if each is not link)
+
+
+def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
+    computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
+    onnx.save(with_short_range(computed / "seven.int8.onnx", np.float32), tmp_path / "model.int8.onnx")
+    graphs = [computed / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
+    done = run("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+               "-o", tmp_path / "parity.json")  # fmt: skip
+    assert done.exit_code == 1, done.output
+    (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
+    assert "--keep-rest 'blocks.1.mlp' --images IMAGES --rest fp32 --weight-bits 7" in located["command"]
+    assert "as it is typed" not in (tmp_path / "parity.json").read_text()
+
+
+def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
+    graph = Path("reduced/model.int8.onnx")
+    command = fix_command(graph, held_in=INT8, rest="fp32", weight_bits=7)
+    assert "--rest fp32 --weight-bits 7" in command
+    plain = fix_command(graph, held_in=INT8, rest="fp16")
+    assert "--rest" not in plain.replace("--keep-rest", "")
+    assert "--weight-bits" not in plain
+
+
 def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     model = ["export", "--model", home / "dense", "-o", out]
@@ -156,6 +251,9 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
         (["--precision", "int8"], "int8 takes its ranges of real inputs; give --images"),
         (["--precision", "fp16", "--scales", "max"], "--scales"),
         (["--precision", "fp16", "--rest", "fp32"], "--rest"),
+        (["--precision", "fp16", "--weight-bits", "7"], "--weight-bits"),
+        (["--precision", "fp8", "--images", home / "images.npy", "--weight-bits", "7"], "--weight-bits"),
+        (["--precision", "int8", "--images", home / "images.npy", "--weight-bits", "6"], "'6' is not one of '8', '7'"),
         (["--precision", "int8", "--images", home / "images.npy", "--keep-fp32", "head"], "--keep-fp32"),
         (
             ["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"],

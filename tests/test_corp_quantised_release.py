@@ -12,6 +12,7 @@ from corp_deploy.cli import main
 from corp_deploy.release.served import is_faster, quantised_graph, to_serve
 from corp_deploy.release.serving import package_of_directory
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.onnx_file import facts_of_onnx
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
 
@@ -29,6 +30,7 @@ align_mlp = 8
 precisions = ["fp32", "int8"]
 rest = "fp32"
 range_samples = 6
+weight_bits = 7
 [parity]
 batches = [1, 3]
 quantised_factor = 8.0
@@ -76,6 +78,10 @@ def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
     assert {"quantised", "exact", "reduced"} <= {link["kind"] for link in links}
 
 
+def test_the_recipes_bits_are_those_of_the_graph(home: Path) -> None:
+    assert facts_of_onnx(home / "release" / "reduced" / "model.int8.onnx").weight_bits == 7
+
+
 def with_gain(bench: Bench, times: float) -> Bench:
     """The same record with the candidate so many times as fast as the reference in each of 24 rounds."""
 
@@ -117,6 +123,10 @@ def test_int8_needs_what_it_rests_on(home: Path) -> None:
         (RECIPE.replace('rest = "fp32"', 'rest = "fp16"'), "add 'fp16' to export.precisions"),
         (RECIPE.replace('["fp32", "int8"]', '["fp32"]'), "export.rest is for precisions int8 and fp8"),
         (RECIPE.replace('["fp32", "int8"]', '["fp32", "fp8"]').replace('precision = "int8"', 'precision = "fp8"'),
+         "export.weight_bits is for precision int8, which export.precisions does not have"),
+        (RECIPE.replace("weight_bits = 7", "weight_bits = 6"), "export.weight_bits must be 8 or 7"),
+        (RECIPE.replace('["fp32", "int8"]', '["fp32", "fp8"]').replace('precision = "int8"', 'precision = "fp8"')
+         .replace("weight_bits = 7", ""),
          "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
     ):  # fmt: skip
         wrong.write_text(text, encoding="utf-8")

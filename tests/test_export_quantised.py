@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from export.graph.balance import balance_, balanceable, strengths
 from export.graph.histogram import BINS, Histogram, clipped_at
-from export.graph.number_format import FORMATS
-from export.graph.observe import largest_by_channel
+from export.graph.number_format import FORMATS, format_of_weights
+from export.graph.observe import largest_by_channel, session_of
 from export.graph.quantised import layers, quantised, quantised_layers
 from export.graph.quantiser import Quantiser, quantiser
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.ports import LOGITS, image_port
+from perf.timing.environment import has_vnni
 from tests.export_vit import Vit
 
 SHAPE = (3, 32, 32)
@@ -98,6 +99,84 @@ def test_each_form_is_near_the_model(precision: str, most: float, typed_as: str)
     names = [node.name for node in proto.graph.node]
     assert "blocks.0.attn.qkv/QuantizeLinear" in names
     assert len(set(names)) == len(names)
+
+
+def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], Array]]:
+    """By name what stands for each weight, and its scales by output channel in front of it."""
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    nodes = [node for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
+    return {node.input[0]: (stored[node.input[0]], stored[node.input[1]]) for node in nodes}
+
+
+@pytest.mark.parametrize("typed_as", ["fp32", "fp16", "bf16"])
+def test_weights_of_seven_bits_end_at_63(typed_as: str) -> None:
+    own = made(Vit(), typed_as=typed_as)
+    eight, seven = (stored_weights(own.graph("int8", scales="max", weight_bits=bits)) for bits in (8, 7))
+    assert eight.keys() == seven.keys()
+    assert len(seven) == 10
+    rounding = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}[typed_as]
+    for name, (values, scales) in seven.items():
+        assert values.dtype == np.int8
+        assert np.abs(values.astype(int)).max() == 63
+        assert np.abs(eight[name][0].astype(int)).max() == 127
+        wide, narrow = (each.astype(np.float64) for each in (scales, eight[name][1]))
+        np.testing.assert_allclose(wide, narrow * 127 / 63, rtol=rounding)
+
+
+def test_seven_bits_are_of_weights_of_int8_alone() -> None:
+    own = made(Vit(), typed_as="fp32")
+    eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))
+    activations = [
+        {
+            tensor.name: numpy_helper.to_array(tensor).item()
+            for tensor in proto.graph.initializer
+            if tensor.name.endswith(".input.scale")
+        }
+        for proto in (eight, seven)
+    ]
+    assert activations[0] == activations[1]
+    notes = [{entry.key: entry.value for entry in proto.metadata_props} for proto in (eight, seven)]
+    assert "export.weight_bits" not in notes[0]
+    assert notes[1].pop("export.weight_bits") == "7"
+    assert notes[0] == notes[1]
+    fp8 = [own.graph("fp8", scales="max", weight_bits=bits).SerializeToString() for bits in (8, 7)]
+    assert fp8[0] == fp8[1]
+    assert format_of_weights(FORMATS["fp8"], 7) == FORMATS["fp8"]
+
+
+def test_ranges_are_chosen_for_the_weights_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noting(*arguments: Any, weight_bits: int = 8) -> onnx.ModelProto:
+        asked.append(weight_bits)
+        return quantised(*arguments, weight_bits=weight_bits)
+
+    monkeypatch.setattr("export.graph.quantiser.quantised", noting)
+    own = made(Vit(), typed_as="fp32")
+    for bits in (8, 7):
+        own.graph("int8", weight_bits=bits)
+    assert asked == [8] * 4 + [7] * 4
+
+
+@pytest.mark.parametrize("bits", [8, 7])
+def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
+    """The largest inputs and the largest weights, of both signs: the exact sums are 64 and -64."""
+    if bits == 8 and has_vnni() is not False:
+        pytest.skip("this CPU adds up INT8 products in 32 bits, or doesn't tell")
+    weights = np.ones((64, 8), dtype=np.float32)
+    weights[:, 4:] = -1.0
+    node = helper.make_node("MatMul", ["x", "weights"], ["y"], name="fc/MatMul")
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 64])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])
+    graph = helper.make_graph([node], "sums", [x], [y], [numpy_helper.from_array(weights, "weights")])
+    plain = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    proto = quantised(plain, FORMATS["int8"], {node.name: 1.0}, layers(plain), weight_bits=bits)
+    batch = np.ones((4, 64), dtype=np.float32)
+    exact = batch @ weights
+    fused = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert error(session_of(proto).run(None, {"x": batch})[0], exact) < 1e-6
+    off = error(cast(Array, fused.run(None, {"x": batch})[0]), exact)
+    assert off < 1e-6 if bits == 7 else off > 0.5
 
 
 def test_kept_modules_stay_as_they_were() -> None:

@@ -12,6 +12,7 @@ from perf.record.runs import Block, GpuState
 from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
 from perf.stats.stability import drift
 from perf.stats.summary import speedup
+from perf.timing.environment import has_vnni
 from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import lost_time
@@ -322,3 +323,19 @@ def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
 def test_a_block_without_positive_times_is_refused() -> None:
     with pytest.raises(BadInput, match="positive times"):
         Block(round=0, subject="a", at_s=0.0, calls=1, wall_ms=0.0, compute_ms=(0.0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 avx512f avx512_vnni\n", True),
+        ("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 avx_vnni\n", True),
+        ("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 avx512f\nbugs\t\t: no avx_vnni\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd asimddp i8mm\n", None),  # ARM
+        ("", None),
+    ],
+)
+def test_vnni_is_one_of_the_flags(tmp_path: Path, text: str, expected: bool | None) -> None:
+    (tmp_path / "cpuinfo").write_text(text, encoding="utf-8")
+    assert has_vnni(tmp_path / "cpuinfo") is expected
+    assert has_vnni(tmp_path / "absent") is None

@@ -76,6 +76,8 @@ class _Export:
             raise BadInput(f"inputs are for int8, fp8 and auto, got precision {self.precision}; leave them out")
         if self.keep_fp32 and not mixed:
             raise BadInput(f"keep_fp32 is for precisions {', '.join(MIXED)}, got {self.precision}")
+        if self.quantisation.weight_bits != 8 and self.precision != "int8":
+            raise BadInput(f"weight_bits is for int8, got {self.precision}; leave it out")
         if self.quantisation != Quantisation() and not quantised:
             raise BadInput(f"rest, scales, balance and keep_rest are for int8 and fp8, got {self.precision}")
 
@@ -141,14 +143,16 @@ def export(
     scales: ScaleChoice = "auto",
     balance: bool = True,
     keep_rest: Sequence[str] = (),
+    weight_bits: int = 8,
 ) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
     `precision`: fp32, fp16, bf16, mixed or mixed-bf16 (with `keep_fp32`, modules by pattern, or `auto`), int8 or fp8
-    (with `inputs` to take ranges of; `rest`, `scales`, `balance`, `keep_rest` as `export` has them). `auto` looks on
-    `inputs` for the modules that must stay in more bits, until the graph errs no more than a multiple of what that type
-    does to the `dense` model (by default to the model itself). `graph_input` "uint8" lets the graph take pixels;
-    `batch` fixes the batch; `heads` replaces the head geometry. Of `inputs`, `samples` are drawn by `seed`.
+    (with `inputs` to take ranges of; `rest`, `scales`, `balance`, `keep_rest`, and `weight_bits` of int8, as `export`
+    has them). `auto` looks on `inputs` for the modules that must stay in more bits, until the graph errs no more than a
+    multiple of what that type does to the `dense` model (by default to the model itself). `graph_input` "uint8" lets
+    the graph take pixels; `batch` fixes the batch; `heads` replaces the head geometry. Of `inputs`, `samples` are drawn
+    by `seed`.
 
     Raises BadInput for options that the precision would ignore or lacks, for a model that can't be typed so, and for
     a graph that fails ONNX's or our own check; nothing is written then.
@@ -162,7 +166,9 @@ def export(
         graph_input=graph_input,
         break_fusion=tuple(break_fusion),
         keep_fp32=tuple(keep_fp32),
-        quantisation=Quantisation(rest=rest, scales=scales, balance=balance, keep_rest=tuple(keep_rest)),
+        quantisation=Quantisation(
+            rest=rest, scales=scales, balance=balance, keep_rest=tuple(keep_rest), weight_bits=weight_bits
+        ),
         auto=auto,
         has_inputs=inputs is not None,
     )

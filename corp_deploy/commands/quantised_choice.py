@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from ground.feeds import Feeds
 
 
-def _quantised_choice(rest: str, scales: str, balance: bool, keep_rest: tuple[str, ...]) -> "Quantisation":
+def _quantised_choice(weight_bits: str, **options: Any) -> "Quantisation":
     from corp_deploy.store.quantised_onnx import Quantisation
 
-    options: dict[str, Any] = {"rest": rest, "scales": scales, "balance": balance, "keep_rest": keep_rest}
-    return Quantisation(**options)
+    return Quantisation(**options, weight_bits=int(weight_bits))
 
 
 quantised_options = value_options(
@@ -55,6 +54,14 @@ quantised_options = value_options(
         "--keep-rest",
         multiple=True,
         help="For int8 and fp8: modules that are left in --rest, with all below them, such as blocks.7.mlp.",
+    ),
+    click.option(
+        "--weight-bits",
+        type=click.Choice(["8", "7"]),
+        default="8",
+        show_default=True,
+        help="For int8: how many bits of a weight are used; with 7 no sum of sixteen bits overflows, which those of "
+        "CPUs without VNNI do.",
     ),
 )
 
@@ -122,6 +129,7 @@ class QuantisedGraphs:
         facts = facts_of_onnx(path)
         record = {"path": str(path), "precision": precision, "opset": facts.opset, "rest": facts.rest}
         record |= {"scales": facts.scales, "kept_rest": list(chosen.keep_rest)}
+        record |= {"weight_bits": facts.weight_bits} if facts.weight_bits != 8 else {}
         record |= {"fusion_breaks": list(facts.fusion_breaks)} if facts.fusion_breaks else {}
         record |= {"normalised": facts.normalised} if facts.normalised else {}
         return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}

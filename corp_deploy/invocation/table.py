@@ -194,6 +194,8 @@ def _mixed_by_search(name: str) -> Way:
 _DRAWN: dict[str, Values] = dict.fromkeys(("images", "text", "samples", "seed"), ANY)
 
 _OF_RANGES: dict[str, Values] = dict.fromkeys(("rest", "scales", "balance", "keep_rest"), ANY)
+# Where whole numbers are added up.
+_OF_INT8: dict[str, Values] = {"weight_bits": ANY}
 
 
 def _quantised(name: str, **more: Values) -> Way:
@@ -201,14 +203,14 @@ def _quantised(name: str, **more: Values) -> Way:
     return Way(
         words=f"precision {name}{' that finds its sites' * search}",
         ask=f"--precision {name}{' --auto' * search} --images P",
-        honours={**_DRAWN, **dict.fromkeys(("rest", "scales", "balance", "keep_rest"), ANY), **more},
+        honours={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
     )
 
 
 # By precision; several may be at work at once.
 EXPORT = Axis(
     command="export",
-    picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES}),
+    picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES, *_OF_INT8}),
     ways={
         **{
             name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})

@@ -42,9 +42,10 @@ class Candidate:
     batch if it has one.
 
     `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
-    of all else, where it tells. `sha256`: of an engine, whose bytes are held to it. `runtime`: what runs a graph where
-    that is not ONNX Runtime. `inputs`: of a graph or an engine what it takes, `pixels` what images are made of, for one
-    that takes those.
+    of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
+    held to it. `runtime`: what runs a graph where that is not ONNX Runtime; `as_typed`: whether that keeps its kernels
+    of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are made of, for one that takes
+    those.
     """
 
     label: str
@@ -58,7 +59,9 @@ class Candidate:
     checkpoint: Checkpoint | None = None
     shown: Path | None = None
     rest: str | None = None
+    weight_bits: int = 8
     runtime: Runtime | None = None
+    as_typed: bool = False
     inputs: tuple[Port, ...] = ()
     pixels: Pixels = NO_PIXELS
 
@@ -78,10 +81,14 @@ class Candidate:
         return self.held_in in QUANTISED.values()
 
     @property
+    def computes_int8(self) -> bool:
+        """Whether it is a graph for ONNX Runtime's own kernels of INT8 on the CPU."""
+        return self.form == "graph" and self.held_in is INT8 and self.rest == FP32 and self.runtime is None
+
+    @property
     def emulated(self) -> bool:
         """Whether its types are only rounded to, in a graph that computes in float32."""
-        computed = self.held_in is INT8 and self.rest == FP32
-        return self.rounds and self.form == "graph" and not computed and self.runtime is None
+        return self.rounds and self.form == "graph" and not self.computes_int8 and self.runtime is None
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
@@ -124,7 +131,7 @@ class Candidate:
         if self.runtime is not None:
             return OpenVinoRunner(self.path, arithmetic=ARITHMETIC[self.runtime])
         if not self.emulated:
-            return OnnxRunner(self.path)
+            return OnnxRunner(self.path, as_typed=self.as_typed)
         # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 and FP8 not at all; this
         # one rounds as its types say.
         rounded = scratch / "rounded.onnx"
@@ -228,6 +235,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         held_in=type_of_word(facts.precision),
         batch=facts.batch,
         rest=facts.rest,
+        weight_bits=facts.weight_bits,
         inputs=facts.inputs,
     )
 

@@ -27,6 +27,7 @@ from perf.runners.module import ModuleRunner
 from .candidates import Candidate, Run, of_model, outputs_at
 from .heads import HeadRequest, Heads, opened_heads
 from .inputs import ProofInputs
+from .int8_kernels import with_reasons
 from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
 from .locate import located, worst_inputs
 from .shift import input_range, shift_of_inputs
@@ -127,14 +128,24 @@ def _step(
 ) -> Step:
     bounds = [rule.rounding(candidate.held_in).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
-    with candidate.opened([rule.port for rule in rules if rule.port not in heads.ports]) as backbone:
+    ports = [rule.port for rule in rules if rule.port not in heads.ports]
+    with candidate.opened(ports) as backbone:
         run = heads.behind(backbone, max(batches))
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
         merges = _own_merges(candidate, before, proof_inputs, by_batch, heads)
         findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
     narrow: LinkKind = "quantised" if candidate.quantised else "half"
     kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
-    links = tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
+
+    def links_of(by_batch: Mapping[int, Outputs]) -> tuple[Link, ...]:
+        return tuple(rule.link(candidate, candidate.name, kind, before, by_batch) for rule in rules)
+
+    def links_as_typed() -> tuple[Link, ...]:
+        with replace(candidate, as_typed=True).opened(ports) as backbone:
+            run = heads.behind(backbone, max(batches))
+            return links_of(_by_batch(candidate, run, proof_inputs.feeds, batches))
+
+    links = with_reasons(links_of(by_batch), candidate, links_as_typed)
     return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
 
 

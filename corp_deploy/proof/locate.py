@@ -68,7 +68,12 @@ def balanced_sites(proto: onnx.ModelProto) -> set[str]:
 
 
 def fix_command(
-    graph: Path, shown: Path | None = None, held_in: FloatType = FLOAT16, taken: GraphInput = "float32"
+    graph: Path,
+    shown: Path | None = None,
+    held_in: FloatType = FLOAT16,
+    taken: GraphInput = "float32",
+    rest: str | None = None,
+    weight_bits: int = 8,
 ) -> str:
     """How to export again with the first bad site in float32, to a file beside the failing graph, `shown` in words."""
     beside = (graph.parent / CONFIG).is_file()
@@ -81,6 +86,8 @@ def fix_command(
     if (word := _word(held_in)) is not None:
         mixed = word
         options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
+        options |= {"rest": rest} if rest not in (None, Quantisation().rest) else {}
+        options |= {"weight_bits": weight_bits} if weight_bits != 8 else {}
     options |= {"input": taken} if taken != "float32" else {}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
 
@@ -100,7 +107,8 @@ def located(
     try:
         if failing.rounds and before.form == "graph":
             held_in = failing.held_in
-            command = fix_command(failing.path, failing.shown, held_in, _taken(failing))
+            kept: dict[str, Any] = {"rest": failing.rest, "weight_bits": failing.weight_bits}
+            command = fix_command(failing.path, failing.shown, held_in, _taken(failing), **kept)
             noise, half = dense_noise(dense, feeds, held_in), failing.graph()
             return locate_in_half(
                 name,

@@ -186,7 +186,10 @@ class _Trial:
         key = frozenset(left)
         if key not in self._known:
             keep = [*self._chosen.keep_rest, *(module for module, site in self._modules.items() if site in key)]
-            proto = self._made_of.graph(self._precision, scales=self._chosen.scales, keep=keep)
+            chosen = self._chosen
+            proto = self._made_of.graph(
+                self._precision, scales=chosen.scales, keep=keep, weight_bits=chosen.weight_bits
+            )
             answers = self._run(proto, self._precision)
             self._known[key] = {
                 port.name: measures(self._reference[port.name], answers[port.name], role=port.role)

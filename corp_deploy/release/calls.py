@@ -159,6 +159,7 @@ def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
         "scales": table.scales or "auto",
         "balance": table.balance is not False,
         "keep_rest": list(table.keep_rest),
+        **({} if table.weight_bits in (None, 8) else {"weight_bits": table.weight_bits}),
         "images": path_from(root, calibration.images),
         "samples": min(table.range_samples or RANGE_SAMPLES, calibration.samples or RANGE_SAMPLES),
         "seed": calibration.seed,

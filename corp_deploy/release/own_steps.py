@@ -132,6 +132,10 @@ class CudaCandidate(Candidate):
     """A graph that ONNX Runtime runs on the GPU."""
 
     @property
+    def computes_int8(self) -> bool:
+        return False
+
+    @property
     def emulated(self) -> bool:
         return False
 

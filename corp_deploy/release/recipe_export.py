@@ -15,6 +15,7 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scales: recipe_values.Scales | None = None
     balance: recipe_values.Flag | None = None
     keep_rest: recipe_values.Texts = ()
+    weight_bits: recipe_values.WeightBits | None = None
     range_samples: recipe_values.Images | None = None
     break_fusion: recipe_values.Texts = ()
 
@@ -35,10 +36,13 @@ class ExportTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "balance": self.balance,
             "keep_rest": self.keep_rest or None,
             "range_samples": self.range_samples,
+            "weight_bits": self.weight_bits,
         }
         idle = [name for name, value in asked.items() if value is not None]
         if idle and not self.quantised:
             raise BadInput(f"export.{idle[0]} is for precisions int8 and fp8, which export.precisions does not have")
+        if self.weight_bits is not None and "int8" not in self.precisions:
+            raise BadInput("export.weight_bits is for precision int8, which export.precisions does not have")
         if self.quantised and self.resting_on not in self.precisions:
             raise BadInput(
                 f"export.precisions has {self.quantised[0]}, which rests on {self.resting_on} and is shipped only "

@@ -98,6 +98,7 @@ Precision: TypeAlias = Annotated[_Precision, _of(_Precision)]
 Rest: TypeAlias = Annotated[_Rest, _of(_Rest)]
 GraphInput: TypeAlias = Annotated[_GraphInput, _of(_GraphInput)]
 Scales: TypeAlias = Annotated[_Scales, _of(_Scales)]
+WeightBits: TypeAlias = Annotated[Literal[7, 8], Meta(description="8 or 7")]
 Precisions: TypeAlias = Annotated[
     tuple[Precision, ...], _list_of(f"a list of {', '.join(get_args(_Precision))}", least=1)
 ]

@@ -134,7 +134,11 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     paths = paths_by_precision(dirs.into / run["output"], run["precision"])
     taken: GraphInput = run.options.get("input", "float32")
     if set(paths) & set(QUANTISED):
-        chosen = Quantisation(**run.some("rest", "scales", "balance"), keep_rest=tuple(run["keep_rest"]))
+        chosen = Quantisation(
+            **run.some("rest", "scales", "balance"),
+            keep_rest=tuple(run["keep_rest"]),
+            weight_bits=run.options.get("weight_bits", 8),
+        )
         feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
         with turn(dirs.watch, "export"):
             made_of = quantiser_of(checkpoint, fed_to_graph(checkpoint, feeds, taken), chosen, graph_input=taken)

@@ -97,8 +97,8 @@ def export_checkpoint(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
-    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end; `normalised`: of a
-    graph that takes pixels, where it normalises them.
+    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end, `weight_bits` how
+    many bits its weights use; `normalised`: of a graph that takes pixels, where it normalises them.
     """
 
     precision: str
@@ -109,6 +109,7 @@ class GraphFacts:
     parameters: int | None
     rest: str | None = None
     scales: str | None = None
+    weight_bits: int = 8
     fusion_breaks: tuple[str, ...] = ()
     normalised: str | None = None
 
@@ -131,6 +132,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         parameters=_integer(carried, "parameters", path),
         rest=carried.get("export.rest"),
         scales=carried.get("export.scales"),
+        weight_bits=7 if carried.get("export.weight_bits") == "7" else 8,
         fusion_breaks=tuple(carried.get(NOTE, "").split()),
         normalised=_where_normalised(carried),
     )

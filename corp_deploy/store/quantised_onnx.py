@@ -8,9 +8,11 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.norm_types import NORMS
 from export.graph.fusion_breaks import with_fusion_breaks
+from export.graph.number_format import WEIGHT_BITS
 from export.graph.observe import Feeds
 from export.graph.quantiser import Quantiser, ScaleChoice, quantiser
 from export.graph.to_onnx import save
+from ground.errors import BadInput
 from ground.feeds import batch_size, rows_of
 from ground.files import replacing
 
@@ -25,13 +27,20 @@ BATCH = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
     """How it is done. `rest`: the precision of what isn't quantised; `keep_rest`: patterns of modules that stay so;
-    `balance`: whether norms share their outliers with the layers behind them.
+    `balance`: whether norms share their outliers with the layers behind them; `weight_bits`: how many bits the weights
+    of INT8 use.
     """
 
     rest: str = "fp16"
     scales: ScaleChoice = "auto"
     balance: bool = True
     keep_rest: tuple[str, ...] = ()
+    weight_bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.weight_bits not in WEIGHT_BITS:
+            expected = " or ".join(map(str, sorted(WEIGHT_BITS)))
+            raise BadInput(f"weight_bits is {self.weight_bits!r:.50}, expected {expected}")
 
 
 def quantiser_of(
@@ -71,7 +80,7 @@ def export_quantised(
     made_of: Quantiser, path: Path, *, precision: str, chosen: Quantisation, breaks: Sequence[str] = ()
 ) -> None:
     """Write one graph; `breaks` as for export_checkpoint. Raises BadInput for patterns that fit no layer."""
-    proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest)
+    proto = made_of.graph(precision, scales=chosen.scales, keep=chosen.keep_rest, weight_bits=chosen.weight_bits)
     require_sparse_graph(proto, path)
     with replacing(path) as temporary:
         save(with_fusion_breaks(proto, breaks), temporary)

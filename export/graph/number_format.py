@@ -1,7 +1,7 @@
 """The number formats that weights and activations are quantised to, symmetric around zero. PURE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,16 +14,17 @@ from ground.precision import FLOAT8, INT8, FloatType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """`name` is the precision's word, `dtype` numpy's type of the stored numbers."""
+    """`name` is the precision's word, `dtype` numpy's type of the stored numbers, `bits` how many of it are used."""
 
     name: str
     held_in: FloatType
     dtype: np.dtype[Any]
+    bits: int = 8
 
     @property
     def largest(self) -> float:
         """What the end of a range becomes."""
-        return self.held_in.largest
+        return self.held_in.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
     @property
     def onnx_type(self) -> int:
@@ -50,3 +51,13 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
         "fp8": NumberFormat(name="fp8", held_in=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
     }
 )
+
+# CPUs without VNNI add two products of an activation (0 to 255) and a weight in sixteen bits, which end at 32767. Of
+# weights up to 63 no two products pass it, 255 * 63 * 2 = 32130; of weights up to 127 they do.
+WEIGHT_BITS = (8, 7)
+
+
+def format_of_weights(form: NumberFormat, bits: int) -> NumberFormat:
+    """What weights beside activations of `form` are stored in; FP8 has no such sums and keeps its range."""
+    assert bits in WEIGHT_BITS, bits
+    return replace(form, bits=bits) if form.held_in is INT8 else form

@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput
 
-from .number_format import NumberFormat
+from .number_format import NumberFormat, format_of_weights
 from .weights import READERS, element_types, read_matrices
 
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -70,10 +70,16 @@ def _fits(module: str, pattern: str) -> bool:
 
 
 def quantised(
-    proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer]
+    proto: ModelProto,
+    form: NumberFormat,
+    ends: Mapping[str, float],
+    layers: Collection[Layer],
+    *,
+    weight_bits: int = 8,
 ) -> ModelProto:
     """A new graph in which these layers read `form`. `ends`: by node, the |x| of its activation that becomes the
-    format's largest number. Scales have the type of what they scale, as the layers behind them need.
+    format's largest number. Scales have the type of what they scale, as the layers behind them need. `weight_bits`: how
+    many bits INT8 weights use.
     """
     new = ModelProto()
     new.CopyFrom(proto)
@@ -81,7 +87,8 @@ def quantised(
     at = {layer.node: ends[layer.node] for layer in layers}
     assert at.keys() <= {node.name for node in proto.graph.node}, sorted(at)
     graph, nodes = new.graph, list[NodeProto]()
-    writer = _Writer(form=form, types=types, stored={tensor.name: tensor for tensor in graph.initializer})
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    writer = _Writer(form=form, weights=format_of_weights(form, weight_bits), types=types, stored=stored)
     for node in graph.node:
         if node.name in at and node.op_type in READERS:
             nodes += writer.in_front_of(node, at[node.name])
@@ -99,8 +106,15 @@ def quantised(
 class _Writer:
     """Nodes in front of layers, each tensor and each weight quantised once."""
 
-    def __init__(self, *, form: NumberFormat, types: Mapping[str, int], stored: Mapping[str, TensorProto]) -> None:
-        self._form, self._types, self._stored = form, types, stored
+    def __init__(
+        self,
+        *,
+        form: NumberFormat,
+        weights: NumberFormat,
+        types: Mapping[str, int],
+        stored: Mapping[str, TensorProto],
+    ) -> None:
+        self._form, self._weights, self._types, self._stored = form, weights, types, stored
         self._read: dict[tuple[str, float | int], str] = {}
         self._named = Counter[str]()
         self.made: list[TensorProto] = []
@@ -120,9 +134,9 @@ class _Writer:
         tensor = self._stored[name]
         values = numpy_helper.to_array(tensor).astype(np.float32)
         others = tuple(place for place in range(values.ndim) if place != axis)
-        scales = self._typed(np.abs(values).max(axis=others) / self._form.largest, tensor.data_type)
+        scales = self._typed(np.abs(values).max(axis=others) / self._weights.largest, tensor.data_type)
         wide = scales.astype(np.float32)
-        stored = self._form.stored(values, np.expand_dims(wide, others))
+        stored = self._weights.stored(values, np.expand_dims(wide, others))
         self._keep(stored, f"{name}.{self._form.name}", self._form.onnx_type)
         self._keep(scales, f"{name}.scale", tensor.data_type)
         self._read[name, axis] = f"{name}.dequantized"

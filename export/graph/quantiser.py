@@ -17,7 +17,7 @@ from ground.ports import OutputPort, Port
 from .balance import Balanced, balance_, balanceable
 from .check import check_onnx
 from .histogram import CLIPPINGS, Clipping, Histogram, clipped_at
-from .number_format import FORMATS, NumberFormat
+from .number_format import FORMATS, NumberFormat, format_of_weights
 from .observe import Batches, answers, histograms, largest_by_channel
 from .precision import NORMS, Norms
 from .quantised import Layer, quantised, quantised_layers
@@ -41,17 +41,21 @@ class Quantiser:
     batches: Batches
     typed_as: str
     _ends: dict[tuple[str, Clipping], Mapping[str, float]] = field(default_factory=dict, repr=False)
-    _clippings: dict[str, Clipping] = field(default_factory=dict, repr=False)
+    _clippings: dict[tuple[str, int], Clipping] = field(default_factory=dict, repr=False)
 
-    def graph(self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = ()) -> ModelProto:
+    def graph(
+        self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = (), weight_bits: int = 8
+    ) -> ModelProto:
         """The graph in `int8` or `fp8`, modules that a glob pattern of `keep` fits left as typed, with all below them.
+        `weight_bits`: how many bits the weights of INT8 use, 8 or 7; those of FP8 are as they are.
 
         Raises BadInput where a pattern fits nothing, nothing is left to quantise, or the graph will not do.
         """
         form = FORMATS[precision]
         layers = quantised_layers(self.single, keep)
-        clipping = self.clipping(form) if scales == "auto" else scales
-        proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers)
+        clipping = self.clipping(form, weight_bits) if scales == "auto" else scales
+        proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers, weight_bits=weight_bits)
+        fewer = format_of_weights(form, weight_bits) != form
         own = {
             "precision": precision,
             "rest": self.typed_as,
@@ -59,6 +63,7 @@ class Quantiser:
             "keep_rest": " ".join(keep),
             "balanced": " ".join(place.norm for place in self.balanced),
             "quantised_layers": str(len(layers)),
+            "weight_bits": str(weight_bits) if fewer else "",
         }
         _note(proto, own)
         reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
@@ -66,21 +71,23 @@ class Quantiser:
             raise BadInput("the quantised graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
         return proto
 
-    def clipping(self, form: NumberFormat) -> Clipping:
+    def clipping(self, form: NumberFormat, weight_bits: int = 8) -> Clipping:
         """The one whose outputs are nearest to the float32 graph's, on the first inputs.
 
         No measure of a tensor alone tells: values that are clipped for a smaller square error are in some transformers
         the few that all else hangs on (Sun et al. 2024, "Massive activations", arXiv 2402.17762).
         """
-        if form.name not in self._clippings:
+        key = form.name, weight_bits
+        if key not in self._clippings:
             layers = quantised_layers(self.single, ())
             exact = answers(self.single, islice(self.batches(), JUDGED_BATCHES))
             errors: dict[Clipping, float] = {}
             for each in CLIPPINGS:
-                proto = quantised(self.single, form, self._ends_of(layers, form, each), layers)
+                ends = self._ends_of(layers, form, each)
+                proto = quantised(self.single, form, ends, layers, weight_bits=weight_bits)
                 errors[each] = _distance(answers(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
-            self._clippings[form.name] = min(CLIPPINGS, key=errors.__getitem__)
-        return self._clippings[form.name]
+            self._clippings[key] = min(CLIPPINGS, key=errors.__getitem__)
+        return self._clippings[key]
 
     def _ends_of(self, layers: Sequence[Layer], form: NumberFormat, clipping: Clipping) -> dict[str, float]:
         """By layer the |x| of what it reads that becomes the format's largest number."""

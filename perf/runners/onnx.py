@@ -49,6 +49,7 @@ class OnnxRunner:
         provider: `cpu`, `cuda` or `tensorrt`.
         threads: threads inside an operator; None leaves ONNX Runtime's choice (all cores).
         cuda_graph: replay a captured graph (cuda and tensorrt only).
+        as_typed: compute Q/DQ pairs and what stands between them in float32, not in kernels of INT8 (cpu only).
     """
 
     path: Path
@@ -56,6 +57,7 @@ class OnnxRunner:
     threads: int | None = None
     cuda_graph: bool = False
     flush_l2: bool = False
+    as_typed: bool = False
     inputs: tuple[Port, ...] = field(default=(), init=False)
     outputs: tuple[OutputPort, ...] = field(default=(), init=False)
     _session: Any = field(default=None, init=False, repr=False)
@@ -69,6 +71,7 @@ class OnnxRunner:
             raise BadInput("a CUDA graph and an L2 flush need a GPU; the provider is cpu")
 
     def __enter__(self) -> Self:
+        assert not self.as_typed or self.provider == "cpu", self.provider
         ort = onnxruntime_here()
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
@@ -78,6 +81,9 @@ class OnnxRunner:
         options.log_severity_level = 3
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        if self.as_typed:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         if self.threads is not None:
             options.intra_op_num_threads = self.threads
         # Threads that spin while they wait take the CPU from the other session of a comparison: with spinning, the same
@@ -107,7 +113,7 @@ class OnnxRunner:
             "device": "cpu" if self.provider == "cpu" else "cuda",
             "provider": PROVIDERS[self.provider],
             "precision": precision,
-            "computed_in": "fp32" if self.provider == "cpu" and precision != "int8" else precision,
+            "computed_in": "fp32" if self.as_typed or (self.provider == "cpu" and precision != "int8") else precision,
             "mode": "session",
             "cuda_graph": self.cuda_graph,
             "flush_l2": self.flush_l2,

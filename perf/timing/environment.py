@@ -12,6 +12,7 @@ from pathlib import Path
 from perf.record.runs import ENVIRONMENT_MUST_MATCH, Flat, Scalar
 
 PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
@@ -52,11 +53,26 @@ def version(package: str) -> str | None:
 def cpu_name() -> str:
     """The processor's name as the system tells it, else its architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
+
+
+def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
+    """Whether an x86 processor adds up products of INT8 in 32 bits; None where the system doesn't tell or it is another
+    architecture's.
+
+    Without it ONNX Runtime's kernels add two of them in sixteen bits, which saturate (its documentation of
+    quantisation, on `reduce_range`).
+    """
+    try:
+        text = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), None)
+    return None if flags is None else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
 
 
 def cpu_count() -> int | None:
