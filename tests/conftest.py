@@ -18,6 +18,8 @@ settings.load_profile("same")
 
 # A file is run by one process: those of few but long tests go first, or the others would wait for them at the end.
 LONGEST = (
+    # First of all in its process: a device that is registered behind the first gradient has no queue for its own.
+    "test_pretended_device.py",
     "test_corp_release.py",
     "test_corp_workflow.py",
     "test_export_to_onnx.py",
