@@ -12,6 +12,7 @@ from ground.errors import BadInput
 from .active import ACTIVE_EPS
 from .collect import Collector, Precision
 from .distributed import Ranks
+from .fingerprints import Fingerprints
 from .input_set import Batch, InputSet
 from .inputs import Inputs
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
@@ -69,14 +70,14 @@ class _Share:
         self.collector, self.inputs, self.span, self.checkpoint = collector, inputs, span, checkpoint
         self.snapshots = snapshots
         self.position, self.bad = span.start, list[str]()
-        self.ids = torch.empty(0, dtype=torch.int64)
+        self.seen = Fingerprints()
 
     def go_on(self, run: Mapping[str, str]) -> None:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
             moments, reached = saved
             self.collector.go_on_from(moments, reached.kernel)
-            self.position, self.bad, self.ids = reached.position, list(reached.bad), moments.image_ids
+            self.position, self.bad, self.seen = reached.position, list(reached.bad), moments.fingerprints
             if self.snapshots:
                 self.snapshots.refuse_lost(self.position)
 
@@ -86,29 +87,29 @@ class _Share:
             self.collector.add(batch.inputs)
         self.position = batch.end
         self.bad.extend(batch.bad)
-        self.ids = torch.cat([self.ids, batch.ids])
+        self.seen = Fingerprints.joined([self.seen, Fingerprints.of(batch.ids, batch.inputs)])
         if self.snapshots and self.position in self.snapshots.counts:
-            self.snapshots.write(self.position, self._moments(self.ids))
+            self.snapshots.write(self.position, self._moments(self.seen))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
-            moments = replace(self.collector.moments({}), image_ids=self.ids)
+            moments = self.collector.moments({}).of_images(self.seen)
             assert self.collector.kernel is not None
             reached = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
             self.checkpoint.save(moments, reached, run)
 
-    def _moments(self, ids: Tensor) -> Moments:
-        return replace(self.collector.moments({}), image_ids=ids.sort().values)
+    def _moments(self, seen: Fingerprints) -> Moments:
+        return self.collector.moments({}).of_images(seen.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
         """Those inside the next batch, up to `end`: of its first inputs as the last batch of a smaller set has them."""
         for count in self.snapshots.between(self.position, end) if self.snapshots else ():
             assert self.snapshots is not None
-            ids = [self.ids]
+            seen = [self.seen]
             with self.collector.aside():
                 for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
-                    ids.append(part.ids)
+                    seen.append(Fingerprints.of(part.ids, part.inputs))
                     if len(part.ids):
                         self.collector.add(part.inputs)
-                self.snapshots.write(count, self._moments(torch.cat(ids)))
+                self.snapshots.write(count, self._moments(Fingerprints.joined(seen)))
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
         self.go_on(run)
@@ -208,5 +209,5 @@ def calibrate(
     _agree(share, ranks, problem)
     if ranks.size > 1:
         _add_up(share.collector, ranks)
-    ids = torch.cat(ranks.gathered(share.ids)).sort().values
-    return replace(share.collector.moments(lineage), image_ids=ids)
+    seen = Fingerprints.joined(ranks.gathered(share.seen)).sorted()
+    return share.collector.moments(lineage).of_images(seen)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .moments import Moments, OneKind, SiteMoments, no_ids
+from .fingerprints import Fingerprints, no_ids
+from .moments import Moments, OneKind, SiteMoments
 
 MUST_MATCH = ("model", "preprocessing", "dtype", "merging")
 NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
@@ -27,16 +28,16 @@ def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]
     return {key: a[key] if key in a and a[key] == b.get(key) else "+".join(sorted(parts[key])) for key in parts}
 
 
-def _merge_ids(a: Moments, b: Moments) -> Tensor:
+def _merge_images(a: Moments, b: Moments) -> Fingerprints:
     if not len(a.image_ids) or not len(b.image_ids):
-        return no_ids()
+        return Fingerprints()
     common = int(torch.isin(a.image_ids, b.image_ids).sum())
     if common:
         raise BadInput(
             f"moments to merge: {common} of {a.images} images are in both, so they would count twice; "
             "calibrate on image sets that do not overlap"
         )
-    return torch.cat([a.image_ids, b.image_ids]).sort().values
+    return Fingerprints.joined([a.fingerprints, b.fingerprints]).sorted()
 
 
 def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
@@ -92,11 +93,19 @@ def merge(a: Moments, b: Moments) -> Moments:
     if set(a.sites) != set(b.sites):
         odd = sorted(set(a.sites) ^ set(b.sites))
         raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
-    lineage, ids = _merge_lineage(a.lineage, b.lineage), _merge_ids(a, b)
-    groups, half = _merge_groups(a, b, ids)
+    lineage, seen = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
+    groups, half = _merge_groups(a, b, seen.ids)
     sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
     images = a.images + b.images
-    return Moments(sites=sites, lineage=lineage, images=images, image_ids=ids, group_ids=groups, half=half)
+    return Moments(
+        sites=sites,
+        lineage=lineage,
+        images=images,
+        image_ids=seen.ids,
+        image_hashes=seen.hashes_M2,
+        group_ids=groups,
+        half=half,
+    )
 
 
 def without(site: OneKind, half: OneKind) -> OneKind:
@@ -123,8 +132,14 @@ def rest(whole: Moments, part: Moments) -> Moments:
         )
     sites = {name: without(_plain(whole.sites[name]), _plain(site)) for name, site in part.sites.items()}
     groups = whole.group_ids[stay] if len(whole.group_ids) else whole.group_ids
+    seen = whole.fingerprints.at(stay)
     return Moments(
-        sites=sites, lineage=whole.lineage, images=int(stay.sum()), image_ids=whole.image_ids[stay], group_ids=groups
+        sites=sites,
+        lineage=whole.lineage,
+        images=len(seen),
+        image_ids=seen.ids,
+        image_hashes=seen.hashes_M2,
+        group_ids=groups,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
+from .fingerprints import Fingerprints, no_hashes, no_ids
 from .impossible import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 from .patch_moments import PatchMoments
 from .sites import SiteKind
@@ -182,16 +183,13 @@ def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     return replace(moments, **moved)
 
 
-def no_ids() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
     """What one calibration leaves: statistics by site name, where they come from, and which images were seen.
 
     `lineage` holds the caller's digests; `model`, `preprocessing` and `dtype` must agree to merge. `image_ids` [images]
-    int64 are sorted content hashes, or empty when unknown. Where images were told to belong together, `group_ids` has
+    int64 are sorted content hashes, or empty when unknown, `image_hashes` [images,2] int64 in that order of what images
+    look like, empty where that is unknown too. Where images were told to belong together, `group_ids` has
     the group of each, in that order, and `half` the moments of half of the groups, so that a fit to either half can be
     judged on the other.
     """
@@ -200,6 +198,7 @@ class Moments:
     lineage: Mapping[str, str]
     images: int
     image_ids: Tensor = field(default_factory=no_ids)
+    image_hashes: Tensor = field(default_factory=no_hashes)
     group_ids: Tensor = field(default_factory=no_ids)
     half: "Moments | None" = None
 
@@ -209,8 +208,19 @@ class Moments:
             raise BadInput("Moments.sites: got none, expected at least one site")
         if len(self.image_ids) not in (0, self.images):
             raise BadInput(f"Moments.image_ids: got {len(self.image_ids)} for {self.images} images")
+        if len(self.image_hashes) not in (0, len(self.image_ids)):
+            raise BadInput(f"Moments.image_hashes: got {len(self.image_hashes)} for {self.images} images")
         if self.half is not None:
             self._refuse_half(self.half)
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Of the images that were seen; none when unknown."""
+        return Fingerprints(ids=self.image_ids, hashes_M2=self.image_hashes)
+
+    def of_images(self, seen: Fingerprints) -> "Moments":
+        """The same statistics, said to be of these images."""
+        return replace(self, image_ids=seen.ids, image_hashes=seen.hashes_M2)
 
     def _refuse_half(self, half: "Moments") -> None:
         if len(self.group_ids) != self.images or len(self.image_ids) != self.images:

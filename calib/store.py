@@ -18,13 +18,14 @@ from ground.errors import BadInput
 from ground.files import regular, replacing
 from ground.records import record_from_text, record_from_value
 
+from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from .patch_moments import PatchMoments
 
 KIND = "calib.moments"
 VERSION = 1
 HEADER = "calib"
-IMAGE_IDS, GROUP_IDS = "image_ids", "group_ids"
+IMAGE_IDS, IMAGE_HASHES, GROUP_IDS = "image_ids", "image_hashes", "group_ids"
 HALF = "half:"  # before the names of the tensors that are of one half of the images
 _REMEDY = "run calibrate again"
 
@@ -36,6 +37,8 @@ def _sha256(tensor: Tensor) -> str:
 def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by `site/field`, and what is no tensor."""
     tensors = {prefix + IMAGE_IDS: moments.image_ids}
+    if len(moments.image_hashes):
+        tensors[prefix + IMAGE_HASHES] = moments.image_hashes
     sites: dict[str, dict[str, Any]] = {}
     for name, site in moments.sites.items():
         sites[name] = {"type": site.kind}
@@ -188,12 +191,25 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
         return len(self._own.sites)
 
 
-def _ids(path: Path, name: str, digests: Mapping[str, str]) -> Tensor:
+def _whole_numbers(path: Path, name: str, digests: Mapping[str, str], behind: tuple[int, ...] = ()) -> Tensor:
+    """int64 [images, *behind]."""
     with _opened(path) as file:
-        ids = _read_tensor(path, file, name, digests[name])
-    if ids.dtype != torch.int64 or ids.ndim != 1:
-        raise BadInput(f"{path}: {name} are {ids.dtype} {list(ids.shape)}, expected int64 [images]: {_REMEDY}")
-    return ids
+        numbers = _read_tensor(path, file, name, digests[name])
+    if numbers.dtype != torch.int64 or numbers.ndim != 1 + len(behind) or numbers.shape[1:] != behind:
+        expected = f"int64 {['images', *behind]}".replace("'", "")
+        raise BadInput(f"{path}: {name} are {numbers.dtype} {list(numbers.shape)}, expected {expected}: {_REMEDY}")
+    return numbers
+
+
+def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> Moments:
+    hashes = prefix + IMAGE_HASHES
+    return Moments(
+        sites=_SitesOfFile(path, own, header.sha256, prefix=prefix),
+        lineage=header.lineage,
+        images=own.images,
+        image_ids=_whole_numbers(path, prefix + IMAGE_IDS, header.sha256),
+        image_hashes=_whole_numbers(path, hashes, header.sha256, (2,)) if hashes in header.sha256 else no_hashes(),
+    )
 
 
 def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
@@ -203,21 +219,11 @@ def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
     of another version, or damaged.
     """
     header = _read_header(path, remedy)
-    whole = Moments(
-        sites=_SitesOfFile(path, header, header.sha256),
-        lineage=header.lineage,
-        images=header.images,
-        image_ids=_ids(path, IMAGE_IDS, header.sha256),
-    )
+    whole = _moments(path, header, header)
     if header.half is None:
         return whole
-    half = Moments(
-        sites=_SitesOfFile(path, header.half, header.sha256, prefix=HALF),
-        lineage=header.lineage,
-        images=header.half.images,
-        image_ids=_ids(path, HALF + IMAGE_IDS, header.sha256),
-    )
-    return replace(whole, group_ids=_ids(path, GROUP_IDS, header.sha256), half=half)
+    groups = _whole_numbers(path, GROUP_IDS, header.sha256)
+    return replace(whole, group_ids=groups, half=_moments(path, header, header.half, prefix=HALF))
 
 
 _COPIED = 2**22  # bytes at once

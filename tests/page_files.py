@@ -62,7 +62,9 @@ def of_transformers(home: Path) -> None:
         write_tower(home / name, "ViTForImageClassification")
     config = home / "foreign" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "mish"}), encoding="utf-8")
-    np.save(home / "images.npy", np.random.default_rng(0).normal(size=(16, 3, 32, 32)).astype(np.float32))
+    images = np.random.default_rng(0).normal(size=(24, 3, 32, 32)).astype(np.float32)
+    np.save(home / "images.npy", images[:16])
+    np.save(home / "held-out.npy", images[16:])
 
 
 def of_texts(home: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
+from calib.fingerprints import Fingerprints
 from calib.images import Images, open_images
 from calib.input_set import parted
 from calib.moments import Moments
@@ -160,7 +161,7 @@ def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, 
 
 def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(both: tuple[Moments, Moments]) -> None:
     dense, fit = tiny.checkpoint().model, both[0]
-    unknown = replace(fit, image_ids=torch.empty(0, dtype=torch.int64))
+    unknown = fit.of_images(Fingerprints())
     for preset, geometry in (("best", "square"), ("corp", "padded")):
         method = method_from_preset(
             preset,

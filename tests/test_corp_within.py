@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+from calib.fingerprints import Fingerprints
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
@@ -214,7 +215,7 @@ def test_what_was_fitted_never_judges(home: Home) -> None:
         Judges().apart(judging.inputs, home.moments)
     with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
         Judges(inputs=home.images).apart(home.fitted, home.moments)
-    unknown = replace(home.moments, image_ids=torch.empty(0, dtype=torch.int64))
+    unknown = home.moments.of_images(Fingerprints())
     with pytest.raises(BadInput, match="the moments don't say which images they are of"):
         Judges().apart(home.images, unknown)
 

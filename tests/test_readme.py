@@ -23,6 +23,7 @@ def commands() -> list[list[str]]:
 def test_the_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     np.savez(tmp_path / "images.npz", images=load("train").images[:128])
+    np.savez(tmp_path / "held-out.npz", images=load("held-out").images)
     assert len(commands()) >= 9
     assert sum(block.kind == "python" for block in blocks(README)) == 1
     follow(README, tmp_path, monkeypatch)

@@ -41,7 +41,8 @@ def gate(
 ) -> None:
     """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
-    The verdict of parity.json counts as well.
+    The verdict of parity.json counts as well, and where it knows, that none of its images was fitted to: the rule
+    'fitted_images > 0' is added unless one on fitted_images is given.
 
     --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
     found by Student's t over every split of the releases, looked at after each of them; less than 1 in 20 histories of
@@ -63,6 +64,7 @@ def gate(
         judged_rows,
         parity_row,
         records_by_kind,
+        with_fitted_rule,
         write_gate,
         write_tracking,
     )
@@ -101,7 +103,7 @@ def gate(
     before = evidence_of_files(older.bench, older.parity)
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
-    judged = Gate(rules=(*rows, *judged_rows(parsed, now, before, starting=beside.init)))
+    judged = Gate(rules=(*rows, *judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)))
     for path in output:
         write_gate(judged, path)
     if track is not None:

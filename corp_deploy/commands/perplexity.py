@@ -73,6 +73,8 @@ def perplexity(
     sequences = inputs.open(dense)
     with out.progress("reading", sequences.count, unit=sequences.noun) as done:
         proof = perplexities(dense, steps, sequences, LanguageLimits(**limits), batch=batch, done=done)
+    if proof.fitted is not None and proof.fitted.found:
+        out.warn(proof.fitted.warning)
     record = proof.as_json()
     if output is not None:
         write_json(output, record)

@@ -202,10 +202,16 @@ def _tell(
         out.warn(f"{len(disturbed)} trials were timed while other programs had the machine; see sweep.json")
     dense = swept.scored.of_dense(swept.dense.model)
     agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
-    record = record_of_sweep(points, smallest(points, least) if least is not None and agrees else None, dense)
+    fitted = swept.fitted
+    if fitted is not None and fitted.found:
+        out.warn(fitted.warning)
+    if any(point.budget is not None for point in points) and swept.calibration is None:
+        out.note(f"budgets were shared out by the judging {swept.source.noun}; --calibration-images keeps them apart")
+    record = record_of_sweep(points, smallest(points, least) if least is not None and agrees else None, dense, fitted)
     write_text(output / "sweep.csv", csv_of_sweep(points))
     write_text(output / "sweep.svg", sweep_plot(points))
-    write_text(output / "sweep.html", sweep_page(points, dense, title=f"Sweep: {output.resolve().name}", size=size))
+    title = f"Sweep: {output.resolve().name}"
+    write_text(output / "sweep.html", sweep_page(points, dense, title=title, size=size, fitted=fitted))
     lines = [sentence_of_sweep(points)]
     if size is not None:
         write_json(output / SIZE_FILE, size.as_json())

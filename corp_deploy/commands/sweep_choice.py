@@ -72,7 +72,7 @@ class SweepChoice:
 
     @property
     def calibration(self) -> InputChoice:
-        """What presets that merge channels are fitted to."""
+        """What presets that merge channels are fitted to, and budgets shared out by."""
         return InputChoice(images=self.calibration_images, text=self.calibration_text)
 
     @property
@@ -96,7 +96,8 @@ class SweepChoice:
 
     def refuse_ignored(self, options: dict[str, Any]) -> None:
         """Raise BadInput for one of these options that no preset of the sweep honours."""
-        about = {name: value for name, value in options.items() if name in ("parts", "heads", "qk", *FITTED)}
+        names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # budgets are shared out by what is fitted to
+        about = {name: value for name, value in options.items() if name in names}
         ways = [_choice(preset, knobs).of_preset for preset in self.preset for knobs in self.knobs]
         axis = replace(PRESET, ways={name: way for each, _ in ways for name, way in each.ways.items()})
         axis.refuse([("", name) for _, name in ways], about)
@@ -162,10 +163,13 @@ class SweepChoice:
         return " ".join([*words, *self._words_of_inputs(point, inputs)])
 
     def _words_of_inputs(self, point: "SweepPoint", inputs: InputChoice) -> Sequence[str]:
-        """A budget tries sites on the inputs that the sweep was scored on; merged channels are fitted to their own."""
+        """A budget tries sites on the calibration inputs, on those that the sweep was scored on where none were given;
+        merged channels are fitted to the former.
+        """
+        if self.calibration.path is not None:
+            return [self.calibration.words] * (point.budget is not None or PRESETS[point.preset].merges)
         if point.budget is None:
-            merges = PRESETS[point.preset].merges and self.calibration.path is not None
-            return [self.calibration.words] * merges
+            return []
         drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
         return [inputs.words, *drawn]
 
@@ -185,7 +189,7 @@ sweep_options = value_options(
         "--calibration-images",
         type=ANY_PATH,
         default=None,
-        help="Those of the moments, for presets grail-fold and fold.",
+        help="Those of the moments, for presets grail-fold and fold, and to share out budgets by.",
     ),
     click.option("--calibration-text", type=FILE, default=None, help="The same of a text encoder."),
     click.option("--sparsity", type=REMOVED, default="0.3,0.5,0.7", show_default=True, help="Shares removed."),

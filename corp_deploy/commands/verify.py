@@ -188,6 +188,8 @@ def verify(
     if asked.polygraphy is not None:
         there = asked.polygraphy
         again = [f"in {there}:", *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batch))]
+    if proof.parity.fitted is not None and proof.parity.fitted.found:
+        out.warn(proof.parity.fitted.warning)
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
     lines = [*located_lines(proof.parity), *metric_lines(proof.parity), *again, proof.parity.line]

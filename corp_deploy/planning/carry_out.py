@@ -46,6 +46,19 @@ def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionReque
     return asked.closed_loop is None and narrower
 
 
+def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
+    """The images that may settle widths: those of the held-out moments judge. Raises BadInput where none is left."""
+    if images is None or held_out is None or not len(held_out.image_ids):
+        return images
+    stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
+    if not stay:
+        raise BadInput(
+            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
+            "of the calibration"
+        )
+    return images if len(stay) == images.count else images.subset(stay)
+
+
 def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, asked: ReductionRequest) -> WidthPlan:
     """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
     merging = family_of(model).merging_of(model)
@@ -99,7 +112,7 @@ def reduce_as_asked(
             )
     looks = asked.budget is not None or asked.auto_heads
     with torch.inference_mode(), turn(watch if looks else None, "plan"):
-        planned = plan(dense, moments, asked, images, watch)
+        planned = plan(dense, moments, asked, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, asked)
@@ -238,7 +251,11 @@ def reduce_checkpoint(
             reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
-        written = reduced_checkpoint(dense, reduction, planned, asked, moments, held_out)
+        # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
+        chosen_by = [images, None if judges is None else judges.inputs]
+        only_reported = asked.within is None and asked.polish is None
+        looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
+        written = reduced_checkpoint(dense, reduction, planned, asked, moments, held_out, looked_at)
         theirs = None if asked.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:

@@ -1,15 +1,22 @@
 """What led to a reduced model, as it is kept beside it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from calib.fingerprints import Fingerprints
+from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.store.model_config import FITTED
 from ground.files import sha256_of_file
 
 from .request import ReductionRequest
@@ -27,6 +34,14 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
     }
 
 
+def _seen(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
+    """All inputs that had a part in the model, those of an earlier reduction too, each once."""
+    earlier = fitted_of_lineage(dense.lineage, where="the dense model") or Fingerprints()
+    seen = Fingerprints.joined([moments.fingerprints, earlier])
+    others = [each.ids[~torch.isin(each.ids, seen.ids)].unique() for each in looked_at if each is not None]
+    return Fingerprints.joined([seen, *(Fingerprints(ids=ids) for ids in others)])
+
+
 def reduced_checkpoint(
     dense: Checkpoint,
     reduction: Reduction,
@@ -34,9 +49,13 @@ def reduced_checkpoint(
     asked: ReductionRequest,
     moments: Path,
     held_out: Moments | None,
+    looked_at: Sequence[InputSet | None] = (),
 ) -> Checkpoint:
-    """The reduced model with what led to it."""
-    carried = load_moments(moments).lineage
+    """The reduced model with what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen
+    by.
+    """
+    fitted = load_moments(moments)
+    carried = fitted.lineage
     lineage = {
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments),
@@ -44,6 +63,9 @@ def reduced_checkpoint(
         "preset": asked.preset,
         "reduction": record_of_reduction(reduction, planned),
     }
+    seen = _seen(dense, fitted, looked_at)
+    if len(seen):
+        lineage[FITTED] = seen.as_json()
     if "source" in dense.lineage:
         lineage["source"] = dense.lineage["source"]
     if held_out is not None:

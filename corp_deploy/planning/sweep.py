@@ -13,6 +13,7 @@ from typing import Any
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
+from calib.fingerprints import Fingerprints
 from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
@@ -20,9 +21,11 @@ from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, turn
 from ground.files import sha256_of_file
+from perf.record.fitted import FittedInputs
 from perf.runners.memory import stopwatch
 from perf.timing.environment import version
 
@@ -52,6 +55,14 @@ class Swept:
     source: InputSet
     scored: Scored
     calibration: InputSet | None = None
+
+    @property
+    def fitted(self) -> FittedInputs | None:
+        """How many of the inputs that judge the models are fitted to, where the moments tell."""
+        judging = Fingerprints.of(self.source.ids, self.scored.inputs)
+        known = [load_moments(path).fingerprints for path in self.moments]
+        known += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
+        return fitted_inputs(judging, known, noun=self.source.noun)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -96,7 +107,7 @@ class Work:
             return WidthPlan(method=method, widths=None, said=(), eliminations=self._eliminations(request, watch))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
-            moments, source = self.moments(request.moments), self.swept.source
+            moments, source = self.moments(request.moments), self.swept.calibration or self.swept.source
             self.planners[key] = budget_planner(self.swept.dense, moments, method, source, currency="macs", watch=watch)
         return self.planners[key].tried_at(request.budget)
 
@@ -111,7 +122,7 @@ class Work:
         images = self.swept.calibration
         reduction = as_planned(dense, moments, asked, planned, images=images, held_out=None, watch=watch)
         path = self.swept.moments[request.moments]
-        return reduction, reduced_checkpoint(dense, reduction, planned, asked, path, None)
+        return reduction, reduced_checkpoint(dense, reduction, planned, asked, path, None, (images,))
 
 
 def _counts(reduction: Reduction) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from ground.effort import Effort
 from ground.errors import BadInput
 from ground.records import Figure, json_from_record
+from perf.record.fitted import FittedInputs
 from perf.stats.stats import Interval
 from perf.stats.summary import SummaryRow
 
@@ -276,13 +277,17 @@ def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
 
 
 def record_of_sweep(
-    points: Sequence[SweepPoint], answer: SweepPoint | None, dense: DensePoint | None = None
+    points: Sequence[SweepPoint],
+    answer: SweepPoint | None,
+    dense: DensePoint | None = None,
+    fitted: FittedInputs | None = None,
 ) -> dict[str, Any]:
-    """The sweep as JSON values."""
+    """The sweep as JSON values; `fitted`: how many of its inputs the models were fitted to, where that is known."""
     return {
         "kind": KIND,
         "version": VERSION,
         "dense": None if dense is None else asdict(dense),
+        "fitted": None if fitted is None else asdict(fitted),
         "trials": [point.as_json() for point in points],
         "smallest_that_agrees": None if answer is None else answer.as_json(),
         "smallest_by_error": [

@@ -10,9 +10,11 @@ from typing import Literal
 import numpy as np
 import onnx
 
+from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.fitted import fitted_of_lineage, fitted_of_path
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
@@ -64,6 +66,13 @@ class Candidate:
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
     pixels: Pixels = NO_PIXELS
+
+    @property
+    def fitted(self) -> Fingerprints | None:
+        """The inputs that it was fitted to, as far as the model directory tells that it is or lies in."""
+        if self.checkpoint is not None:
+            return fitted_of_lineage(self.checkpoint.lineage, where=str(self.path))
+        return fitted_of_path(self.path)
 
     @property
     def takes_pixels(self) -> bool:

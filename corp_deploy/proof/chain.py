@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, noun_of, rows_of
 from ground.ports import OutputPort
@@ -22,6 +23,7 @@ from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
 from perf.parity.ties import Choices
+from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
@@ -273,11 +275,17 @@ def prove(
             located=walked.blocks,
             shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
             heads=records,
+            fitted=_fitted(proof_inputs, candidates, moments),
             **_labelled(by_label, proof_inputs.labels, ports),
         ),
         figures=_figures(by_label, rules),
         answers=by_label,
     )
+
+
+def _fitted(proof_inputs: ProofInputs, candidates: Sequence[Candidate], moments: Moments | None) -> FittedInputs | None:
+    known = [candidate.fitted for candidate in candidates] + ([] if moments is None else [moments.fingerprints])
+    return fitted_inputs(proof_inputs.fingerprints, known, noun=proof_inputs.kind)
 
 
 def _whole(steps: Sequence[Step], answers: Outputs, rules: Sequence[LinkRules]) -> list[Link]:

@@ -11,7 +11,7 @@ from ground.files import write_text
 from ground.records import Head, record_from_file
 from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, JudgedRule, judge
-from perf.gate.rule import Rule
+from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import load_parity
 from perf.record.runs import load_bench
@@ -49,6 +49,14 @@ def parity_row(path: Path) -> JudgedRule:
     """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
     parity = load_parity(path)
     return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
+
+
+def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
+    """And that no image judges which the model was fitted to, unless one of the rules says how many may."""
+    unknown = now.parity is None or now.parity.fitted is None
+    if unknown or any(rule.metric == FITTED for rule in rules):
+        return [*rules]
+    return [*rules, rule_from_text(f"{FITTED} > 0")]
 
 
 def judged_rows(

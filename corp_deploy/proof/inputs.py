@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.fingerprints import Fingerprints
 from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from .pixels import pixels_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputs:
     """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any; names
-    where none of them had to be left out.
+    where none of them had to be left out; what identifies them where they are real.
     """
 
     feeds: Feeds
@@ -31,6 +32,7 @@ class ProofInputs:
     kind: str = "images"
     labels: NDArray[np.int64] | None = None
     names: tuple[str, ...] = ()
+    fingerprints: Fingerprints | None = None
 
     @property
     def count(self) -> int:
@@ -43,9 +45,12 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
     Tensors that have no name are images.
     """
     arrays: dict[str, NDArray[Any]] = {}
-    done = 0
-    for batch in source.batches(64):
-        tensors = {"images": batch} if isinstance(batch, Tensor) else batch
+    done, seen = 0, list[Fingerprints]()
+    for batch in source.read(64):
+        if not len(batch.ids):
+            continue
+        seen.append(Fingerprints.of(batch.ids, batch.inputs))
+        tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         count = batch_size(parts)
         arrays = arrays or {name: _on_disk(part, source.count) for name, part in parts.items()}
@@ -55,7 +60,14 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
     assert arrays, source
     feeds = rows_of(arrays, slice(done))
     names = tuple(source.name(place) for place in range(source.count)) if done == source.count else ()
-    return ProofInputs(feeds=feeds, digest=source.digest, kind=source.noun, labels=labels, names=names)
+    return ProofInputs(
+        feeds=feeds,
+        digest=source.digest,
+        kind=source.noun,
+        labels=labels,
+        names=names,
+        fingerprints=Fingerprints.joined(seen),
+    )
 
 
 def _on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:

@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.fingerprints import Fingerprints
 from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports, output_ports, sequence_spec
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.records import json_from_record
 from perf.parity.perplexity import LanguageMeasures, OfSequence, Range, measures_of, of_sequence
+from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, outputs_at
@@ -66,11 +69,14 @@ def _judged(what: str, got: Range, limit: float, least: bool) -> tuple[Verdict, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageProof:
-    """The dense model first, then every candidate with its verdict and why."""
+    """The dense model first, then every candidate with its verdict and why; how many of the sequences any of them was
+    fitted to, where that is known.
+    """
 
     rows: tuple[LanguageMeasures, ...]
     verdicts: Mapping[str, tuple[Verdict, str]] = field(default_factory=dict)
     inputs: Mapping[str, Any]
+    fitted: FittedInputs | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -83,7 +89,8 @@ class LanguageProof:
         """The record."""
         verdicts = {model: {"verdict": verdict, "why": why} for model, (verdict, why) in self.verdicts.items()}
         rows = [json_from_record(row) | verdicts.get(row.model, {}) for row in self.rows]
-        return {"kind": KIND, "version": 1, "verdict": self.verdict, "inputs": dict(self.inputs), "rows": rows}
+        fitted = {} if self.fitted is None else {"fitted": json_from_record(self.fitted)}
+        return {"kind": KIND, "version": 1, "verdict": self.verdict, "inputs": dict(self.inputs), "rows": rows} | fitted
 
 
 def perplexities(
@@ -117,6 +124,9 @@ def perplexities(
         rows=rows,
         verdicts={row.model: limits.judged(row) for row in rows[1:]},
         inputs={"sequences": sequences.count, "digest": sequences.digest},
+        fitted=fitted_inputs(
+            Fingerprints(ids=sequences.ids), [each.fitted for each in candidates], noun=sequences.noun
+        ),
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.effort import efforts_below, rows_of_efforts
 from corp_deploy.store.manifest import Manifest, ManifestEntry, load_manifest
-from corp_deploy.store.model_config import CONFIG, ModelConfig, load_model_config
+from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.errors import BadInput
 from ground.records import json_from_record, record_from_file
 from perf.parity.logits import LogitMeasures
@@ -117,7 +117,7 @@ def _lineage(manifest: Manifest | None, reduced: ModelConfig | None) -> dict[str
 
 def lineage_of_model(config: ModelConfig) -> dict[str, Any]:
     """Where a model comes from, without how it was reduced."""
-    return {key: value for key, value in config.lineage.items() if key not in ("reduction", "command")}
+    return {key: value for key, value in config.lineage.items() if key not in ("reduction", "command", FITTED)}
 
 
 def _shown_files(manifest: Manifest | None) -> dict[str, ManifestEntry]:

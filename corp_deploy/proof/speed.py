@@ -12,6 +12,7 @@ from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.fitted import fitted_inputs, fitted_of_path
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput
@@ -238,12 +239,12 @@ def measure(
         both = zip(names, (dense, reduced), strict=True)
         one, other = (_contender(name, path, running, Path(scratch), fed, batches) for name, path in both)
         _refuse_unequal(one, other, batches)
-        feeds = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
+        timed = feeds_to_time(fed, one.inputs, (dense, reduced), max(batches))
         timed_tests: list[StructuralTest] = []
         with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench(
                 (_sampled(one.subject, timed_tests), _sampled(other.subject, timed_tests)),
-                feeds,
+                timed.feeds,
                 batches,
                 plan,
                 streams=running.streams or 1,
@@ -255,7 +256,9 @@ def measure(
             )
     # What was timed must be what a plain call, and so `verify`, gives.
     wrong = tuple(f"{each.candidate}: {each.reason}" for each in timed_tests if each.status == "FAIL")
-    return replace(measured, warnings=(*wrong, *measured.warnings))
+    fitted = fitted_inputs(timed.fingerprints, map(fitted_of_path, (dense, reduced)), noun=timed.noun)
+    seen = () if fitted is None or not fitted.found else (fitted.warning,)
+    return replace(measured, warnings=(*wrong, *measured.warnings, *seen), fitted=fitted)
 
 
 def _sampled(subject: Subject, timed_tests: list[StructuralTest]) -> Subject:

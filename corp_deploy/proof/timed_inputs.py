@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calib.images import ARRAYS, open_images
+from calib.fingerprints import Fingerprints
+from calib.images import ARRAYS, Images, open_images
+from calib.input_set import Batch, InputSet
+from calib.inputs import Inputs, named
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import texts_for_model
@@ -35,7 +38,20 @@ class TimedInputs:
     text: Path | None = None
 
 
-def _tokenized(text: Path, models: Sequence[Path], count: int) -> Feeds:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedFeeds:
+    """What is fed, and what identifies it where it is real."""
+
+    feeds: Feeds
+    fingerprints: Fingerprints | None = None
+    noun: str = "inputs"
+
+
+def _first(source: InputSet, count: int) -> Batch[Inputs]:
+    return next(batch for batch in source.read(min(count, source.count)) if len(batch.ids))
+
+
+def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
     """So many texts of a file, over again where it has fewer, by the tokenizer of the first model that has one."""
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
@@ -44,23 +60,25 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> Feeds:
             "cost the same time"
         )
     source = texts_for_model(model_of_directory(directory).model, text)
-    batch = next(source.batches(min(count, source.count)))
-    return {name: np.resize(tensor.numpy(), (count, *tensor.shape[1:])) for name, tensor in batch.items()}
+    batch = _first(source, count)
+    feeds = {name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in named(batch.inputs).items()}
+    return TimedFeeds(feeds=feeds, fingerprints=Fingerprints(ids=batch.ids), noun=source.noun)
 
 
-def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> Feeds:
+def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
     """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
     if path is None:
-        return noise_of_ports(ports, count, seed=0)
+        return TimedFeeds(feeds=noise_of_ports(ports, count, seed=0))
     if len(ports) != 1 or len(ports[0].shape) != 3:
         raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images away")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
-    images = _images(path, ports[0], models, count)
-    return {ports[0].name: np.resize(images, (count, *ports[0].shape))}
+    images, fingerprints = _images(path, ports[0], models, count)
+    feeds = {ports[0].name: np.resize(images, (count, *ports[0].shape))}
+    return TimedFeeds(feeds=feeds, fingerprints=fingerprints, noun=Images.noun)
 
 
-def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> NDArray[Any]:
+def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple[NDArray[Any], Fingerprints]:
     """Up to `count` of a file, as the port takes them; pixels are normalised as the first model directory says."""
     channels, height, width = port.shape
     directory = next((each for each in models if each.is_dir()), None)
@@ -70,15 +88,17 @@ def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> NDArr
     elif directory is not None:
         pixels = image_spec(model_of_directory(directory).model).normalisation.images
     source = open_images(path, image_shape=(channels, height, width), transform=_no_picture, pixels=pixels)
-    images: NDArray[np.float32] = next(iter(source.batches(min(count, source.count)))).numpy()
-    return whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    batch = _first(source, count)
+    images: NDArray[np.float32] = named(batch.inputs)["input"].numpy()
+    whole = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    return whole, Fingerprints.of(batch.ids, batch.inputs)
 
 
 def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return pixels.astype(np.float32)
 
 
-def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> Feeds:
+def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
     """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)

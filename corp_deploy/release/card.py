@@ -124,7 +124,8 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
 
 
 def _agreement(parity: Parity) -> Iterator[str]:
-    yield f"Judged on held-out images: {markdown_line(parity.line)}."
+    judging = "images" if parity.fitted is not None and parity.fitted.found else "held-out images"
+    yield f"Judged on {judging}: {markdown_line(parity.line)}."
     yield ""
     agreed = "top-1 agreement" if parity.compared == "logits" else "agreement"
     yield f"| link | against | relative error | {agreed} | verdict |"
@@ -185,6 +186,8 @@ def _speed(path: Path) -> Iterator[str]:
 
 def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield f"* Agreement was measured on {parity.images.count} images; on images of another kind it may be lower."
+    if parity.fitted is not None and parity.fitted.found:
+        yield f"* Errors may be larger than told here: {markdown_line(parity.fitted.sentence)}."
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity

@@ -13,7 +13,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, in_runtime
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row
+from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row, with_fitted_rule
 from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
@@ -33,10 +33,12 @@ from export.engine.options import BuildOptions
 from ground.effort import turn
 from ground.files import sha256_of_file, write_json, write_text
 from ground.precision import precision_named
+from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.history import history_rows
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
+from perf.parity.parity import load_parity
 from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
@@ -50,6 +52,7 @@ from .names import (
     CARD,
     GATE,
     MANIFEST,
+    PARITY,
     PROVENANCE,
     RECIPE,
     REPORTS,
@@ -189,7 +192,8 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: boo
     for target in recipe.targets:
         now = evidence_of_files(dirs.root / bench_name(recipe, target), dirs.root / parity_name(target))
         if target == recipe.targets[0]:
-            rows += judged_rows(recipe.rules, now, before, starting=starting)
+            now = _with_fitted(now, dirs.root)
+            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
         own = judged_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
@@ -198,6 +202,12 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: boo
         write_trend(trend, dirs.into)
         rows += history_rows(trend)
     save_gate(Gate(rules=tuple(rows)), dirs.into / GATE)
+
+
+def _with_fitted(now: Evidence, root: Path) -> Evidence:
+    """Samples are arrays made of held-out images, so whether those were fitted to is told by the chain of the whole."""
+    assert now.parity is not None, root
+    return replace(now, parity=replace(now.parity, fitted=load_parity(root / PARITY).fitted))
 
 
 def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:

@@ -13,6 +13,7 @@ from ground.errors import BadInput
 from ground.records import Sha256, record_from_file, record_from_value
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
+FITTED = "fitted"  # entry of a lineage: what identifies the inputs that the model was fitted to
 REMEDY = "write the model again, such as with `corp-deploy reduce`"
 _Pattern = Annotated[str, Meta(pattern="^[1-9]:[1-9]$")]
 _Width = Annotated[int, Meta(ge=0, le=2**20)]  # of 0 a constant stays

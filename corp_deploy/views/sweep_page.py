@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, Span, SweepPoint, batches_of, sentence_of_sweep
+from perf.record.fitted import FittedInputs
 from perf.report.figure import Figure
 from perf.report.images_plot import AtImages, images_figure, images_table
 from perf.report.page import Remark, Section, html_from_sections
@@ -172,9 +173,15 @@ def _lead(points: Sequence[SweepPoint], dense: DensePoint) -> str:
 
 
 def sweep_page(
-    points: Sequence[SweepPoint], dense: DensePoint, *, title: str, size: CalibrationSize | None = None
+    points: Sequence[SweepPoint],
+    dense: DensePoint,
+    *,
+    title: str,
+    size: CalibrationSize | None = None,
+    fitted: FittedInputs | None = None,
 ) -> str:
-    """The page; `size`: how many calibration images are enough."""
+    """The page; `size`: how many calibration images are enough, `fitted`: how many that judge were among them."""
+    seen = () if fitted is None or not fitted.found else (Remark(words=_as_sentence(fitted.warning), warns=True),)
     batches = batches_of(points)
     sections = [
         Section(
@@ -187,7 +194,7 @@ def sweep_page(
     sections.append(
         Section(
             title="Size and fidelity",
-            remarks=(Remark(words=_as_sentence(sentence_of_sweep(points))),),
+            remarks=(Remark(words=_as_sentence(sentence_of_sweep(points))), *seen),
             figures=tuple(_against_macs(points)),
             tables=(trials_table(points, key="trials", title="All trials"),),
         )

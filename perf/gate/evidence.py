@@ -13,7 +13,7 @@ from perf.stats.repeats import remembered
 from perf.stats.stats import Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
 
-from .rule import COUNTED, PLACED, TIMED, Rule
+from .rule import COUNTED, FITTED, PLACED, TIMED, Rule
 
 DENSE = "dense"
 
@@ -154,10 +154,12 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
         raise BadInput(
             f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
         )
+    if rule.metric == FITTED:
+        return _fitted(parity, rule, where)
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
     if rule.metric not in measures:
-        known = ", ".join((*TIMED, *PLACED, *COUNTED, *sorted(measures)))
+        known = ", ".join((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures)))
         raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
     value = measures[rule.metric]
     if value is None:
@@ -169,6 +171,15 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
         return Reading(interval=exact(value))
     interval = Interval(value=value, low=min(low, value), high=max(high, value))
     return Reading(interval=interval, count=link.measures.images, unit=link.measures.inputs)
+
+
+def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:
+    if parity.fitted is None:
+        raise BadInput(
+            f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with its "
+            "directory among the candidates, or with --moments"
+        )
+    return Reading(interval=exact(parity.fitted.same))
 
 
 def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:

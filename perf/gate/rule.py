@@ -5,6 +5,7 @@
             | device_memory (bytes: weights and activations)              of the profile of a batch: @b8
             | size_bytes | plan_bytes | params | macs | fused_attention | sparse_layers
             | a measure of the parity record: relative_error, top1_agreement, ...         at a link: @half, or the whole
+            | fitted_images (of those that the parity record judges by, how many the model was fitted to)
             | behind "metric.": a measure of the user's own by its name, at a link or of what ships
     compare = < <= > >=
     bound   = size | name | name * number | name + size | name - size
@@ -36,6 +37,7 @@ PLACED = ("device_memory",)
 IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"
+FITTED = "fitted_images"
 OWN = "metric"  # what stands before the names of a user's own measures
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)
@@ -132,7 +134,7 @@ def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str |
         if place is None or not place.startswith("b"):
             raise BadInput(f"rule {shown(text)}: {metric} depends on the batch; write {metric}@b8 for batch 8")
         return int(_number(text, place[1:], BATCH)), None
-    if metric in COUNTED and place is not None:
+    if metric in (*COUNTED, FITTED) and place is not None:
         raise BadInput(f"rule {shown(text)}: {metric} is the same at every batch size and link; drop @{place}")
     return None, place
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
+from perf.record.fitted import FittedInputs
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
@@ -90,7 +91,8 @@ class ImageSet:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
     """The whole proof; verdict and reason follow from its parts. `sources`: what was compared where it was engines, the
-    reference first. `metrics`: measures of the user's own, the reference's first of each name.
+    reference first. `metrics`: measures of the user's own, the reference's first of each name. `fitted`: how many of
+    the images the candidates were fitted to, None where that is unknown.
     """
 
     images: ImageSet
@@ -104,6 +106,7 @@ class Parity:
     heads: tuple[Head, ...] = ()
     sources: tuple[Source, ...] = ()
     metrics: tuple[OwnMetric, ...] = ()
+    fitted: FittedInputs | None = None
 
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
@@ -137,6 +140,7 @@ class Parity:
         failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
         failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
         on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else self.images.kind}"
+        on += "" if self.fitted is None else self.fitted.clause
         apart = [f"{link.name} merges other tokens on {link.apart}" for link in self.links if link.apart]
         on += f" ({', '.join(apart)}, where similarities are equal to rounding)" if apart else ""
         return f"{on}: {'; '.join(failed)}" if failed else on
@@ -152,7 +156,7 @@ class Parity:
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [_json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
-        for name in ("heads", "sources", "metrics"):
+        for name in ("heads", "sources", "metrics", "fitted"):
             if not fields[name]:
                 del fields[name]
         return head | fields | {"links": links, "batches": sizes}

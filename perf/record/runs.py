@@ -21,6 +21,7 @@ file is one JSON object:
         noise_blocks  the same, of the reference against a second instance of itself
         repeat_blocks by subject, the same: one batch again and again against varied ones; empty where not asked for
     warnings     sentences
+    fitted       how many of the inputs that were fed a model was fitted to; null where unknown, or noise was fed
 
 Version history: 1 is the first.
 """
@@ -35,6 +36,8 @@ from ground.errors import BadInput
 from ground.files import write_json
 from ground.quantity import shown
 from ground.records import record_from_file
+
+from .fitted import FittedInputs
 
 KIND, VERSION = "bench", 1
 AGAIN = "make the record again with `corp-deploy bench`"
@@ -160,6 +163,7 @@ class Bench:
     subjects: tuple[SubjectRecord, SubjectRecord]
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
+    fitted: FittedInputs | None = None
 
     def __post_init__(self) -> None:
         names = [subject.name for subject in self.subjects]

@@ -1,0 +1,256 @@
+"""What judges a model is told from what it was fitted to: by verify, gate, bench, perplexity, sweep and a release."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from calib.fingerprints import FingerprintsText
+from calib.store import load
+from corp_deploy.store.checkpoint import save
+from corp_deploy.store.fitted import fitted_of_path
+from tests import decoders, tiny
+from tests.test_calib_fingerprints import photographs
+from tests.test_corp_cli import run
+from tests.test_corp_release import RECIPE
+
+NONE = {"same": 0, "alike": 0}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model reduced on the first 8 of 12 images; `mixed` are 3 of those, 2 others, and a copy that only looks alike.
+
+    The 4 that calibration left out judge, and 9 of another draw.
+    """
+    root = tmp_path_factory.mktemp("fitted")
+    save(tiny.checkpoint(), root / "dense")
+    images, others = tiny.images(12), tiny.images(9, seed=1)
+    np.save(root / "calibration.npy", images)
+    np.save(root / "others.npy", others)
+    command = ("calibrate", "--model", root / "dense", "--images", root / "calibration.npy", "--hold-out", 4)
+    assert run(*command, "-o", root / "moments.safetensors").exit_code == 0
+    seen = set(load(root / "moments.safetensors").image_ids.tolist())
+    opened = tiny.opened(root / "opened.npy", images)
+    is_fitted = np.array([each in seen for each in opened.ids.tolist()])
+    np.save(root / "left-out.npy", images[~is_fitted])
+    mixed = np.concatenate([images[is_fitted][:3], others[:2], 1.01 * images[is_fitted][3:4]])
+    np.save(root / "mixed.npy", mixed.astype(np.float32))
+    reduce = ("reduce", "--model", root / "dense", "--moments", root / "moments.safetensors")
+    assert run(*reduce, "--mlp", 0.5, "--align", "mlp=8", "-o", root / "reduced").exit_code == 0
+    assert run("export", "--model", root / "reduced", "-o", root / "reduced" / "model.onnx").exit_code == 0
+    assert run("export", "--model", root / "dense", "-o", root / "dense" / "model.onnx").exit_code == 0
+    return root
+
+
+def verified(home: Path, output: Path, images: str, *candidates: object, extra: tuple[object, ...] = ()) -> Any:
+    words = ("verify", home / "dense", *candidates, "--images", home / images, "--batch", "2", "--max-error", 10)
+    done = run(*words, "-o", output, *extra)
+    assert done.exit_code in (0, 1), done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [("calibration.npy", (12, 8, 0)), ("mixed.npy", (6, 3, 1)), ("left-out.npy", (4, 0, 0)), ("others.npy", (9, 0, 0))],
+)
+def test_verify_tells_how_many_images_were_fitted_to(
+    home: Path, tmp_path: Path, images: str, expected: tuple[int, int, int]
+) -> None:
+    done = verified(home, tmp_path / "parity.json", images, home / "reduced")
+    record = json.loads((tmp_path / "parity.json").read_text())
+    judging, same, alike = expected
+    assert record["fitted"] == {"judging": judging, "same": same, "alike": alike, "noun": "images"}
+    assert (f"{same} of which the model was fitted to" in record["line"]) == (same > 0)
+    assert ("judge it on images that calibration never saw" in " ".join(done.stderr.split())) == (same + alike > 0)
+    assert ("look like images that it was fitted to" in " ".join(done.stderr.split())) == (alike > 0)
+
+
+def test_a_graph_is_known_by_its_directory_and_anything_by_moments(home: Path, tmp_path: Path) -> None:
+    graph = home / "reduced" / "model.onnx"
+    verified(home, tmp_path / "beside.json", "mixed.npy", graph)
+    assert json.loads((tmp_path / "beside.json").read_text())["fitted"]["same"] == 3
+    alone = shutil.copy(graph, tmp_path / "model.onnx")
+    verified(home, tmp_path / "alone.json", "mixed.npy", alone)
+    assert "fitted" not in json.loads((tmp_path / "alone.json").read_text())
+    moments = ("--moments", home / "moments.safetensors")
+    verified(home, tmp_path / "moments.json", "mixed.npy", alone, extra=moments)
+    assert json.loads((tmp_path / "moments.json").read_text())["fitted"]["same"] == 3
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')  # of somebody else
+    verified(home, tmp_path / "foreign.json", "mixed.npy", alone)
+    assert "fitted" not in json.loads((tmp_path / "foreign.json").read_text())
+
+
+def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
+    parity, gate = tmp_path / "parity.json", tmp_path / "gate.json"
+    verified(home, parity, "mixed.npy", home / "reduced")
+    assert run("gate", parity, "-o", gate).exit_code == 1
+    rows = {row["rule"]: row for row in json.loads(gate.read_text())["rules"]}
+    assert (rows["fitted_images > 0"]["verdict"], rows["fitted_images > 0"]["value"]) == ("FAIL", 3.0)
+    assert run("gate", parity, "--fail-if", "fitted_images > 2").exit_code == 1
+    assert run("gate", parity, "--fail-if", "fitted_images > 3").exit_code == 0
+    verified(home, parity, "left-out.npy", home / "reduced")
+    assert run("gate", parity, "-o", gate).exit_code == 0
+    alone = shutil.copy(home / "dense" / "model.onnx", tmp_path / "model.onnx")
+    verified(home, parity, "mixed.npy", alone)
+    assert run("gate", parity).exit_code == 0
+    done = run("gate", parity, "--fail-if", "fitted_images > 0")
+    assert done.exit_code == 2
+    assert "does not tell which images the model was fitted to" in " ".join(done.stderr.split())
+
+
+def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) -> None:
+    graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
+    quick = ("--time-limit", 0.2, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
+    for images, found in (("mixed.npy", {"same": 3, "alike": 1}), ("left-out.npy", NONE), (None, None)):
+        fed = () if images is None else ("--images", home / images)
+        done = run("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
+        assert done.exit_code == 0, done.output
+        record = json.loads((tmp_path / "bench.json").read_text())
+        assert (None if found is None else record["fitted"] | found) == record["fitted"]
+        assert any("was fitted to" in each for each in record["warnings"]) == (images == "mixed.npy")
+
+
+def test_a_sweep_tells_it(home: Path, tmp_path: Path) -> None:
+    words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
+    for images, same in (("mixed.npy", 3), ("left-out.npy", 0)):
+        out = tmp_path / images
+        done = run(*words, "--parts", "mlp", "--align", "mlp=8", "--images", home / images, "-o", out)
+        assert done.exit_code == 0, done.output
+        assert json.loads((out / "sweep.json").read_text())["fitted"]["same"] == same
+        page = " ".join((out / "sweep.html").read_text().split())
+        assert ("was fitted to" in page) == ("was fitted to" in " ".join(done.stderr.split())) == (same > 0)
+
+
+def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp_path: Path) -> None:
+    words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
+    judging = ("--images", home / "others.npy", "--macs", 0.7, "--parts", "mlp", "--align", "mlp=8")
+    done = run(*words, *judging, "-o", tmp_path / "one")
+    assert "shared out by the judging images" in " ".join(done.stderr.split())
+    apart = ("--calibration-images", home / "calibration.npy")
+    done = run(*words, *judging, *apart, "--min-agreement", 0.0, "-o", tmp_path / "other")
+    assert done.exit_code == 0, done.output
+    assert "shared out by the judging" not in done.stderr
+    assert f"--macs 0.7 --align mlp=8 --images {home / 'calibration.npy'}" in " ".join(done.stdout.split())
+
+
+def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) -> None:
+    """Those of --held-out judge: neither do they settle widths, nor are they said to have been fitted to."""
+    reduce = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
+    budget = ("--macs", 0.7, "--images", home / "calibration.npy")
+    held_out = ("--held-out", home / "moments.held-out.safetensors")
+    assert run(*reduce, *budget, *held_out, "-o", tmp_path / "apart").exit_code == 0
+    assert run(*reduce, *budget, "-o", tmp_path / "all").exit_code == 0
+    apart, every = fitted_of_path(tmp_path / "apart"), fitted_of_path(tmp_path / "all")
+    assert apart is not None
+    assert every is not None
+    left_out = load(home / "moments.held-out.safetensors").image_ids
+    assert not torch.isin(left_out, apart.ids).any()
+    assert torch.isin(left_out, every.ids).all()
+    done = run(*reduce, "--macs", 0.7, "--images", home / "left-out.npy", *held_out, "-o", tmp_path / "none")
+    assert done.exit_code == 2
+    assert "all 4 images are those of the held-out moments" in " ".join(done.stderr.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_images_that_chose_a_model_are_no_proof_of_it(home: Path, tmp_path: Path) -> None:
+    """--within is held on images left out of the fit, which settle how small the model becomes."""
+    words = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
+    within = ("--within", "error 0.9", "--images", home / "calibration.npy")
+    assert run(*words, *within, "-o", tmp_path / "reduced").exit_code == 0
+    verified(home, tmp_path / "parity.json", "left-out.npy", tmp_path / "reduced")
+    assert json.loads((tmp_path / "parity.json").read_text())["fitted"]["same"] == 4
+
+
+def test_a_model_that_is_reduced_again_keeps_what_it_was_fitted_to(home: Path, tmp_path: Path) -> None:
+    model = ("--model", home / "reduced")
+    moments = tmp_path / "moments.safetensors"
+    assert run("calibrate", *model, "--images", home / "others.npy", "-o", moments).exit_code == 0
+    words = ("reduce", *model, "--moments", moments, "--attn", 0.5, "--align", "head=8", "-o", tmp_path / "again")
+    assert run(*words).exit_code == 0
+    again = fitted_of_path(tmp_path / "again")
+    assert again is not None
+    assert len(again) == 8 + 9
+
+
+def test_a_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(home / "reduced", tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    assert FingerprintsText(**config["lineage"]["fitted"]).fingerprints
+    for entry, message in ((7, "lineage.fitted"), ({"ids": "!!"}, "not base64")):
+        config["lineage"]["fitted"] = entry
+        (broken / "config.json").write_text(json.dumps(config))
+        done = run("verify", home / "dense", broken, "--images", home / "others.npy", "-o", tmp_path / "p.json")
+        assert done.exit_code == 2, done.output
+        assert message in " ".join(done.stderr.split())
+
+
+def test_a_photograph_saved_again_looks_like_itself(home: Path, tmp_path: Path) -> None:
+    """Calibrated as PNG, judged as JPEG: other bytes, the same picture."""
+    weights = tmp_path / "weights.safetensors"
+    save_file(tiny.checkpoint().model.state_dict(), weights)
+    kwargs = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
+    model = (tiny.ARCHITECTURE.name, "--weights", weights, "--model-kwargs", kwargs)
+    for folder, suffix in (("png", "png"), ("jpg", "jpg")):
+        (tmp_path / folder).mkdir()
+        for number, image in enumerate(photographs(6)):
+            pixels = (image * 255).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(tmp_path / folder / f"{number}.{suffix}")
+    moments = tmp_path / "moments.safetensors"
+    assert run("calibrate", "--model", *model, "--images", tmp_path / "png", "-o", moments).exit_code == 0
+    words = ("reduce", "--model", *model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8")
+    assert run(*words, "-o", tmp_path / "reduced").exit_code == 0
+    done = run(
+        "verify", *model, tmp_path / "reduced", "--images", tmp_path / "jpg", "-o", tmp_path / "p.json", "--batch", "2"
+    )
+    assert done.exit_code == 3, done.output
+    record = json.loads((tmp_path / "p.json").read_text())["fitted"]
+    assert record["same"] == 0
+    assert record["alike"] >= 5
+
+
+def test_perplexity_tells_it_of_sequences(tmp_path: Path) -> None:
+    decoders.write_decoder(tmp_path / "llama", "llama")
+    decoders.write_tokenizer(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text(decoders.text(letters=2_000))
+    (tmp_path / "other.txt").write_text(decoders.text(start=4_000, letters=2_000))
+    model = f"hf:{tmp_path / 'llama'}"
+    moments = tmp_path / "moments.safetensors"
+    assert run("calibrate", "--model", model, "--text", tmp_path / "text.txt", "-o", moments).exit_code == 0
+    words = ("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8")
+    assert run(*words, "-o", tmp_path / "reduced").exit_code == 0
+    for text, all_seen in (("text.txt", True), ("other.txt", False)):
+        record = tmp_path / "perplexity.json"
+        done = run("perplexity", model, tmp_path / "reduced", "--text", tmp_path / text, "-o", record)
+        assert done.exit_code == 0, done.output
+        fitted = json.loads(record.read_text())["fitted"]
+        assert fitted["same"] == (fitted["judging"] if all_seen else 0)
+        assert ("was fitted to" in done.stderr) == all_seen
+
+
+def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path) -> None:
+    save(tiny.checkpoint(), tmp_path / "dense")
+    images = tiny.images(12)
+    np.save(tmp_path / "calibration.npy", images)
+    judging = np.concatenate([images[:5], tiny.images(4, seed=1)])
+    np.savez(tmp_path / "held-out.npz", images=judging, labels=np.arange(9) % 7)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("hold_out = 4\n", ""))
+    release = ("release", recipe, "-o", tmp_path / "out")
+    done = run(*release)
+    assert done.exit_code == 1, done.output
+    assert "fitted_images > 0" in done.stdout
+    rows = {row["rule"]: row for row in json.loads((tmp_path / "out" / "gate.json").read_text())["rules"]}
+    assert (rows["fitted_images > 0"]["verdict"], rows["fitted_images > 0"]["value"]) == ("FAIL", 5.0)
+    card = " ".join((tmp_path / "out" / "MODEL_CARD.md").read_text().split())
+    assert "Judged on images: " in card
+    assert "5 of which the model was fitted to" in card
+    assert "5 of which the model was fitted to" in (tmp_path / "out" / "report.html").read_text()
+    recipe.write_text(recipe.read_text().replace('"params >= dense"', '"params >= dense", "fitted_images > 5"'))
+    assert run(*release).exit_code == 0
