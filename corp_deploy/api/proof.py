@@ -82,7 +82,7 @@ def verify(
     beside it.
 
     Returns the proof: `verdict` is PASS, FAIL or UNJUDGED (no link had a limit), `links` hold every figure, `located`
-    names the block where a link breaks. Raises BadInput for candidates that aren't of this model and for engines that
+    names the block where a link breaks, `fitted` tells how many of the inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that
     were not built here unless `trust_engine`; Missing where this machine can't run one.
     """
     limits = ParityLimits(
