@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dis import opmap
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
 AT_ONCE_S = 0.5
 """Signals that come this soon after one that was heard are of the same request, and break into no cleaning up."""
 AGAIN_S = 0.05
-"""How long after its exception was lost a signal is sent again: longer than a finaliser takes."""
+"""How long after its exception was lost, or could not be raised, a signal is sent again: longer than a finaliser takes.
+"""
+LONGEST_IMPORT_S = 10.0
+_IMPORTER, _NATIVE_LOADER, _IMPORT = "<frozen importlib", "ExtensionFileLoader", opmap["IMPORT_NAME"]
 
 
 class Ended(KeyboardInterrupt):
@@ -50,6 +54,26 @@ def _is_of_signal(error: BaseException | None) -> bool:
     return error is not None
 
 
+def _is_native_import(frame: FrameType | None) -> bool:
+    """Whether an import is at work that an exception would not leave by way of import statements alone: native modules
+    call Python as they begin, and end the process where that raises.
+    """
+    inner, importing = list[FrameType](), list[FrameType]()
+    while frame is not None:
+        inner.append(frame)
+        if frame.f_code.co_filename.startswith(_IMPORTER):
+            importing, inner = importing + inner, []
+        frame = frame.f_back
+    return not all(_is_plain_import(each) for each in importing)
+
+
+def _is_plain_import(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_filename.startswith(_IMPORTER):
+        return not code.co_qualname.startswith(_NATIVE_LOADER)
+    return code.co_code[frame.f_lasti] == _IMPORT
+
+
 class _Ears:
     """Hears signals for one process, `formers` being their handlers before: each raises an exception, and once more
     where Python could but print that one, in a finaliser, a weak reference's callback or native code.
@@ -58,15 +82,20 @@ class _Ears:
     def __init__(self, formers: Mapping[signal.Signals, Any]) -> None:
         self._formers, self._owner = formers, os.getpid()
         self._deaf_until, self._open, self._sending = 0.0, True, threading.Lock()
+        self._waits_until: float | None = None
         self._hooks = sys.unraisablehook, sys.excepthook
         self.raised: int | None = None
 
-    def hear(self, number: int, _: FrameType | None) -> None:
+    def hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             signal.signal(number, self._formers[signal.Signals(number)])
             os.kill(os.getpid(), number)
-        elif self._open and time.monotonic() >= self._deaf_until:
-            self._deaf_until, self.raised = time.monotonic() + AT_ONCE_S, number
+        elif self._open and (now := time.monotonic()) >= self._deaf_until:
+            self._waits_until = self._waits_until or now + LONGEST_IMPORT_S
+            if now < self._waits_until and _is_native_import(frame):
+                self._send_again(number)
+                return
+            self._deaf_until, self._waits_until, self.raised = now + AT_ONCE_S, None, number
             raise _raised_by(number)
 
     def open(self) -> None:
@@ -83,30 +112,32 @@ class _Ears:
 
     def _unraisable(self, lost: "UnraisableHookArgs") -> None:
         if self._is_ours(lost.exc_value):
-            self._raise_again()
+            self._send_again(self.raised)
         else:
             self._hooks[0](lost)
 
     def _printed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._is_ours(error):
-            self._raise_again()
+            self._send_again(self.raised)
         else:
             self._hooks[1](kind, error, trace)
 
     def _is_ours(self, error: BaseException | None) -> bool:
         return self.raised is not None and os.getpid() == self._owner and _is_of_signal(error)
 
-    def _raise_again(self) -> None:
-        """From a bare thread: one of threading's may wait for a lock that is held where the finaliser broke in."""
+    def _send_again(self, number: int | None) -> None:
+        """From a bare thread: one of threading's may wait for a lock that is held where the signal broke in."""
         self._deaf_until = 0.0
-        _thread.start_new_thread(self._send, ())
-
-    def _send(self) -> None:
-        time.sleep(AGAIN_S)
         main = threading.main_thread().ident
+        assert number is not None
+        assert main is not None
+        _thread.start_new_thread(self._send, (number, main))
+
+    def _send(self, number: int, thread: int) -> None:
+        time.sleep(AGAIN_S)
         with self._sending:
-            if self._open and main is not None and self.raised is not None:
-                signal.pthread_kill(main, self.raised)
+            if self._open:
+                signal.pthread_kill(thread, number)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ gives the same bytes. benchmarks/faults.py does it at every point; here are some
 
 import ctypes
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -413,6 +415,25 @@ def test_a_signal_that_python_could_but_print_comes_again(
 
 
 @pytest.mark.usefixtures("default_handlers")
+def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native modules run Python as they begin, and what that raises ends the process."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\nwhole = True\n"
+    (tmp_path / "imported_meanwhile.py").write_text(module)
+    imported: list[ModuleType] = []
+
+    def working_on() -> None:
+        imported.append(importlib.import_module("imported_meanwhile"))
+        time.sleep(20)
+
+    with pytest.raises(Ended), raising_on_signals():
+        working_on()
+    assert imported[0].whole
+
+
+@pytest.mark.usefixtures("default_handlers")
 def test_a_second_signal_at_once_breaks_into_no_cleaning_up() -> None:
     """Service managers send SIGHUP behind SIGTERM."""
     cleaned = []
@@ -447,7 +468,7 @@ main()
     [
         ("calibrate --model dense --images images.npy -o m.safetensors", "torch.nn.modules.linear"),
         ("verify dense dense --images images.npy -o parity.json", "torch._C"),
-        ("bench dense dense -o bench.json", "torch.autograd"),
+        ("bench dense dense -o bench.json --quiet", "torch.autograd"),
         ("release recipe.toml -o out --quiet", "torch.utils.weak"),
     ],
 )
