@@ -83,7 +83,8 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
     for label, path in outside.items():
         key = KEYS.get(label, label)
         if not files_of(path):
-            yield f"{key}: {path} is not there, or is empty; correct the recipe"
+            home = " (~ stands for nothing in a recipe)" if "~" in path.parts else ""
+            yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"
         elif path.is_dir() and label not in FOLDERS:
             yield f"{key}: {path} is a folder, expected a file; correct the recipe"
 
