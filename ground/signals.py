@@ -1,14 +1,29 @@
 """Signals that ask a process to end, as exceptions: what is written half is removed, as where Ctrl-C is pressed."""
 
+import _thread
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from dis import opmap
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
 """What service managers, schedulers and containers send, and a terminal that goes."""
+AT_ONCE_S = 0.5
+"""Signals that come this soon after one that was heard are of the same request, and break into no cleaning up."""
+AGAIN_S = 0.05
+"""How long after its exception was lost, or could not be raised, a signal is sent again: longer than a finaliser takes.
+"""
+LONGEST_IMPORT_S = 10.0
+_IMPORTER, _NATIVE_LOADER, _IMPORT = "<frozen importlib", "ExtensionFileLoader", opmap["IMPORT_NAME"]
 
 
 class Ended(KeyboardInterrupt):
@@ -32,10 +47,103 @@ def _raised_by(number: int) -> KeyboardInterrupt:
     return KeyboardInterrupt() if number == signal.SIGINT else Ended(number)
 
 
+def _is_of_signal(error: BaseException | None) -> bool:
+    """Whether an exception is a signal's, or was raised while one's was handled."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _is_native_import(frame: FrameType | None) -> bool:
+    """Whether an import is at work that an exception would not leave by way of import statements alone: native modules
+    call Python as they begin, and end the process where that raises.
+    """
+    inner, importing = list[FrameType](), list[FrameType]()
+    while frame is not None:
+        inner.append(frame)
+        if frame.f_code.co_filename.startswith(_IMPORTER):
+            importing, inner = importing + inner, []
+        frame = frame.f_back
+    return not all(_is_plain_import(each) for each in importing)
+
+
+def _is_plain_import(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_filename.startswith(_IMPORTER):
+        return not code.co_qualname.startswith(_NATIVE_LOADER)
+    return code.co_code[frame.f_lasti] == _IMPORT
+
+
+class _Ears:
+    """Hears signals for one process, `formers` being their handlers before: each raises an exception, and once more
+    where Python could but print that one, in a finaliser, a weak reference's callback or native code.
+    """
+
+    def __init__(self, formers: Mapping[signal.Signals, Any]) -> None:
+        self._formers, self._owner = formers, os.getpid()
+        self._deaf_until, self._open, self._sending = 0.0, True, threading.Lock()
+        self._waits_until: float | None = None
+        self._hooks = sys.unraisablehook, sys.excepthook
+        self.raised: int | None = None
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            signal.signal(number, self._formers[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+        elif self._open and (now := time.monotonic()) >= self._deaf_until:
+            self._waits_until = self._waits_until or now + LONGEST_IMPORT_S
+            if now < self._waits_until and _is_native_import(frame):
+                self._send_again(number)
+                return
+            self._deaf_until, self._waits_until, self.raised = now + AT_ONCE_S, None, number
+            raise _raised_by(number)
+
+    def open(self) -> None:
+        for each in self._formers:
+            signal.signal(each, self.hear)
+        sys.unraisablehook, sys.excepthook = self._unraisable, self._printed
+
+    def close(self) -> None:
+        self._open = False
+        with self._sending:
+            sys.unraisablehook, sys.excepthook = self._hooks
+            for each, former in self._formers.items():
+                signal.signal(each, former)
+
+    def _unraisable(self, lost: "UnraisableHookArgs") -> None:
+        if self._is_ours(lost.exc_value):
+            self._send_again(self.raised)
+        else:
+            self._hooks[0](lost)
+
+    def _printed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self._is_ours(error):
+            self._send_again(self.raised)
+        else:
+            self._hooks[1](kind, error, trace)
+
+    def _is_ours(self, error: BaseException | None) -> bool:
+        return self.raised is not None and os.getpid() == self._owner and _is_of_signal(error)
+
+    def _send_again(self, number: int | None) -> None:
+        """From a bare thread: one of threading's may wait for a lock that is held where the signal broke in."""
+        self._deaf_until = 0.0
+        main = threading.main_thread().ident
+        assert number is not None
+        assert main is not None
+        _thread.start_new_thread(self._send, (number, main))
+
+    def _send(self, number: int, thread: int) -> None:
+        time.sleep(AGAIN_S)
+        with self._sending:
+            if self._open:
+                signal.pthread_kill(thread, number)
+
+
 @contextmanager
 def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
     """Within it ASKS_TO_END raise Ended in this process; in those that it forks they end it as ever. Handlers of
-    somebody else's stay, and so does what is ignored (nohup).
+    somebody else's stay, and so does what is ignored (nohup). No traceback of theirs is printed.
 
     What is raised after a signal was heard, Ctrl-C's too, is the signal's: libraries lose its exception in their native
     code and raise another one, and builders of engines raise KeyboardInterrupt when they have stopped. But for
@@ -44,27 +152,19 @@ def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner, heard = os.getpid(), list[int]()
     formers = {each: signal.getsignal(each) for each in (signal.SIGINT, *ASKS_TO_END)}
-    ours = {each: former for each, former in formers.items() if former in (signal.SIG_DFL, signal.default_int_handler)}
-
-    def hear(number: int, _: FrameType | None) -> None:
-        if os.getpid() == owner:
-            heard.append(number)
-            raise _raised_by(number)
-        signal.signal(number, ours[signal.Signals(number)])
-        os.kill(os.getpid(), number)
-
-    for each in ours:
-        signal.signal(each, hear)
+    ears = _Ears({each: has for each, has in formers.items() if has in (signal.SIG_DFL, signal.default_int_handler)})
     try:
+        ears.open()
         yield
     except passing:
         raise
     except (KeyboardInterrupt, Exception) as error:
-        if heard and not isinstance(error, Ended):
-            raise _raised_by(heard[-1]) from error
+        if ears.raised is not None and not isinstance(error, Ended):
+            raise _raised_by(ears.raised) from error
         raise
     finally:
-        for each, former in ours.items():
-            signal.signal(each, former)
+        try:
+            ears.close()
+        finally:  # a first signal may break into that
+            ears.close()

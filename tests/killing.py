@@ -136,9 +136,11 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
     recipe = load_recipe(recipe_path)
     for point in points:
-        ended = "killed" if killed_at(point, root, lambda: release(recipe, root, Baseline())) else "ended"
+        ended = (
+            "killed" if killed_at(point, root, lambda: release(recipe, root, Baseline(), path=recipe_path)) else "ended"
+        )
         print(ended, len(list((root / STATE).glob("[a-z]*.json"))), flush=True)
-    killed_at(0, root, lambda: release(recipe, root, Baseline()))
+    killed_at(0, root, lambda: release(recipe, root, Baseline(), path=recipe_path))
 
 
 if __name__ == "__main__":

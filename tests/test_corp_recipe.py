@@ -1,5 +1,6 @@
 """Recipes: every wrong key, type and range is named before anything runs; extends; the resolved text reads back."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
+from corp_deploy.release.recipe import ProofImages
 from corp_deploy.release.recipe_export import ExportTable
 from corp_deploy.release.recipe_file import MOST_BYTES, SECTIONS, load_recipe
 from corp_deploy.release.recipe_reduce import ReduceTable
@@ -194,6 +196,65 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
         load_recipe(written(tmp_path, "[model", "broken.toml"))
 
 
+OWN = LEAST.replace('[held_out]\nimages = "val"', "").replace('images = "train"', 'images = "train"\nhold_out = 32')
+
+
+def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> None:
+    """And is looked at by nothing before, as every printed command says."""
+    text = OWN.replace("hold_out = 32", 'hold_out = 32\nsamples = 99\nseed = 5\ngroup_labels = "groups.npy"')
+    recipe = load_recipe(written(tmp_path, text.replace("mlp = 0.5", "macs = 0.5")))
+    here = tmp_path.resolve()
+    groups = str(here / "groups.npy")
+    assert recipe.proof_images == ProofImages(path=here / "train", samples=99, seed=5, hold_out=32, groups=groups)
+    drawn = "--images ../train --samples 99 --seed 5 --hold-out 32 --groups ../groups.npy "
+    assert drawn in str(release_commands.verify(recipe, tmp_path / "out"))
+    reduced = str(release_commands.reduce(recipe, tmp_path / "out"))
+    assert "--hold-out 32 --groups ../groups.npy " in reduced
+    assert "--held-out .stages/moments.held-out.safetensors" in reduced
+    by_name = {stage.name: stage for stage in stages_of(recipe, tmp_path / "out", Baseline())}
+    for name in ("moments", "reduce", "samples", "parity"):
+        assert by_name[name].outside["calibration.group_labels"] == here / "groups.npy"
+        assert by_name[name].settings["calibration.hold_out"] == 32
+        assert "held_out.images" not in by_name[name].outside
+    again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
+    assert again == recipe
+    apart = load_recipe(written(tmp_path, text + '[held_out]\nimages = "val"\n'))
+    assert apart.proof_images == ProofImages(path=here / "val", samples=None, seed=0)
+    commands = release_commands.verify(apart, tmp_path), release_commands.reduce(apart, tmp_path)
+    assert not [command for command in commands if "--hold-out" in str(command)]
+
+
+def test_merged_channels_are_not_judged_on_images_that_prove(tmp_path: Path) -> None:
+    """They are judged on the images themselves, which the reduction is not shown."""
+    own = load_recipe(written(tmp_path, OWN.replace("mlp = 0.5", "mlp = 0.5\npreset = 'grail-fold'")))
+    assert "--held-out" not in str(release_commands.reduce(own, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("hold_out = 32", "", "held_out.images is missing; write it under [held_out], or hold_out = 128 under"),
+        ("mlp = 0.5", "within = 'error 0.1'", "so they can't prove it too; give held_out.images"),
+        ("mlp = 0.5", "mlp = 0.5\n[export]\nprecisions = ['fp32', 'int8']\nrest = 'fp32'", "give held_out.images"),
+        ("mlp = 0.5", "mlp = 0.5\n[held_out]\nsamples = 9", "draw from held_out.images, and there are none"),
+        ("mlp = 0.5", "mlp = 0.5\n[held_out]\nseed = 9", "draw from held_out.images, and there are none"),
+        ("mlp = 0.5", "mlp = 0.5\n[licences]\nheld_out = 'MIT'", "are those of licences.calibration; leave it out"),
+    ],
+)
+def test_what_would_look_at_images_that_prove_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_recipe(written(tmp_path, OWN.replace(old, new)))
+    assert said in str(caught.value)
+    assert "recipe.toml" in str(caught.value)
+
+
+def test_what_stages_are_set_to_can_be_written(tmp_path: Path) -> None:
+    text = LEAST.replace("mlp = 0.5", "latency = 0.7\nlatency_tables = 'tables'\nbatch = 1")
+    recipe = load_recipe(written(tmp_path, text.replace('"train"', '"train"\nsnapshots = [9]\ngroup_labels = "g.npy"')))
+    for stage in stages_of(recipe, tmp_path / "out", Baseline()):
+        json.dumps(stage.settings)
+
+
 def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     written(tmp_path / "base", LEAST + "[bench]\nblock_ms = 5\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
@@ -315,20 +376,33 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     recipe = load_recipe(path, trust_paths=True)
     assert Path(recipe.model.model) == model
     assert recipe.calibration.images == tmp_path.resolve() / "cal.npz"
-    assert recipe.held_out.images == tmp_path.resolve() / "images" / "held-out"
+    assert recipe.proves_on_own, "no other images were given"
     text = path.read_text()
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
     limits = recipe.parity
     assert (limits.min_agreement, limits.max_error) == (0.98, 0.05), "no link of a first release goes unjudged"
+    with pytest.raises(BadInput, match=r"with its own weights, .*drop --weights"):
+        starter(str(model), path, weights=tmp_path / "w.pth", images=None, held_out=None, labels=None)
     with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
     path.write_text(with_labels)
-    assert load_recipe(path, trust_paths=True).held_out.labels == tmp_path.resolve() / "labels.npy"
+    labelled = load_recipe(path, trust_paths=True)
+    assert labelled.held_out.labels == tmp_path.resolve() / "labels.npy"
+    assert labelled.held_out.images == tmp_path.resolve() / "images" / "held-out"
 
 
 def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
     path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
     assert load_recipe(path).model.weights == tmp_path.resolve() / "weights.safetensors"
+    weights, images = tmp_path / "my weights.pth", tmp_path / "all"
+    path.write_text(
+        starter("deit_tiny_patch16_224", path, weights=weights, images=images, held_out=None, labels=tmp_path / "l.npy")
+    )
+    filled = load_recipe(path)
+    assert filled.model.weights == weights.resolve()
+    assert filled.held_out.labels == (tmp_path / "l.npy").resolve()
+    drawn = ProofImages(path=images.resolve(), samples=None, seed=0, hold_out=filled.calibration.hold_out)
+    assert (filled.proof_images, filled.calibration.hold_out) == (drawn, 128), "some of the images prove the result"
     with pytest.raises(BadInput, match="neither a model directory nor a timm name; names that look alike: deit_tiny"):
         starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,22 +16,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from calib.store import load as load_moments
 from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof import speed
 from corp_deploy.release import own_steps, steps, target_stages
+from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.names import MOMENTS
+from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe, Target
+from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import replay
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
 from ground.files import sha256_of_file, write_json
+from perf.parity.parity import load_parity
 from perf.record.runs import Bench
 from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
@@ -371,6 +379,171 @@ def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
     assert "model.weights: the timm model 'vit_tiny_patch16_224' needs" in release(home, expect=2).stderr
 
 
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a recipe needs, and beside it files that will not do."""
+    home = tmp_path_factory.mktemp("wrong")
+    save(tiny.checkpoint(), home / "dense")
+    np.save(home / "calibration.npy", tiny.images(12))
+    np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
+    for name, array in {
+        "small.npy": np.zeros((12, 3, 8, 8), np.float32),
+        "three.npy": np.arange(3),
+        "beyond.npy": np.arange(9) + 90,
+        "shares.npy": np.arange(9.0),
+    }.items():
+        np.save(home / name, array)
+    (home / "folder").mkdir()
+    for name in ("words.txt", "broken.onnx", "broken.npz", "score.py", "folder/words.txt", "tables.latency-table.json"):
+        (home / name).write_text("three\nsuch\nwords\n")
+    return home
+
+
+WRONG = [
+    ('"calibration.npy"', '"folder"', "calibration.images: {}/folder: no images among 1 files"),
+    ('"calibration.npy"', '"words.txt"', "calibration.images: {}/words.txt: expected a folder of images"),
+    ('"calibration.npy"', '"small.npy"', "calibration.images: {}/small.npy: got float32 [12, 3, 8, 8], expected"),
+    (
+        '"calibration.npy"',
+        '"~/photos"',
+        "/~/photos is not there, or is empty (~ stands for nothing in a recipe); correct",
+    ),
+    ("hold_out = 4", "samples = 50", "calibration.images: {}/calibration.npy: got 12 images, but 50 samples were"),
+    ("hold_out = 4", "hold_out = 12", "calibration.hold_out: hold out: got 12 of 12 images, expected at least 1 and"),
+    ("hold_out = 4", "hold_out = 4\nsnapshots = [2, 9]", "calibration.snapshots ends at 9, expected less than 8"),
+    ("hold_out = 4", "group_labels = 'three.npy'", "calibration.group_labels: {}/three.npy: 3 labels for 12 images"),
+    ("hold_out = 4", "group_labels = 'folder'", "calibration.group_labels: {}/folder is a folder, expected a file"),
+    ("hold_out = 4", "groups = 'folder'", "calibration.groups: groups: the images stand in no folders"),
+    ('images = "held-out.npz"', 'images = "small.npy"', "held_out.images: {}/small.npy: got float32 [12, 3, 8, 8]"),
+    ('images = "held-out.npz"', 'images = "broken.npz"', "held_out.images: {}/broken.npz: not a whole .npz file"),
+    ('labels = "held-out.npz"', "samples = 40", "held_out.images: {}/held-out.npz: got 9 images, but 40 samples were"),
+    ('labels = "held-out.npz"', 'labels = "folder"', "held_out.labels: {}/folder is a folder, expected a file"),
+    ('labels = "held-out.npz"', 'labels = "words.txt"', "held_out.labels: {}/words.txt: not a whole .npy file"),
+    ('labels = "held-out.npz"', 'labels = "three.npy"', "held_out.labels: {}/three.npy: 3 labels for 9 images"),
+    ('labels = "held-out.npz"', 'labels = "beyond.npy"', "{}/beyond.npy: labels from 90 to 98, expected 0 to 6"),
+    ('labels = "held-out.npz"', 'labels = "shares.npy"', "{}/shares.npy: got float64 [9], expected whole numbers"),
+    ('name = "tiny"', 'name = "tiny"\nlabels = "folder"', "package.labels: {}/folder is a folder, expected a file"),
+    ('name = "tiny"', 'name = "tiny"\nlabels = "words.txt"', "{}/words.txt: 3 labels for the model's 7 classes"),
+    ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: not an ONNX file"),
+    ("[parity]", "[parity]\nhead = ['folder']", "parity.head.0: {}/folder is a folder, expected a file"),
+    ("[parity]", "[parity]\nmetric = ['nowhere {outputs}']", "parity.metric: metric own: 'nowhere' can't be run"),
+    ("[parity]", "[parity]\nmetric = ['python score.py {outputs}']", "names 'score.py', which stands beside the"),
+    ("mlp = 0.3\nattn = 0.5", "conv = 0.3", "[reduce]: --conv 0.3 is not honoured by a model without rows of"),
+    ("mlp = 0.3", "mlp = 0.3\nmerge_tokens = '1,2,3'", "[reduce]: '1,2,3': expected how many tokens each block"),
+    ("mlp = 0.3", "mlp = 0.3\nsave_as = 'hf'", "[reduce]: --save-as hf: this model has no class of transformers"),
+    ("mlp = 0.3\nattn = 0.5", "latency = 0.9\nlatency_tables = 'words.txt'", "latency_tables: {}/words.txt is a file"),
+    ("mlp = 0.3\nattn = 0.5", "latency = 0.9\nlatency_tables = '.'", "reduce.latency_tables: {}/tables.latency-table"),
+    ('["fp32"]', '["fp32", "mixed"]\nkeep_fp32 = ["blocks.77"]', "[export]: keep_fp32: 'blocks.77' fits no module"),
+    ('["fp32"]', '["fp32", "int8"]\nrest = "fp32"', "calibration.images, which are 12; write range_samples = 12"),
+    ('"dense"', '"folder"', "model.model: {}/folder/config.json: no such file"),
+    ('"dense"', '"./words.txt"', "model.model: {}/words.txt is a file, expected the directory of a model"),
+    ('"dense"', '"vit_tiny_patch16_224"\nweights = "words.txt"', "[model]: {}/words.txt: weights of kind '.txt'"),
+    ('"dense"', '"vit_tiny_patch16_224"\nweights = "folder"', "model.weights: {}/folder is a folder, expected a"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), WRONG)
+def test_what_will_not_do_is_refused_before_any_work(
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = RECIPE.replace(old, new)
+    assert text != RECIPE
+    (wrong / "recipe.toml").write_text(text)
+    words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
+    for more in ((), ("--dry-run",), ("--plan-only",)):
+        result = run(*words, *more)
+        assert result.exit_code == 2, result.output
+        lines = result.stderr.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith(f"Error: {wrong.resolve() / 'recipe.toml'}: ")
+        assert said.replace("{}", str(wrong.resolve())) in lines[0]
+        assert not (tmp_path / "new").exists()
+
+
+def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = RECIPE.replace("hold_out = 4", "hold_out = 12").replace('labels = "held-out.npz"', 'labels = "three.npy"')
+    (wrong / "recipe.toml").write_text(f"{text}labels = 'words.txt'")
+    lines = run("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--dry-run").stderr.strip().splitlines()
+    keys = ("calibration.hold_out", "held_out.labels", "package.labels")
+    assert [f"recipe.toml: {key}: " in line for key, line in zip(keys, lines, strict=True)] == [True] * 3
+
+
+def test_a_stage_alone_is_refused_what_it_reads_and_no_more(home: Path) -> None:
+    """Another machine has what its stages read; and what is done already is not read again."""
+    np.save(home / "three.npy", np.arange(3))
+    edit(home, 'labels = "held-out.npz"', 'labels = "three.npy"')
+    assert "3 labels for 9 images" in said_wrong(release(home, "--only", "parity", expect=2))
+    assert "nothing to do" in said(release(home, "--only", "moments"))
+    (home / "calibration.npy").unlink()
+    assert "nothing to do" in said(release(home, "--only", "export.dense"))
+    edit(home, 'labels = "three.npy"', 'labels = "held-out.npz"')
+    assert "nothing to do" in said(release(home, "--only", "parity"))
+
+
+def said_wrong(result: Result) -> str:
+    return " ".join(result.stderr.split())
+
+
+def test_what_a_measure_said_stays_its_own_words(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that reads as if the system had said it."""
+
+    def failing(*_: object) -> None:
+        raise BadInput("metric own: exit code 2, expected 0: can't open file: [Errno 2] No such file or directory")
+
+    monkeypatch.setattr(steps, "write_parity", failing)
+    edit(home, "batches = [1, 3]", "batches = [1]")
+    assert "metric own: exit code 2, expected 0" in said_wrong(release(home, expect=2))
+
+
+PROOF = ("recipe", "dense", "moments", "reduce", "export.dense", "export.reduced", "samples", "parity")
+
+
+def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the very images, whole groups of them, with their labels among those of all; as the printed command does."""
+    images = tiny.images(12)
+    np.savez(home / "calibration.npz", images=images, labels=np.arange(12) % 7, names=np.arange(12))
+    np.save(home / "groups.npy", np.arange(12) // 2)
+    edit(
+        home,
+        '"calibration.npy"\nhold_out = 4',
+        '"calibration.npz"\nhold_out = 3\nseed = 2\ngroup_labels = "groups.npy"',
+    )
+    edit(home, '[held_out]\nimages = "held-out.npz"\nlabels = "held-out.npz"', '[held_out]\nlabels = "calibration.npz"')
+    edit(home, "mlp = 0.3\nattn = 0.5", "macs = 0.8")
+    shutil.rmtree(home / "out")
+    release(home, *(word for stage in PROOF for word in ("--only", stage)))
+    out = home / "out"
+    moments = load_moments(out / MOMENTS)
+    parity = load_parity(out / "parity.json")
+    held_out = load_moments(out / ".stages" / "moments.held-out.safetensors")
+    assert parity.images.count == held_out.images == 4, "two groups"
+    assert parity.images.digest == held_out.lineage["images"]
+    opened = images_for_model(tiny.checkpoint().model, home / "calibration.npz")
+    places = [place for place, known in enumerate(torch.isin(opened.ids, held_out.image_ids).tolist()) if known]
+    assert not torch.isin(held_out.image_ids, moments.image_ids).any()
+    np.testing.assert_array_equal(np.load(out / "samples" / "images.npy"), images[places][:3])
+    with torch.inference_mode():
+        right = tiny.checkpoint().model(torch.from_numpy(images[places])).argmax(-1).numpy() == np.array(places) % 7
+    assert parity.accuracy[0].accuracy == pytest.approx(right.mean())
+    for name, output in {"parity": "parity.json", "reduce": "reduced/config.json"}.items():
+        command = next(
+            stage.command
+            for stage in stages_of(load_recipe(home / "recipe.toml"), out, Baseline())
+            if stage.name == name
+        )
+        (out / "before").write_bytes((out / output).read_bytes())
+        monkeypatch.chdir(out)
+        assert run(*shlex.split(command)[1:]).exit_code in (0, 3)
+        if name == "parity":
+            assert (out / output).read_bytes() == (out / "before").read_bytes()
+        else:
+            now, before = (json.loads(path.read_text()) for path in (out / output, out / "before"))
+            assert now["sites"] == before["sites"]
+            assert now["weights_sha256"] == before["weights_sha256"]
+
+
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("missing_to_build", "missing_to_run"):
         real: Callable[[Target], str | None] = getattr(target_stages, name)
@@ -482,6 +655,14 @@ def test_a_starter_is_written_once(home: Path) -> None:
     starter = home / "new.toml"
     assert run("release", starter, "--init", home / "dense").exit_code == 0
     assert run("release", starter, "--init", home / "dense").exit_code == 2
+    for option in ("--weights", "--images", "--held-out", "--labels"):
+        refused = run("release", home / "other.toml", "--init", "deit_tiny_patch16_224", option, home / "nowhere.npy")
+        assert f"{option} {home / 'nowhere.npy'}: not there, or empty" in said_wrong(refused)
+        assert not (home / "other.toml").exists()
+    weights = ("--weights", home / "dense" / "model.safetensors", "--images", home / "calibration.npy")
+    assert run("release", home / "other.toml", "--init", "deit_tiny_patch16_224", *weights).exit_code == 0
+    assert load_recipe(home / "other.toml").model.weights == (home / "dense" / "model.safetensors").resolve()
+    assert "--weights, --images" in said_wrong(run("release", starter, "-o", home / "new", *weights[:2]))
     assert "calibration.images" in run("release", starter, "-o", home / "new").stderr
     assert not (home / "new").exists()
     assert run("release", starter).exit_code == 2

@@ -82,7 +82,9 @@ def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: 
 
 
 def test_too_many_images_are_refused_where_they_are_known(home: Path) -> None:
-    with pytest.raises(BadInput, match=r"snapshots ends at 9, expected less than 9, .*samples without hold_out"):
+    with pytest.raises(
+        BadInput, match=r"snapshots ends at 9, expected less than 9, .*without those of calibration.hold_out"
+    ):
         load_recipe(recipe(home, "samples = 11\nhold_out = 2\nsnapshots = [4, 9]"))
     done = sized(home, "snapshots = [4, 12]")
     assert done.exit_code == 2

@@ -2,7 +2,9 @@
 gives the same bytes. benchmarks/faults.py does it at every point; here are some.
 """
 
+import ctypes
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -10,9 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,6 +45,16 @@ from tests.export_served import write_onnx
 ROOT = Path(__file__).parents[1]
 FOUR = {"release", "reduce", "calibrate", "package"}
 TOGETHER = {"release", "reduce", "package", "serve-version"}
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "images.npy"
+[held_out]
+images = "images.npy"
+[reduce]
+mlp = 0.5
+"""
 
 
 def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
@@ -346,6 +361,134 @@ def test_a_signal_that_native_code_lost_is_told(number: signal.Signals, kind: ty
         losing(LookupError("the work is done and says how"))
     with pytest.raises(ValueError, match="its own"), raising_on_signals():
         raise ValueError("its own")
+
+
+class Finalised:
+    """Sends a signal as it goes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+class Watched:
+    """Something with weak references."""
+
+
+def in_a_finaliser(number: int) -> None:
+    goes = Finalised(number)
+    del goes
+
+
+def in_a_callback_of_a_weak_reference(number: int) -> None:
+    watched = Watched()
+    watching = weakref.ref(watched, lambda _: os.kill(os.getpid(), number))
+    del watched
+    assert watching() is None
+
+
+def in_native_code_that_prints_it(number: int) -> None:
+    ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode())
+
+
+@pytest.mark.usefixtures("default_handlers")
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Ended), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("losing", [in_a_finaliser, in_a_callback_of_a_weak_reference, in_native_code_that_prints_it])
+def test_a_signal_that_python_could_but_print_comes_again(
+    capfd: pytest.CaptureFixture[str],
+    losing: Callable[[int], None],
+    number: signal.Signals,
+    kind: type[KeyboardInterrupt],
+) -> None:
+    hooks = sys.unraisablehook, sys.excepthook
+
+    def working_on() -> None:
+        losing(number)
+        time.sleep(20)
+
+    with pytest.raises(kind), raising_on_signals():
+        working_on()
+    assert capfd.readouterr() == ("", "")
+    assert (sys.unraisablehook, sys.excepthook) == hooks
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native modules run Python as they begin, and what that raises ends the process."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\nwhole = True\n"
+    (tmp_path / "imported_meanwhile.py").write_text(module)
+    imported: list[ModuleType] = []
+
+    def working_on() -> None:
+        imported.append(importlib.import_module("imported_meanwhile"))
+        time.sleep(20)
+
+    with pytest.raises(Ended), raising_on_signals():
+        working_on()
+    assert imported[0].whole
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_second_signal_at_once_breaks_into_no_cleaning_up() -> None:
+    """Service managers send SIGHUP behind SIGTERM."""
+    cleaned = []
+
+    def ended_by_two() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            cleaned.append("whole")
+
+    with pytest.raises(Ended, match="15"), raising_on_signals():
+        ended_by_two()
+    assert cleaned == ["whole"]
+
+
+# What an import is, and when a process with nothing imported yet is sent SIGTERM.
+AT_AN_IMPORT = """
+import os, signal, sys
+from corp_deploy.cli import main
+place = sys.argv.pop(1)
+def hook(event, words):
+    if event == "import" and words[0] == place:
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(hook)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("calibrate --model dense --images images.npy -o m.safetensors", "torch.nn.modules.linear"),
+        ("verify dense dense --images images.npy -o parity.json", "torch._C"),
+        ("bench dense dense -o bench.json --quiet", "torch.autograd"),
+        ("release recipe.toml -o out --quiet", "torch.utils.weak"),
+    ],
+)
+def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
+    home: Path, tmp_path: Path, words: str, place: str
+) -> None:
+    shutil.copytree(home, tmp_path / "here")
+    (tmp_path / "here" / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_AN_IMPORT, place, *words.split()],
+        cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 143, done
+    assert done.stderr.strip() == "Error: ended by SIGTERM; finished files are whole, nothing half-written is left"
+    assert {path.name for path in (tmp_path / "here").iterdir()} <= {"dense", "images.npy", "recipe.toml", "out"}
 
 
 def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(

@@ -101,8 +101,9 @@ def remaining(name: str) -> str:
 
 
 def starter(name: str) -> str:
-    words = dict.fromkeys(("file", "name", "model", "directory", "description", "images", "held_out", "labels"), name)
-    return rendered("starter.toml", **words, convolutions=True, linear=True, served=name)
+    words = ("file", "name", "model", "directory", "description", "weights", "images", "held_out", "labels")
+    named = dict.fromkeys(words, name)
+    return rendered("starter.toml", **named, hold_out=None, convolutions=True, linear=True, served=name)
 
 
 def card(name: str) -> str:
@@ -228,7 +229,7 @@ def test_a_config_reads_back_as_it_was_meant() -> None:
 
 def test_a_recipe_reads_back_as_it_was_meant() -> None:
     content = tomllib.loads(starter(NAME))
-    assert content["model"] == {"model": NAME}
+    assert content["model"] == {"model": NAME, "weights": NAME}
     assert content["held_out"] == {"images": NAME, "labels": NAME}
     assert content.keys() == tomllib.loads(starter(PLAIN)).keys()
 

@@ -107,7 +107,9 @@ def test_nothing_is_written_until_paths_are_trusted(tmp_path: Path) -> None:
 
 def test_a_starter_says_when_it_names_files_beyond(tmp_path: Path) -> None:
     words = ("--init", "vit_tiny_patch16_224")
-    (tmp_path / "own").mkdir()
+    for photos in (tmp_path / "own" / "photos", tmp_path / "photos"):
+        photos.mkdir(parents=True)
+        (photos / "one.png").touch()
     near = run("release", tmp_path / "own" / "a.toml", *words, "--images", tmp_path / "own" / "photos")
     far = run("release", tmp_path / "own" / "b.toml", *words, "--images", tmp_path / "photos")
     assert (near.exit_code, far.exit_code) == (0, 0), near.output + far.output

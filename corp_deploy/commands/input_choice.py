@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from calib.input_set import InputSet
+    from calib.parts import Parts
     from corp_deploy.store.checkpoint import Checkpoint
 
 TEXT_HELP = "For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
@@ -29,9 +30,9 @@ IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChoice:
     """Which images with their labels where there are any, or which texts; how many, drawn by the seed, and how images
-    are decoded.
+    are decoded. `hold_out`, with `groups`: how many of them calibrate was told to hold out.
 
-    Raises UsageError for both at once.
+    Raises UsageError for both at once, and for groups of which none are held out.
     """
 
     images: Path | None = None
@@ -42,11 +43,15 @@ class InputChoice:
     seed: int = 0
     workers: int = 0
     max_bad: int = 0
+    hold_out: int | None = None
+    groups: str | None = None
 
     def __post_init__(self) -> None:
         if len(self._given) > 1:
             first, second = list(self._given)[:2]
             raise click.UsageError(f"{first} and {second} exclude each other; give what the model takes")
+        if self.groups is not None and self.hold_out is None:
+            raise click.UsageError("--groups says which images --hold-out takes together; give both, or none")
 
     @property
     def _given(self) -> dict[str, Path]:
@@ -76,6 +81,12 @@ class InputChoice:
         assert self.images is not None, self
         decoded = {"workers": self.workers, "max_bad": self.max_bad}
         return images_for_model(checkpoint.model, self.images, **drawn, **decoded)
+
+    def parts(self, checkpoint: "Checkpoint") -> "Parts[InputSet]":
+        """What calibrate fits to, and what it holds out, none without `hold_out`. Raises BadInput as `open` does."""
+        from calib.parts import parts_of
+
+        return parts_of(self.open(checkpoint), hold_out=self.hold_out, groups=self.groups, seed=self.seed)
 
     def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""
@@ -108,6 +119,9 @@ drawing_options: tuple[Option, ...] = (
         "--samples", type=Number(IMAGES), default=None, help="Use this many images, drawn by --seed; default: all."
     ),
     click.option("--seed", type=Number(SEED), default=0, show_default=True, help="Seed of the draw of --samples."),
+)
+groups_option: Option = click.option(
+    "--groups", default=None, help="With --hold-out: which images belong together, as calibrate --groups was told."
 )
 decoding_options: tuple[Option, ...] = (
     click.option("--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images."),

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation.table import VERIFY
+from ground.quantities import IMAGES
 from ground.quantity import BATCH
 
-from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option, tokens_option
+from .input_choice import (
+    InputChoice,
+    drawing_options,
+    groups_option,
+    images_option,
+    input_choice,
+    text_option,
+    tokens_option,
+)
 from .numbers import Number
 from .options import FILE, explicit_options, value_options
 
@@ -72,7 +81,8 @@ class ProofInputChoice:
 
         if self.random is not None:
             return random_inputs(dense, self.random, self.real.seed, pixels=pixels)
-        source = self.real.open(dense)
+        parts = self.real.parts(dense)
+        source = parts.fitted if parts.held_out is None else parts.held_out
         return inputs_from_set(source, self.real.class_indices(source, dense))
 
 
@@ -97,4 +107,11 @@ proof_input_options = value_options(
     ),
     click.option("--moments", type=FILE, default=None, help="Say whether these images look like those of calibration."),
     *drawing_options,
+    click.option(
+        "--hold-out",
+        type=Number(IMAGES),
+        default=None,
+        help="Only those that calibrate --hold-out N left out, with the same --images, --samples, --seed and --groups.",
+    ),
+    groups_option,
 )

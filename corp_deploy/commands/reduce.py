@@ -7,17 +7,20 @@ import click
 
 from corp_deploy.invocation.reduction import ReductionChoice
 from corp_deploy.views.console import Output
+from ground.quantities import IMAGES
 
 from .input_choice import (
     InputChoice,
     decoding_options,
     drawing_options,
+    groups_option,
     images_option,
     input_options,
     text_option,
     tokens_option,
 )
 from .model_choice import ModelChoice, model_options
+from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
 from .passes import CLOSED_LOOP, cost
 from .reduction_choice import reduction_options
@@ -48,6 +51,14 @@ TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
     tokens_option(),
     *drawing_options,
     *decoding_options,
+    click.option(
+        "--hold-out",
+        type=Number(IMAGES),
+        default=None,
+        help="Leave out those that calibrate --hold-out N left out, with the same --images, --samples, --seed and "
+        "--groups: they are to prove the result (verify --hold-out N).",
+    ),
+    groups_option,
     required=False,
 )
 @output_options
@@ -89,7 +100,7 @@ def reduce_command(
     with stopwatch_on(device) as watch, ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         dense = on_device(model.load(out), device)
-        images = None if inputs.path is None else inputs.open(dense)
+        images = None if inputs.path is None else inputs.parts(dense).fitted
         judges = None
         if reduction.within is not None and images is not None:
             judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -29,13 +29,20 @@ class StarterChoice:
     """What a new recipe is filled in with. Raises UsageError for files without the model that it is for."""
 
     init_model: str | None
+    weights: Path | None
     images: Path | None
     held_out: Path | None
     labels: Path | None
 
     def __post_init__(self) -> None:
-        if self.init_model is None and (self.images or self.held_out or self.labels):
-            raise click.UsageError("--images, --held-out and --labels fill in a new recipe; they go with --init")
+        if self.init_model is None and any(self.named.values()):
+            raise click.UsageError(f"{', '.join(self.named)} fill in a new recipe; they go with --init")
+
+    @property
+    def named(self) -> dict[str, Path | None]:
+        """The files, by their options."""
+        files = {"weights": self.weights, "images": self.images, "held-out": self.held_out, "labels": self.labels}
+        return {f"--{option}": path for option, path in files.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +65,17 @@ class RunChoice:
     "new",
     StarterChoice,
     click.option("--init", "init_model", default=None, help="Write a starter RECIPE for this directory or timm name."),
-    click.option("--images", type=ANY_PATH, default=None, help="With --init: the calibration images."),
-    click.option("--held-out", type=ANY_PATH, default=None, help="With --init: the held-out images."),
-    click.option("--labels", type=FILE, default=None, help="With --init: class indices of the held-out images."),
+    click.option("--weights", type=FILE, default=None, help="With --init: trained weights for a timm name."),
+    click.option(
+        "--images", type=ANY_PATH, default=None, help="With --init: the calibration images, some of which are held out."
+    ),
+    click.option("--held-out", type=ANY_PATH, default=None, help="With --init: other images to hold out instead."),
+    click.option(
+        "--labels",
+        type=FILE,
+        default=None,
+        help="With --init: class indices of the held-out images; without those, of the calibration images.",
+    ),
 )
 @value_options(
     "run",
@@ -111,7 +126,7 @@ def release(
         return
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
-    loaded, older = load_recipe(recipe, trust_paths=trust_paths), baseline.value()
+    loaded, older = Loaded(load_recipe(recipe, trust_paths=trust_paths), recipe), baseline.value()
     if run.dry_run:
         _dry_run(loaded, output, older, out)
     elif run.plan_only:
@@ -122,14 +137,23 @@ def release(
         _release(ctx, loaded, output, older, signing.signer(), out)
 
 
+class Loaded(NamedTuple):
+    """A recipe and its file, which refusals name."""
+
+    recipe: "Recipe"
+    path: Path
+
+
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
-    from corp_deploy.release.starter import starter
+    from corp_deploy.release.starter import require_named, starter
     from ground.files import write_text
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
-    write_text(recipe, starter(model, recipe, images=new.images, held_out=new.held_out, labels=new.labels))
-    given = (new.images, new.held_out, new.labels, Path(model) if Path(model).is_dir() else None)
+    require_named(new.named)
+    files = {"weights": new.weights, "images": new.images, "held_out": new.held_out, "labels": new.labels}
+    write_text(recipe, starter(model, recipe, **files))
+    given = (*files.values(), Path(model) if Path(model).is_dir() else None)
     outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in given)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
@@ -144,18 +168,18 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *notes)
 
 
-def _dry_run(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+def _dry_run(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import plan_release
 
-    planned = plan_release(recipe, output, baseline)
+    planned = plan_release(loaded.recipe, output, baseline, path=loaded.path)
     open_stages = sum(row.state != "cached" for row in planned)
     _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
 
 
-def _plan_only(recipe: "Recipe", output: Path, baseline: "Baseline", out: Output) -> None:
+def _plan_only(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import write_script
 
-    script, planned = write_script(recipe, output, baseline)
+    script, planned = write_script(loaded.recipe, output, baseline, path=loaded.path)
     if not planned:
         _rows(planned, out, f"this machine can do every open stage; {script} has nothing in it")
         return
@@ -179,10 +203,10 @@ def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
             out.note(note)
 
 
-def _only(recipe: "Recipe", output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
+def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import run_only
 
-    outcome = run_only(recipe, output, names, baseline, starts=_noted(out))
+    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, starts=_noted(out))
     _say_of_weights(outcome.finished, output, out)
     done = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
     out.result({"made": outcome.finished, "cached": outcome.cached}, done)
@@ -197,11 +221,11 @@ SIGNATURES = {
 
 
 def _release(
-    ctx: click.Context, recipe: "Recipe", output: Path, baseline: "Baseline", signer: "Signer | None", out: Output
+    ctx: click.Context, loaded: Loaded, output: Path, baseline: "Baseline", signer: "Signer | None", out: Output
 ) -> None:
     from corp_deploy.release.run import release as make_release
 
-    done = make_release(recipe, output, baseline, starts=_noted(out), signer=signer)
+    done = make_release(loaded.recipe, output, baseline, path=loaded.path, starts=_noted(out), signer=signer)
     outcome = done.outcome
     _say_of_weights(outcome.finished, output, out)
     record = {

@@ -76,7 +76,9 @@ IMAGES = Axis(
             words="what looks at images",
             ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is "
             "merged (presets grail-fold and fold, --select heads=fold)",
-            honours={"images": ANY, "text": ANY, "samples": ANY, "seed": ANY, "workers": ANY, "max_bad": ANY},
+            honours=dict.fromkeys(
+                ("images", "text", "samples", "seed", "workers", "max_bad", "hold_out", "groups"), ANY
+            ),
         ),
     },
 )

@@ -241,7 +241,7 @@ VERIFY = Axis(
         "images": Way(
             words="real images",
             ask="--images P or --text FILE",
-            honours={"labels": ANY, "moments": ANY, "samples": ANY, "seed": ANY},
+            honours=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
         ),
         "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
         "none": Way(words="the inputs of a golden directory", ask="verify golden B.plan", honours={}),
@@ -256,6 +256,8 @@ _OF_MODELS = (
     "max_apart",
     "moments",
     "labels",
+    "hold_out",
+    "groups",
     "text",
     "trust_code",
     "runtime",

@@ -28,10 +28,10 @@ from .budget_planner import budget_planner
 from .joint_planner import joint_planner
 from .judging import Judge, Judges
 from .lineage import reduced_checkpoint
-from .merging import merging_as_planned, merging_checkpoint
+from .merging import merging_as_planned
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
-from .refusals import refuse_idle, refuse_other_eps, refuse_partial
+from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
 from .request import ReductionRequest, WithinRequest, loop_of
 from .saving import refuse_outdated, require_sayable
 from .sparsity import with_sparsity
@@ -84,10 +84,7 @@ def reduce_as_asked(
     holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
-    dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
-    merging = family_of(dense.model).merging_of(dense.model)
-    if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
-        asked = replace(asked, method=replace(asked.method, empties=False))
+    dense, asked = as_merged(dense, asked)
     require_same_model(dense.model, moments)
     refuse_idle(dense, asked)
     refuse_other_eps(moments, asked)

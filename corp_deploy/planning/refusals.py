@@ -5,14 +5,16 @@ from dataclasses import replace
 from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
+from .merging import merging_checkpoint
 from .request import ReductionRequest
+from .saving import require_sayable
 
 
 def refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
@@ -45,6 +47,25 @@ def refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
     refuse_idle_options(dense.model, "convolutions", of_rows)
     if asked.method.residual_sparsity is not None:
         require_streams(sites_of(dense.model), type(dense.model).__name__)
+
+
+def as_merged(dense: Checkpoint, asked: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
+    """The model that merges tokens as asked for, but where a budget will say how, and the request as that model takes
+    it. Raises BadInput for a schedule that is none of its blocks.
+    """
+    dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
+    merging = family_of(dense.model).merging_of(dense.model)
+    if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
+        asked = replace(asked, method=replace(asked.method, empties=False))
+    return dense, asked
+
+
+def refuse_unfit(dense: Checkpoint, asked: ReductionRequest) -> None:
+    """Raise BadInput, before any work, for what can't be asked of this model, whatever its moments are."""
+    require_sayable(dense, asked)
+    dense, asked = as_merged(dense, asked)
+    refuse_idle(dense, asked)
+    refuse_partial(dense, asked)
 
 
 def refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:

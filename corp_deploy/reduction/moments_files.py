@@ -13,9 +13,9 @@ from torch import Tensor
 from calib import memory
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from calib.groups import group_ids, parted_by_group
-from calib.input_set import InputSet, parted
+from calib.input_set import InputSet
 from calib.moments import Moments
+from calib.parts import Parts, parts_of
 from calib.resume import ResumeFile
 from calib.sites import PatchTaps
 from calib.snapshots import Snapshots
@@ -228,31 +228,9 @@ def _take_halves(
     return in_halves(images, groups_B, take, seed=request.seed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """The images that are fitted to with the group of each, if any, and those held out."""
-
-    fitted: InputSet
-    groups_B: Tensor | None = None
-    held_out: InputSet | None = None
-
-
-def _parts(images: InputSet, request: CalibrationRequest) -> _Parts:
-    if request.groups is None:
-        if request.hold_out is None:
-            return _Parts(fitted=images)
-        fitted, held_out = parted(images, request.hold_out, seed=request.seed)
-        return _Parts(fitted=fitted, held_out=held_out)
-    groups_B = group_ids(images, request.groups)
-    if request.hold_out is None:
-        return _Parts(fitted=images, groups_B=groups_B)
-    fitted, held_out, groups_B = parted_by_group(images, groups_B, request.hold_out, seed=request.seed)
-    return _Parts(fitted=fitted, groups_B=groups_B, held_out=held_out)
-
-
 def _fitted(
     checkpoint: Checkpoint,
-    parts: _Parts,
+    parts: Parts[InputSet],
     request: CalibrationRequest,
     run: CalibrationRun,
     statistics: Statistics,
@@ -291,7 +269,7 @@ def write_moments(
     Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
     where there is no site or too little memory.
     """
-    parts = _parts(images, request)
+    parts = parts_of(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:

@@ -54,9 +54,10 @@ class _Moments(msgspec.Struct, frozen=True, kw_only=True):
 def _datasets(root: Path, recipe: Recipe, config: ModelConfig, parity: Parity) -> list[dict[str, Any]]:
     fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
     own = recipe.licences
+    proof_licence = own.calibration if recipe.proves_on_own else own.held_out
     return [
         _data(CALIBRATION, "calibration images", config.lineage["images"], fitted, own.calibration),
-        _data(HELD_OUT, "held-out images", parity.images.digest, parity.images.count, own.held_out),
+        _data(HELD_OUT, "held-out images", parity.images.digest, parity.images.count, proof_licence),
     ]
 
 

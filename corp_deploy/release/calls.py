@@ -63,6 +63,10 @@ def only_beside(stage: str, recipe: Recipe, baseline: Baseline, root: Path) -> I
     return Invocation(command="release", arguments=(RECIPE,), options=options)
 
 
+def _groups(recipe: Recipe, root: Path) -> str | None:
+    return path_from(root, recipe.calibration.group_labels) or recipe.calibration.groups
+
+
 def calibrate(recipe: Recipe, root: Path) -> Invocation:
     calibration = recipe.calibration
     restricted = calibration.attention_system == "kept"
@@ -86,7 +90,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
             **recipe.reduce.merging_of_statistics,
             "hold_out": calibration.hold_out,
-            "groups": path_from(root, calibration.group_labels) or calibration.groups,
+            "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
             "summary": SUMMARY,
             "output": MOMENTS,
@@ -108,7 +112,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "model": "dense",
         **recipe.model.trust,
         "moments": MOMENTS,
-        "held_out": None if calibration.hold_out is None or table.loop is not None else HELD_OUT_MOMENTS,
+        "held_out": HELD_OUT_MOMENTS if recipe.judges_sites else None,
         "mlp": None if table.has_budget else table.mlp,
         "attn": None if table.has_budget else table.attn,
         "conv": None if table.has_budget else table.conv,
@@ -144,11 +148,19 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "seed": calibration.seed,
         "workers": calibration.workers,
         "max_bad": calibration.max_bad,
+        # What proves the result is looked at by nothing before.
+        "hold_out": calibration.hold_out if recipe.proves_on_own else None,
+        "groups": _groups(recipe, root) if recipe.proves_on_own else None,
         "device": "cpu",
         "output": "reduced",
     }
     images = (IMAGES, "images" if table.looks_at_images else "none")
     return Invocation(command="reduce", options=_honoured(options, *table.ways, images))
+
+
+def range_samples(recipe: Recipe) -> int:
+    """Of how many of the calibration's images the ranges of INT8 and FP8 are taken."""
+    return min(recipe.export.range_samples or RANGE_SAMPLES, recipe.calibration.samples or RANGE_SAMPLES)
 
 
 def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
@@ -161,7 +173,7 @@ def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
         "keep_rest": list(table.keep_rest),
         **({} if table.weight_bits in (None, 8) else {"weight_bits": table.weight_bits}),
         "images": path_from(root, calibration.images),
-        "samples": min(table.range_samples or RANGE_SAMPLES, calibration.samples or RANGE_SAMPLES),
+        "samples": range_samples(recipe),
         "seed": calibration.seed,
     }
 
@@ -184,16 +196,18 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
 
 
 def verify(recipe: Recipe, root: Path) -> Invocation:
-    held_out, parity = recipe.held_out, recipe.parity
+    proof_images, parity = recipe.proof_images, recipe.parity
     return Invocation(
         command="verify",
         arguments=(*SUBJECTS, *graphs_of(recipe, "reduced")),
         options={
             **recipe.model.trust,
-            "images": path_from(root, held_out.images),
-            "labels": path_from(root, held_out.labels),
-            "samples": held_out.samples,
-            "seed": held_out.seed,
+            "images": path_from(root, proof_images.path),
+            "labels": path_from(root, recipe.held_out.labels),
+            "samples": proof_images.samples,
+            "seed": proof_images.seed,
+            "hold_out": proof_images.hold_out,
+            "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": MOMENTS,
             "batch": parity.batches,
             "min_agreement": parity.min_agreement,

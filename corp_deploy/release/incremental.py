@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ground import locks
 from ground.effort import Stopwatch
-from ground.errors import BadInput, os_error_from
+from ground.errors import BadInput, Missing, os_error_from
 from ground.files import sha256_of_file, sha256_of_text
 from ground.together import install_all, put_back
 
@@ -172,7 +172,7 @@ def _sync(path: Path) -> None:
 
 def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
     """A full disk as one error, also where a library words it in its own way."""
-    said = os_error_from(error)
+    said = None if isinstance(error, BadInput | Missing) else os_error_from(error)
     if said is None or (said is error and said.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return None
     return OSError(said.errno, said.strerror, f"{root} (stage {stage.name})")

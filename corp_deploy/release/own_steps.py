@@ -22,7 +22,6 @@ from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.effort import rows_of_efforts
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, input_of_graphs
@@ -69,6 +68,7 @@ from .names import (
     plan_name,
     rival_name,
 )
+from .opened import open_dense
 from .provenance import provenance
 from .recipe import Recipe, Target
 from .recipe_parity import trusted_metrics
@@ -78,16 +78,7 @@ from .stage_effort import efforts_of
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
-    table = recipe.model
-    dense = load_dense(
-        table.model,
-        weights=table.weights,
-        kwargs=table.kwargs,
-        ema=table.ema,
-        preprocessing=table.preprocessing,
-        outputs=table.named_outputs,
-    )
-    save(dense, dirs.into / "dense")
+    save(open_dense(recipe.model), dirs.into / "dense")
 
 
 def _limits(recipe: Recipe) -> ParityLimits:

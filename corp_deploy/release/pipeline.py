@@ -97,7 +97,6 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         calibration,
         without=("images", "workers", "attention_system", "group_labels", "active_eps", "snapshots"),
     )
-    labels = calibration.group_labels
     asked = ("attention_system", "residual", "active_eps", "snapshots", "attn", "align")
     system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
     merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
@@ -106,39 +105,50 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         outputs=(MOMENTS, SUMMARY, *snapshots_of(recipe), *_held_out_moments(recipe)),
         run=command_step(calibrate),
         reads=MODELS["dense"],
-        outside={"calibration.images": calibration.images}
-        | ({} if labels is None else {"calibration.group_labels": labels}),
+        outside=_calibrating(recipe),
         settings=drawn | system | merging | {"versions": tool(*() if on_gpu else TORCH)},
         missing=missing_gpu if on_gpu else lambda: None,
         command=str(calibrate),
     )
 
 
+def _calibrating(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path]:
+    """The images of the calibration, with the file that says which belong together."""
+    images, labels = recipe.calibration.images, recipe.calibration.group_labels if grouped else None
+    return {"calibration.images": images} | ({} if labels is None else {"calibration.group_labels": labels})
+
+
+def _reduction(recipe: Recipe) -> dict[str, Any]:
+    """How it is asked for; what the latency tables hold is of this machine and not of the recipe."""
+    return settings_of("reduce", recipe.reduce, without=("latency_tables",))
+
+
 def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     calibration, reduce = recipe.calibration, calls.reduce(recipe, root)
     drawn = {f"calibration.{key}": getattr(calibration, key) for key in ("samples", "seed", "max_bad")}
+    if recipe.proves_on_own:
+        drawn |= {f"calibration.{key}": getattr(calibration, key) for key in ("hold_out", "groups")}
     looks = "images" in reduce.options
     return Stage(
         name="reduce",
         outputs=(*MODELS["reduced"], *([SAVED_AS_HF] if recipe.reduce.save_as else [])),
         run=command_step(reduce),
         reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
-        outside={"calibration.images": calibration.images} if looks else {},
-        settings=settings_of("reduce", recipe.reduce) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
+        outside=(_calibrating(recipe, grouped=recipe.proves_on_own)) if looks else {},
+        settings=_reduction(recipe) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
         command=str(reduce),
     )
 
 
 def _size_stage(recipe: Recipe) -> Stage:
     """How many calibration images are enough, by the snapshots."""
-    held_out = recipe.held_out
     return Stage(
         name="size",
         outputs=(SIZE,),
         run=own_step("size", recipe),
         reads=(*MODELS["dense"], *MODELS["reduced"], *snapshots_of(recipe), MOMENTS, *_held_out_moments(recipe)),
-        outside={"held_out.images": held_out.images, "calibration.images": recipe.calibration.images},
-        settings=settings_of("reduce", recipe.reduce) | _drawn_held_out(recipe) | {"versions": tool(*TORCH)},
+        outside=_proving(recipe) | {"calibration.images": recipe.calibration.images},
+        settings=_reduction(recipe) | _drawn_for_proof(recipe) | {"versions": tool(*TORCH)},
         command=str(calls.only("size", recipe)),
     )
 
@@ -162,7 +172,16 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
     )
 
 
-def _drawn_held_out(recipe: Recipe) -> dict[str, Any]:
+def _proving(recipe: Recipe) -> dict[str, Path]:
+    """The images that the result is proved on."""
+    images = recipe.held_out.images
+    return _calibrating(recipe) if images is None else {"held_out.images": images}
+
+
+def _drawn_for_proof(recipe: Recipe) -> dict[str, Any]:
+    if recipe.proves_on_own:
+        drawn = ("samples", "seed", "hold_out", "groups")
+        return {f"calibration.{key}": getattr(recipe.calibration, key) for key in drawn}
     return {"held_out.samples": recipe.held_out.samples, "held_out.seed": recipe.held_out.seed}
 
 
@@ -176,8 +195,8 @@ def _samples_stage(recipe: Recipe) -> Stage:
         outputs=(*files, *(answers_name(subject, precision) for subject, precision in pairs)),
         run=own_step("samples", recipe),
         reads=(*MODELS["dense"], *graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced")),
-        outside={"held_out.images": recipe.held_out.images} | ({} if labels is None else {"held_out.labels": labels}),
-        settings=_drawn_held_out(recipe)
+        outside=_proving(recipe) | ({} if labels is None else {"held_out.labels": labels}),
+        settings=_drawn_for_proof(recipe)
         | named
         | {"samples.count": recipe.samples.count, "versions": tool(*TORCH, "onnxruntime")},
         command=str(calls.only("samples", recipe)),
@@ -185,16 +204,16 @@ def _samples_stage(recipe: Recipe) -> Stage:
 
 
 def _parity_stage(recipe: Recipe, root: Path) -> Stage:
-    verify, held_out = calls.verify(recipe, root), recipe.held_out
-    outside = {"held_out.images": held_out.images} | heads_read(recipe)
+    verify, labels = calls.verify(recipe, root), recipe.held_out.labels
+    outside = _proving(recipe) | heads_read(recipe)
     return Stage(
         name="parity",
         outputs=(PARITY, outputs_name(PARITY)),
         run=command_step(verify),
         reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
-        outside=outside if held_out.labels is None else outside | {"held_out.labels": held_out.labels},
+        outside=outside if labels is None else outside | {"held_out.labels": labels},
         settings=settings_of("parity", recipe.parity, without=("head", "metric_files"))
-        | _drawn_held_out(recipe)
+        | _drawn_for_proof(recipe)
         | {"versions": tool(*TORCH, "onnxruntime")},
         command=str(verify),
     )

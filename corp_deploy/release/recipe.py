@@ -4,6 +4,7 @@ See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -58,6 +59,19 @@ class Target:
         return self.name in ENGINES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofImages:
+    """The images that a release is proved on: `samples` of those at `path`, drawn by `seed`, or all. With `hold_out`
+    only those of them that a calibration by the same values leaves out, which are whole `groups` where some are given.
+    """
+
+    path: Path
+    samples: int | None
+    seed: int
+    hold_out: int | None = None
+    groups: str | None = None
+
+
 class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checked recipe, defaults filled in and paths absolute. The first target is the one that the gate asks about."""
 
@@ -78,8 +92,9 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
 
     def __post_init__(self) -> None:
+        self._refuse_unproved()
         self._refuse_unjudged_limit()
-        judges = self.reduce.within is not None
+        judges = self.reduce.within is not None or self.proves_on_own
         if self.calibration.hold_out is not None and self.reduce.loop is not None and not judges:
             raise BadInput(
                 f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
@@ -102,11 +117,36 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"
             )
 
+    def _refuse_unproved(self) -> None:
+        """Raise BadInput where no image proves the result, and for what would look at those images beside that."""
+        if not self.proves_on_own:
+            return
+        if self.calibration.hold_out is None:
+            raise BadInput(
+                "held_out.images is missing; write it under [held_out], or hold_out = 128 under [calibration] to prove "
+                "the result on so many of the calibration images, which nothing is then fitted to"
+            )
+        if self.export.quantised:
+            raise BadInput(
+                f"export.precisions has {self.export.quantised[0]}, whose ranges are taken of any calibration images, "
+                "also of those that calibration.hold_out leaves out to prove the result; give held_out.images"
+            )
+        if self.licences.held_out is not None:
+            raise BadInput(
+                "licences.held_out is of held_out.images, and there are none: the images that calibration.hold_out "
+                "leaves out are those of licences.calibration; leave it out"
+            )
+
     def _refuse_unjudged_limit(self) -> None:
         """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
         limit = self.reduce.choice.within
         if limit is None:
             return
+        if self.proves_on_own:
+            raise BadInput(
+                f"reduce.within = '{limit}' chooses the model on the images that calibration.hold_out leaves out, so "
+                "they can't prove it too; give held_out.images"
+            )
         if self.calibration.hold_out is None:
             raise BadInput(f"reduce.within = '{limit}' is judged on images held out; give calibration.hold_out = 128")
         if limit.measure == "accuracy":
@@ -147,6 +187,34 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         runs = self.model.code is not None or (measures and bool(self.parity.metric))
         return {"trust_paths": True} | ({"trust_code": True} if runs else {})
+
+    @property
+    def proves_on_own(self) -> bool:
+        """Whether what the calibration holds out proves the result."""
+        return self.held_out.images is None
+
+    @property
+    def judges_sites(self) -> bool:
+        """Whether moments of held-out images judge every site. What is merged is judged on the images themselves, which
+        are not shown to the reduction where they prove the result.
+        """
+        merges = self.reduce.method.merges or self.reduce.method.folds_heads
+        judged = self.calibration.hold_out is not None and self.reduce.loop is None
+        return judged and not (merges and self.proves_on_own)
+
+    @property
+    def proof_images(self) -> ProofImages:
+        held_out, calibration = self.held_out, self.calibration
+        if held_out.images is not None:
+            return ProofImages(path=held_out.images, samples=held_out.samples, seed=held_out.seed)
+        labels = calibration.group_labels
+        return ProofImages(
+            path=calibration.images,
+            samples=calibration.samples,
+            seed=calibration.seed,
+            hold_out=calibration.hold_out,
+            groups=calibration.groups if labels is None else str(labels),
+        )
 
     @property
     def rules(self) -> tuple[Rule, ...]:

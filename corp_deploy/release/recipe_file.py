@@ -201,7 +201,7 @@ def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
     """Read a recipe and what it extends; `trust_paths`: its paths may lead out of its directory. Raises BadInput,
     naming file and key, for anything that will not do.
 
-    Whether the model and images exist is not asked here: see run.require_inputs.
+    Whether the model and images exist is not asked here: see inputs.require_inputs.
     """
     path = path.resolve()
     tables = _with_bases(path, (), None if trust_paths else path.parent)

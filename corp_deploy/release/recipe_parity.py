@@ -54,6 +54,18 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         paths = {path.name: path_from(directory, path) for path in self.metric_files}
         return [_located(request, paths) for request in metrics_from_texts(self.metric)]
 
+    def untold_files(self, beside: Path, directory: Path) -> list[str]:
+        """Words of the commands that name files beside the recipe, which none of the files told of is, nor one of the
+        directory that they are run in.
+        """
+        told = {path.name for path in self.metric_files}
+        words = (word for request in metrics_from_texts(self.metric) for word in request.words if OUTPUTS not in word)
+        return [
+            word
+            for word in dict.fromkeys(words)
+            if Path(word).name not in told and (beside / word).is_file() and not (directory / word).is_file()
+        ]
+
     @property
     def _way(self) -> str:
         return "some" if self.head else "none"

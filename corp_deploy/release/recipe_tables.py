@@ -98,6 +98,15 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
+def require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
+    """Raise BadInput unless more images are fitted to than the last snapshot is of."""
+    if snapshots[-1] >= fitted:
+        raise BadInput(
+            f"calibration.snapshots ends at {snapshots[-1]}, expected less than {fitted}, the images that are "
+            "fitted to (without those of calibration.hold_out)"
+        )
+
+
 class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`snapshots`: after how many images moments are kept too, so that the report tells how many are enough."""
 
@@ -120,18 +129,26 @@ class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=T
         if any(one >= other for one, other in pairwise(counts)):
             raise BadInput(f"calibration.snapshots is {[*counts]}, expected ascending numbers of images")
         fitted = None if self.samples is None else self.samples - (self.hold_out or 0)
-        if counts and fitted is not None and counts[-1] >= fitted:
-            raise BadInput(
-                f"calibration.snapshots ends at {counts[-1]}, expected less than {fitted}, the images that are fitted "
-                "to (samples without hold_out)"
-            )
+        if counts and fitted is not None:
+            require_more(fitted, counts)
 
 
 class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    images: recipe_values.Location
+    """Images that prove the result: `images`, or those that calibration.hold_out leaves out where there are none;
+    `labels` are then of all calibration images.
+    """
+
+    images: recipe_values.Location | None = None
     labels: recipe_values.Location | None = None
     samples: recipe_values.Images | None = None
     seed: recipe_values.Seed = 0
+
+    def __post_init__(self) -> None:
+        if self.images is None and (self.samples is not None or self.seed):
+            raise BadInput(
+                "held_out.samples and held_out.seed draw from held_out.images, and there are none; give those, or "
+                "leave both out: calibration.hold_out says how many are held out, and calibration.seed draws them"
+            )
 
 
 class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,27 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from corp_deploy.families import torchvision_names, trusted_code
-from corp_deploy.families.timm_names import require_local_name
-from corp_deploy.proof.metric_request import require_runnable
-from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput, Missing
 from ground.files import write_text
 from perf.gate.verdicts import load_gate
-from perf.record.history import add_release, require_directory
+from perf.record.history import add_release
 
 from . import calls, incremental
 from .baseline import Baseline
-from .digests import files_of
 from .incremental import Outcome, Stage, StageStatus, locked
+from .inputs import require_inputs
 from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS
 from .pipeline import own_records, stages_of
 from .recipe import Recipe
-from .recipe_parity import trusted_metrics
-from .recipe_tables import ModelTable
 from .rendering import rendered
 from .signer import Signer, sign
-from .stage_parts import heads_read
 from .sums import sums_from_file
 
 StageListener = Callable[[Stage, str], None]
@@ -52,64 +45,9 @@ def _unheard(stage: Stage, why: str) -> None:
     pass
 
 
-def _require_vision(directory: Path) -> None:
-    """Raise BadInput for another model of transformers than one that takes images, as a recipe's do."""
-    from corp_deploy.families import hf_config
-
-    kind = config_of_directory(directory).get("model_type")
-    if kind not in hf_config.KINDS:
-        known = ", ".join(hf_config.KINDS)
-        raise BadInput(f"model.model: {directory / CONFIG}: model_type is {kind!r:.60}, expected one of {known}")
-
-
-def _require_model(model: ModelTable) -> None:
-    """Raise BadInput for a name that is no model here, and for keys that a directory of ours has itself."""
-    if model.code is not None:
-        trusted_code.refuse_untrusted(f"model.model: {model.code.name}")
-        return
-    if model.model.startswith(torchvision_names.PREFIX):
-        torchvision_names.twin_of(model.model)
-        if model.weights is None:
-            raise BadInput(f"model.weights: {model.model!r:.100} needs the weights of a trained model")
-        return
-    if model.directory is None:
-        require_local_name(model.model)
-        if model.weights is None:
-            raise BadInput(f"model.weights: the timm model {model.model!r} needs the weights of a trained model")
-    elif model.prefix:
-        _require_vision(model.directory)
-    elif model.directory.is_dir() and is_ours(config_of_directory(model.directory)):
-        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__}
-        del others["model.model"], others["model.outputs"]
-        refuse_beside_directory(model.directory, others)
-
-
-def require_inputs(recipe: Recipe, baseline: Baseline, root: Path) -> None:
-    """Raise BadInput, naming the key, when something outside that a release needs is not there."""
-    _require_model(recipe.model)
-    paths = {
-        "calibration.images": recipe.calibration.images,
-        "held_out.images": recipe.held_out.images,
-        "model.weights": recipe.model.weights,
-        "held_out.labels": recipe.held_out.labels,
-        "package.labels": recipe.package.labels,
-        "model.model": recipe.model.code if recipe.model.directory is None else recipe.model.directory / CONFIG,
-    }
-    for key, path in {**paths, **heads_read(recipe)}.items():
-        if path is not None and not files_of(path):
-            raise BadInput(f"{key}: {path} is not there, or is empty; correct the recipe")
-    require_runnable(trusted_metrics(recipe.parity.metrics(root)), below=root)
-    if recipe.gate.history is not None:
-        require_directory(recipe.gate.history)
-        if recipe.gate.history.resolve() == root.resolve():
-            raise BadInput(f"gate.history: {root} is where this release goes; give one apart")
-    baseline.require(recipe.rules)
-
-
-def plan_release(recipe: Recipe, root: Path, baseline: Baseline) -> list[StageStatus]:
-    """What `release` would do now; writes nothing."""
-    require_inputs(recipe, baseline, root)
-    return incremental.plan(stages_of(recipe, root, baseline), root)
+def plan_release(recipe: Recipe, root: Path, baseline: Baseline, *, path: Path) -> list[StageStatus]:
+    """What `release` would do now; writes nothing. Raises BadInput for what it would not even begin with."""
+    return require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path)
 
 
 def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListener) -> Outcome:
@@ -159,11 +97,14 @@ def release(
     root: Path,
     baseline: Baseline,
     *,
+    path: Path,
     starts: StageListener = _unheard,
     signer: Signer | None = None,
 ) -> Released:
-    """Run what is not done, and sign what passes. Raises BadInput when another process works in the directory."""
-    require_inputs(recipe, baseline, root)
+    """Run what is not done, and sign what passes; `path` is the recipe's file. Raises BadInput for what it names and
+    will not do, before any work, and when another process works in the directory.
+    """
+    require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path)
     if signer is not None:
         _require_signer(recipe, signer)
     root.mkdir(parents=True, exist_ok=True)
@@ -183,7 +124,13 @@ def release(
 
 
 def run_only(
-    recipe: Recipe, root: Path, names: Sequence[str], baseline: Baseline, *, starts: StageListener = _unheard
+    recipe: Recipe,
+    root: Path,
+    names: Sequence[str],
+    baseline: Baseline,
+    *,
+    path: Path,
+    starts: StageListener = _unheard,
 ) -> Outcome:
     """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
     stages = stages_of(recipe, root, baseline)
@@ -192,6 +139,7 @@ def run_only(
         if name not in known:
             raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
     chosen = [stage for stage in stages if stage.name in names]
+    require_inputs(recipe, root, chosen, baseline, path=path)
     with locked(root):
         outcome = incremental.run(chosen, root, starts=starts, whole=False)
     if outcome.blocked:
@@ -199,13 +147,14 @@ def run_only(
     return outcome
 
 
-def write_script(recipe: Recipe, root: Path, baseline: Baseline) -> tuple[Path, list[StageStatus]]:
+def write_script(recipe: Recipe, root: Path, baseline: Baseline, *, path: Path) -> tuple[Path, list[StageStatus]]:
     """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
 
     Returns its path and the stages in it.
     """
-    root.mkdir(parents=True, exist_ok=True)
     stages = stages_of(recipe, root, baseline)
+    require_inputs(recipe, root, stages, baseline, path=path)
+    root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         incremental.run(stages[:1], root, starts=_unheard, whole=False)
         pairs = zip(stages, incremental.plan(stages, root), strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.store.checkpoint import load_checkpoint
-from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.inputs import labels_from_path
 from ground.arrays import array_from_npy
 from ground.feeds import only
 from ground.files import write_json
@@ -17,17 +17,17 @@ from ground.records import record_from_file
 
 from .incremental import StageDirs
 from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
+from .opened import open_proof_images
 from .recipe import Recipe
 from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
-    held_out = recipe.held_out
+    labels = recipe.held_out.labels if has_sample_labels(recipe) else None
     dense = load_checkpoint(dirs.root / "dense")
-    source = images_for_model(dense.model, held_out.images, samples=held_out.samples, seed=held_out.seed)
+    source = open_proof_images(dense.model, recipe.proof_images)
     count = min(recipe.samples.count, source.count)
-    labelled = has_sample_labels(recipe)
     images = next(iter(source.batches(count))).numpy()
     images = only(fed_to_graph(dense, {"images": images}, recipe.export.input))
     (dirs.into / SAMPLES).parent.mkdir()
@@ -39,15 +39,14 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
             with opened_graph(dirs.root / name) as runner:
                 np.save(dirs.into / expected, replayed(runner, images))
             graphs[name] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
-    if labelled:
-        assert held_out.labels is not None
-        np.save(dirs.into / SAMPLE_LABELS, labels_from_path(held_out.labels, source, dense.model)[:count])
+    if labels is not None:
+        np.save(dirs.into / SAMPLE_LABELS, labels_from_path(labels, source, dense.model)[:count])
     record = SamplesRecord(
         images=SAMPLES,
         count=count,
         graphs=graphs,
         names=tuple(source.name(place) for place in range(count)) if recipe.parity.metric else (),
-        labels=SAMPLE_LABELS if labelled else None,
+        labels=None if labels is None else SAMPLE_LABELS,
     )
     told = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
     write_json(dirs.into / SAMPLES_RECORD, told)

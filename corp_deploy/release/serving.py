@@ -75,9 +75,8 @@ def _agreement(directory: Path) -> Agreement | None:
 MOST_LABELS_BYTES = 2**26
 
 
-def _labels(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
+def class_names(path: Path) -> tuple[str, ...]:
+    """Names of classes, one a line. Raises BadInput for a file that holds none."""
     try:
         text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
     except OSError as error:
@@ -161,7 +160,7 @@ def package_of_directory(
         plans=plans,
         onnx=fp16 if fp16.is_file() else fp32,
         cpu_onnx=cpu,
-        labels=_labels(labels),
+        labels=() if labels is None else class_names(labels),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
         profiles=profiles,

@@ -1,5 +1,8 @@
 """How many calibration images a release would have done with. Everything heavy is imported here, as in own_steps."""
 
+import torch
+
+from calib.groups import by_mask
 from calib.input_set import shuffled
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
@@ -14,30 +17,33 @@ from ground.files import write_json
 
 from .incremental import StageDirs
 from .names import HELD_OUT_MOMENTS, MOMENTS, SIZE, snapshots_of
+from .opened import open_proof_images
 from .recipe import Recipe
 
 MOST_JUDGED = 512
-"""Held-out images, drawn by held_out.seed, that judge: all are held in memory at once."""
+"""Held-out images, drawn by their seed, that judge: all are held in memory at once."""
 
 
 def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
     images, and site by site on those that calibration.hold_out left out.
     """
-    table, held_out, calibration = recipe.reduce, recipe.held_out, recipe.calibration
+    table, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = load_checkpoint(dirs.root / "dense")
     dense = merging_checkpoint(dense, merging_from_options(table.merging_of_statistics))
-    judging = images_for_model(dense.model, held_out.images, samples=held_out.samples, seed=held_out.seed)
-    if judging.count > MOST_JUDGED:
-        judging = shuffled(judging, seed=held_out.seed).subset(range(MOST_JUDGED))
+    proving = open_proof_images(dense.model, recipe.proof_images)
+    judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
+    images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
+    if recipe.proves_on_own:
+        images, _ = by_mask(images, torch.isin(images.ids, proving.ids))
     size = calibration_size(
         dense.model,
         [load_moments(dirs.root / name) for name in (*snapshots_of(recipe), MOMENTS)],
         table.method,
         widths=_widths(dirs) if table.has_budget or table.heads == "auto" else None,
-        held_out=None if calibration.hold_out is None else load_moments(dirs.root / HELD_OUT_MOMENTS),
+        held_out=load_moments(dirs.root / HELD_OUT_MOMENTS) if recipe.judges_sites else None,
         scored=scored_inputs(dense.model, judging, None, calibration.batch_size),
-        calibration=images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad),
+        calibration=images,
     )
     write_json(dirs.into / SIZE, size.as_json())
 

@@ -1,16 +1,21 @@
 """A commented recipe to start from."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot
+from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
 
+from .digests import files_of
 from .recipe_toml import relative_text
 from .rendering import rendered
+
+HOLD_OUT = 128
+"""Calibration images that prove the result where no others are given."""
 
 
 def _description(folder: Path) -> str:
@@ -52,21 +57,41 @@ def _require_timm_name(model: str) -> None:
         raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
 
 
-def starter(model: str, path: Path, *, images: Path | None, held_out: Path | None, labels: Path | None) -> str:
-    """A commented recipe for a model directory or timm name, to be written to `path`.
+def require_named(options: Mapping[str, Path | None]) -> None:
+    """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
+    for option, path in options.items():
+        if path is not None and not files_of(path):
+            raise BadInput(
+                f"{option} {path}: not there, or empty; give what is there, or leave it out and edit the recipe"
+            )
 
-    Raises BadInput for a model that is neither.
+
+def starter(
+    model: str,
+    path: Path,
+    *,
+    weights: Path | None = None,
+    images: Path | None,
+    held_out: Path | None,
+    labels: Path | None,
+) -> str:
+    """A commented recipe for a model directory, or a timm name with its weights, to be written to `path`. With images
+    and none held out, some of them are to prove the result.
+
+    Raises BadInput for a model that is neither, and for weights beside a directory that has its own.
     """
     folder = Path(model.removeprefix("local-dir:"))
     directory, description = None, ""
     if folder.is_dir():
+        if is_ours(config_of_directory(folder)):
+            refuse_beside_directory(folder, {"--weights": weights})
         directory, description = relative_text(folder.resolve(), path.parent), _description(folder)
     else:
         _require_timm_name(model)
     convolutions, linear = _has_rows(model, folder)
 
-    def placed(place: Path | None, otherwise: str) -> str:
-        return otherwise if place is None else relative_text(place.resolve(), path.parent)
+    def placed(place: Path) -> str:
+        return relative_text(place.resolve(), path.parent)
 
     return rendered(
         "starter.toml",
@@ -77,8 +102,10 @@ def starter(model: str, path: Path, *, images: Path | None, held_out: Path | Non
         description=description,
         convolutions=convolutions,
         linear=linear,
-        images=placed(images, "images/calibration"),
-        held_out=placed(held_out, "images/held-out"),
-        labels=None if labels is None else relative_text(labels.resolve(), path.parent),
+        weights=None if weights is None else placed(weights),
+        images=placed(images or path.parent / "images" / "calibration"),
+        hold_out=HOLD_OUT if images is not None and held_out is None else None,
+        held_out=placed(held_out or path.parent / "images" / "held-out"),
+        labels=None if labels is None else placed(labels),
         served=re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model",
     )

@@ -4,8 +4,10 @@ Every function reads what its invocation names below `dirs.root` and writes belo
 """
 
 from calib.active import ACTIVE_EPS
+from calib.groups import BY_NAME
 from calib.images import Images
 from calib.input_set import shuffled
+from calib.parts import parts_of
 from calib.store import load as load_moments
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.merging import merging_from_options
@@ -38,7 +40,6 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.effort import turn
-from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
 from ground.precision import MIXED, QUANTISED
@@ -49,7 +50,10 @@ from perf.report.render import html
 from perf.timing.laps import AUDIT_ROUNDS, Plan
 
 from .incremental import StageDirs
+from .opened import open_proof_images
+from .recipe import ProofImages
 from .recipe_parity import trusted_metrics
+from .recipe_tables import require_more
 from .serving import AS_MEASURED, package_of_directory
 
 DRAWN = ("samples", "seed")
@@ -60,17 +64,15 @@ def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) 
     return images_for_model(dense.model, dirs.root / run["images"], **run.some(*options))
 
 
+def _groups(dirs: StageDirs, run: Invocation) -> str | None:
+    """Which images belong together: a word, or a file with labels."""
+    groups: str | None = run.options.get("groups")
+    return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
+
+
 def _in_recipe(share: float) -> str:
     """The restricted system as a recipe asks for it."""
     return f'attention_system = "kept" under [calibration], where reduce.attn is {share:g} or more'
-
-
-def _require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
-    if snapshots[-1] >= fitted:
-        raise BadInput(
-            f"calibration.snapshots ends at {snapshots[-1]}, expected less than {fitted}, the images that are "
-            "fitted to (without those of calibration.hold_out)"
-        )
 
 
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
@@ -87,7 +89,8 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
             active_eps=ACTIVE_EPS if run.options.get("active_eps") is None else run["active_eps"],
         ),
         restriction=restriction,
-        **run.some("batch_size", "device", "seed", "hold_out", "groups"),
+        groups=_groups(dirs, run),
+        **run.some("batch_size", "device", "seed", "hold_out"),
     )
     snapshots = run.options.get("snapshots") or ()
     running = moments_files.CalibrationRun(
@@ -99,12 +102,20 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
     if snapshots:
-        _require_more(source.count - (run["hold_out"] or 0), snapshots)
+        require_more(source.count - (run["hold_out"] or 0), snapshots)
         source = source if run["samples"] is None else shuffled(source, seed=run["seed"])
     with turn(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
+
+
+def _fitted(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
+    """The calibration's images, without those that are to prove the result."""
+    images, hold_out = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), run.options.get("hold_out")
+    if hold_out is None:
+        return images
+    return parts_of(images, hold_out=hold_out, groups=_groups(dirs, run), seed=run["seed"]).fitted
 
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
@@ -113,7 +124,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     if options.get("latency_tables") is not None:
         options["latency_tables"] = dirs.root / options["latency_tables"]
     choice, dense = reduction_from_options(options), load_checkpoint(dirs.root / run["model"])
-    images = _images(dense, dirs, run, *DRAWN, "workers", "max_bad") if choice.needs_images else None
+    images = _fitted(dense, dirs, run) if choice.needs_images else None
     judged = choice.within is not None and images is not None
     reduce_checkpoint(
         dense,
@@ -158,7 +169,13 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
-    source = _images(dense, dirs, run, *DRAWN)
+    asked = ProofImages(
+        path=dirs.root / run["images"],
+        hold_out=run.options.get("hold_out"),
+        groups=_groups(dirs, run),
+        **run.some(*DRAWN),
+    )
+    source = open_proof_images(dense.model, asked)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     heads = run.options.get("head") or []
     of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}

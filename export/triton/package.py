@@ -1,6 +1,6 @@
 """What one version of one served model is made from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,14 @@ from ground.text import printable
 from .config import Serving
 from .expected import Expected
 from .versions import require_name
+
+
+def require_labels(labels: Sequence[str], *, where: str) -> None:
+    """Raise BadInput for names of classes that a server can't tell apart, or that can't be shown."""
+    if len(set(labels)) < len(labels) or any(not text.strip() or "\n" in text for text in labels):
+        raise BadInput(f"{where}: every label is one line, not empty, and stands once")
+    if odd := [text for text in labels if printable(text) != text]:
+        raise BadInput(f"{where}: the label {odd[0][:100]!r} has characters that are no letters; remove them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,4 @@ class Package:
         unknown = set(self.expected) - {"plan", "onnx", "cpu"}
         if unknown:
             raise BadInput(f"expected figures go by plan, onnx and cpu, got {', '.join(sorted(unknown))}")
-        if len(set(self.labels)) < len(self.labels) or any(not text.strip() or "\n" in text for text in self.labels):
-            raise BadInput(f"{self.name}: every label is one line, not empty, and stands once")
-        if odd := [text for text in self.labels if printable(text) != text]:
-            raise BadInput(f"{self.name}: the label {odd[0][:100]!r} has characters that are no letters; remove them")
+        require_labels(self.labels, where=self.name)

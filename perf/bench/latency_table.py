@@ -27,6 +27,7 @@ from perf.timing.watch import Watch, unwatched
 
 KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
 AGAIN = "remove it; it is measured again where it is missing"
+SUFFIX = ".latency-table.json"
 Progress = Callable[[float, str], None]
 
 
@@ -161,7 +162,7 @@ def cached_table(
         "widths": repr(grid.widths),
         "batches": repr(grid.batches),
     }
-    path = directory / f"{fingerprint(key, key)}.latency-table.json"
+    path = directory / f"{fingerprint(key, key)}{SUFFIX}"
     if path.exists():
         return load_table(path), True
     table = measure_table(grid, plan, described=machine, **how)

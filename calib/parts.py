@@ -1,0 +1,41 @@
+"""Inputs parted into those that are fitted to and those that are held out: the same two wherever it is asked for."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from torch import Tensor
+
+from .groups import group_ids, parted_by_group
+from .input_set import SomeSet, parted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Generic[SomeSet]):
+    """The inputs that are fitted to with the group of each, if any, and those held out."""
+
+    fitted: SomeSet
+    groups_B: Tensor | None = None
+    held_out: SomeSet | None = None
+
+
+def parts_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Parts[SomeSet]:
+    """`hold_out` of the inputs, drawn by `seed`, are held out; with `groups` (see group_ids) whole groups are, until
+    they have as many. Raises BadInput where nothing is left on a side, and for groups that the inputs don't have.
+    """
+    if groups is None:
+        if hold_out is None:
+            return Parts(fitted=inputs)
+        fitted, held_out = parted(inputs, hold_out, seed=seed)
+        return Parts(fitted=fitted, held_out=held_out)
+    groups_B = group_ids(inputs, groups)
+    if hold_out is None:
+        return Parts(fitted=inputs, groups_B=groups_B)
+    fitted, held_out, groups_B = parted_by_group(inputs, groups_B, hold_out, seed=seed)
+    return Parts(fitted=fitted, groups_B=groups_B, held_out=held_out)
+
+
+def held_out_of(inputs: SomeSet, *, hold_out: int, groups: str | None, seed: int) -> SomeSet:
+    """Those alone that a calibration of the same inputs by the same values holds out. Raises BadInput as parts_of."""
+    held_out = parts_of(inputs, hold_out=hold_out, groups=groups, seed=seed).held_out
+    assert held_out is not None, hold_out
+    return held_out

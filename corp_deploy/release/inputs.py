@@ -1,0 +1,157 @@
+"""Everything that a recipe names, looked at before any work: that it is there, that it can be read, that it fits.
+
+Imports no torch until something is to be read with it.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from corp_deploy.families import torchvision_names, trusted_code
+from corp_deploy.families.timm_names import require_local_name
+from corp_deploy.proof.metric_request import require_runnable
+from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
+from ground.errors import BadInput
+from perf.record.history import require_directory
+
+from . import incremental
+from .baseline import Baseline
+from .digests import files_of
+from .incremental import Stage, StageStatus
+from .mistakes import Mistakes
+from .recipe import Recipe
+from .recipe_parity import trusted_metrics
+from .recipe_tables import ModelTable
+
+OF_OPTIONS = "gate"
+"""The stage whose inputs beyond the release are named by options."""
+FOLDERS = ("model", "calibration.images", "held_out.images")
+"""What may be folders, by the labels of stages."""
+KEYS = {"model": "model.model", "weights": "model.weights"}
+"""The keys of these labels; all others are called as their keys are."""
+FITTING = ("reduce", "export.dense")
+"""Stages that read nothing beyond the release, whose keys have to fit the model."""
+
+
+def _require_vision(directory: Path) -> None:
+    """Raise BadInput for another model of transformers than one that takes images, as a recipe's do."""
+    from corp_deploy.families import hf_config
+
+    kind = config_of_directory(directory).get("model_type")
+    if kind not in hf_config.KINDS:
+        known = ", ".join(hf_config.KINDS)
+        raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {known}")
+
+
+def _require_directory(directory: Path, model: ModelTable) -> None:
+    """Raise BadInput for a directory that holds no model for images, and for keys that one of ours has itself; one that
+    is not there is told of otherwise.
+    """
+    if directory.is_file():
+        raise BadInput(
+            f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
+            "model.weights"
+        )
+    if not directory.is_dir():
+        return
+    if model.prefix:
+        _require_vision(directory)
+    elif is_ours(config_of_directory(directory)):
+        others = {f"model.{key}": getattr(model, key) for key in model.__struct_fields__}
+        del others["model.model"], others["model.outputs"]
+        refuse_beside_directory(directory, others)
+
+
+def _require_model(model: ModelTable, mistakes: Mistakes) -> None:
+    """A name of a model here with its weights, a directory with a model, or code that may be run."""
+    with mistakes.at("model.model"):
+        if model.code is not None:
+            trusted_code.refuse_untrusted(model.code.name)
+        elif model.directory is not None:
+            _require_directory(model.directory, model)
+        elif model.model.startswith(torchvision_names.PREFIX):
+            torchvision_names.twin_of(model.model)
+        else:
+            require_local_name(model.model)
+    if model.code is None and model.directory is None and model.weights is None:
+        library = "torchvision" if model.model.startswith(torchvision_names.PREFIX) else "timm"
+        mistakes.add(f"model.weights: the {library} model {model.model!r:.100} needs the weights of a trained model")
+
+
+def _absent(stages: Sequence[Stage]) -> Iterator[str]:
+    """What stages read beyond the release and is not there, or is of another kind."""
+    outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
+    for label, path in outside.items():
+        key = KEYS.get(label, label)
+        if not files_of(path):
+            home = " (~ stands for nothing in a recipe)" if "~" in path.parts else ""
+            yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"
+        elif path.is_dir() and label not in FOLDERS:
+            yield f"{key}: {path} is a folder, expected a file; correct the recipe"
+
+
+def _require_tables(directory: Path) -> None:
+    """Raise BadInput where latency tables can't be kept."""
+    standing = next(place for place in (directory, *directory.parents) if place.exists())
+    if not standing.is_dir():
+        raise BadInput(f"{standing} is a file, expected the folder where measured tables are kept; give another")
+
+
+def _require_history(history: Path, root: Path) -> None:
+    require_directory(history)
+    if history.resolve() == root.resolve():
+        raise BadInput(f"{root} is where this release goes; give one apart")
+
+
+def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: Mistakes) -> None:
+    """Commands that can be run from the directory of the release, and all that they read told."""
+    untold = recipe.parity.untold_files(beside, root)
+    for word in untold:
+        mistakes.add(
+            f"parity.metric_files: a command of parity.metric names {word!r}, which stands beside the recipe, and runs "
+            "in the directory of the release; add it to parity.metric_files"
+        )
+    with mistakes.at():
+        requests = trusted_metrics(recipe.parity.metrics(root))
+        if not untold:
+            with mistakes.at("parity.metric"):
+                require_runnable(requests, below=root)
+
+
+def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path, mistakes: Mistakes) -> None:
+    names = {stage.name for stage in stages}
+    if "dense" in names:
+        _require_model(recipe.model, mistakes)
+    for words in _absent(stages):
+        mistakes.add(words)
+    if any(name.startswith("parity") for name in names):
+        _require_metrics(recipe, root, path.parent, mistakes)
+    if "reduce" in names and recipe.reduce.latency_tables is not None:
+        with mistakes.at("reduce.latency_tables"):
+            _require_tables(recipe.reduce.latency_tables)
+    if OF_OPTIONS in names and recipe.gate.history is not None:
+        with mistakes.at("gate.history"):
+            _require_history(recipe.gate.history, root)
+
+
+def require_inputs(
+    recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path
+) -> list[StageStatus]:
+    """Look at everything beyond the release that these stages are made from: that it is there and, for those that are
+    not done, that it is read and fits. `path` is the recipe's file. Writes nothing.
+
+    Returns what a run would do with the stages. Raises BadInput with a line for each mistake, and Missing where this
+    machine lacks what reads one of the files.
+    """
+    mistakes = Mistakes(path)
+    _note_absent(recipe, root, stages, path, mistakes)
+    mistakes.refuse()
+    if any(stage.name == OF_OPTIONS for stage in stages):
+        baseline.require(recipe.rules)
+    statuses = incremental.plan(stages, root)
+    left = [stage for stage, status in zip(stages, statuses, strict=True) if status.state != "cached"]
+    if any(stage.name in FITTING or (stage.outside and stage.name != OF_OPTIONS) for stage in left):
+        from .inputs_read import read_inputs
+
+        read_inputs(recipe, root, left, mistakes)
+        mistakes.refuse()
+    return statuses

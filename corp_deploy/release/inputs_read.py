@@ -1,0 +1,128 @@
+"""What a recipe names, read as the stages will read it: the model, each set of images once, labels, heads. Nothing is
+decoded or run. Everything heavy is imported here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from calib.images import Images
+from calib.parts import Parts, parts_of
+from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.planning.refusals import refuse_unfit
+from corp_deploy.planning.request import request_from_choice
+from corp_deploy.proof.heads import HeadRequest, opened_heads
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.inputs import images_for_model, labels_from_path
+from export.graph.precision import kept_modules
+from export.triton.package import require_labels
+from ground.errors import BadInput
+from perf.bench.latency_table import SUFFIX, load_table
+from perf.parity.measures import require_agreement
+
+from .calls import range_samples
+from .incremental import Stage
+from .mistakes import Mistakes
+from .opened import open_dense, open_proof_images
+from .recipe import Recipe
+from .recipe_tables import require_more
+from .serving import class_names
+
+PROVING = {"size", "samples", "parity"}
+"""The stages that open the images that the result is proved on."""
+
+
+def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: Mistakes) -> None:
+    with mistakes.at("[reduce]"):
+        refuse_unfit(dense, request_from_choice(recipe.reduce.choice))
+    if recipe.reduce.latency_tables is not None:
+        for path in sorted(recipe.reduce.latency_tables.glob(f"*{SUFFIX}")):
+            with mistakes.at("reduce.latency_tables"):
+                load_table(path)
+
+
+def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) -> Parts[Images] | None:
+    """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
+    table, images = recipe.calibration, None
+    with mistakes.at("calibration.images"):
+        images = images_for_model(model, table.images, samples=table.samples, seed=table.seed, max_bad=table.max_bad)
+    if images is None:
+        return None
+    if recipe.export.quantised and range_samples(recipe) > images.available:
+        mistakes.add(
+            f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are taken of "
+            f"{range_samples(recipe)} of calibration.images, which are {images.available}; write range_samples = "
+            f"{images.available} or fewer under [export]"
+        )
+    key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
+    with mistakes.at(f"calibration.{key}"):
+        groups = table.groups if table.group_labels is None else str(table.group_labels)
+        parts = parts_of(images, hold_out=table.hold_out, groups=groups, seed=table.seed)
+        with mistakes.at():
+            if table.snapshots:
+                require_more(parts.fitted.count, table.snapshots)
+        return parts
+    return None
+
+
+def _proof_images(
+    recipe: Recipe, model: nn.Module, calibration: Parts[Images] | None, mistakes: Mistakes
+) -> Images | None:
+    if recipe.proves_on_own:
+        return None if calibration is None else calibration.held_out
+    with mistakes.at("held_out.images"):
+        return open_proof_images(model, recipe.proof_images)
+    return None
+
+
+def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Mistakes) -> None:
+    """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
+    if recipe.held_out.labels is not None:
+        with mistakes.at("held_out.labels"):
+            labels_from_path(recipe.held_out.labels, proving, model)
+    if recipe.parity.min_agreement is not None:
+        with mistakes.at("parity.min_agreement"):
+            for port in output_ports(model):
+                require_agreement(port, proving.count)
+
+
+def _read_class_names(path: Path, model: nn.Module) -> None:
+    names, classes = class_names(path), family_of(model).classes(model)
+    require_labels(names, where=str(path))
+    if len(names) != classes:
+        outputs = (
+            f"the model's {classes} classes; give one for each, a line each"
+            if classes
+            else ("a model that tells no classes apart; leave them out")
+        )
+        raise BadInput(f"{path}: {len(names)} labels for {outputs}")
+
+
+def read_inputs(recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: Mistakes) -> None:
+    """Note what these stages would refuse of what they are made from beyond the release. The model is the recipe's, or
+    that of the release where it stands already.
+    """
+    names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
+    dense: Checkpoint | None = None
+    with mistakes.at("[model]"):
+        dense = open_dense(recipe.model) if "dense" in names else load_checkpoint(root / "dense")
+    if dense is None:
+        return
+    model = dense.model
+    if "reduce" in names:
+        _read_reduction(recipe, dense, mistakes)
+    if "export.dense" in names and recipe.export.keep_fp32:
+        with mistakes.at("[export]"):
+            kept_modules(family_of(model).exportable(model), recipe.export.keep_fp32)
+    calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
+    proves = bool(names & PROVING)
+    proving = _proof_images(recipe, model, calibration, mistakes) if proves else None
+    if proving is not None:
+        _read_proof(recipe, model, proving, mistakes)
+    if any(label.startswith("parity.head") for label in labels):
+        with mistakes.at("parity.head"), opened_heads(HeadRequest(paths=recipe.parity.head), output_ports(model)):
+            pass
+    if "package.labels" in labels and recipe.package.labels is not None:
+        with mistakes.at("package.labels"):
+            _read_class_names(recipe.package.labels, model)
