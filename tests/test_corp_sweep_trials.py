@@ -44,7 +44,7 @@ from tests.histories import bench_of_release
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
 MERGED = ("--calibration-images", "x.npy")
-QUICK = ("--time-limit", 0.05, "--half-width", 0.5)
+QUICK = ("--time-limit", 2, "--half-width", 0.5)
 
 
 def run(*words: object) -> Result:

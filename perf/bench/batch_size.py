@@ -15,7 +15,7 @@ from perf.record.runs import OUT_OF_TIME, BenchTrial, Block, Row
 from perf.stats.quiet import whole_rounds
 from perf.timing.laps import WARM_UP_SHARE, Bound, Plan
 from perf.timing.limit import TimeLimit, limit_from_now
-from perf.timing.rounds import measure_pair, measure_rounds, no_garbage_collection, settle_calls
+from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
 from .budget import Allotment, allotted, least_s
@@ -45,8 +45,7 @@ class BatchSize:
     def timed(self) -> tuple[Row, list[StructuralTest]]:
         """The row, and what was timed held against plain calls. Nothing stays bound."""
         try:
-            with no_garbage_collection():
-                return self._timed()
+            return self._timed()
         finally:
             for station in self.stations:
                 station.leave()

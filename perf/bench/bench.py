@@ -17,6 +17,7 @@ from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
 from perf.timing.laps import Clock, Plan
 from perf.timing.limit import TimeLimit, limit_from_now
+from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, unwatched
 
 from .batch_size import BatchSize, least_of
@@ -100,6 +101,7 @@ def bench(
         stations = [
             _opened(subject, name, streams, stack) for subject, name in zip((*subjects, reference), names, strict=False)
         ]
+        stack.enter_context(quick_garbage_collection())
         opening_s = owed_s = made_s + (clock() - began) / 1e9
         for index, batch in enumerate(batches):
             before_s = owed_s / (len(batches) - index)

@@ -87,18 +87,30 @@ def measure_rounds(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's cycle collector out of the timed calls; collects once before, which takes a quarter of a second
-    beside a library such as torch, and not again where it is kept out already.
-    """
-    if not gc.isenabled():
-        yield
-        return
+    """Keep Python's cycle collector out of the timed calls; collects once before."""
+    was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def quick_garbage_collection() -> Iterator[None]:
+    """Collect once, and leave what is there by then out of later collections: beside a library such as torch each would
+    take a quarter of a second.
+    """
+    gc.collect()
+    frozen_by_others = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_by_others:
+            gc.unfreeze()
 
 
 def _rounds(
