@@ -181,7 +181,7 @@ def setting() -> Mapping[str, Any]:
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--part", type=click.Choice(["methods", "latency"]), default="methods", show_default=True)
 @click.option("--batches", default="1,8,32", show_default=True)
-@click.option("--time-limit", type=float, default=20.0, show_default=True, help="Seconds per batch size.")
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=6, show_default=True, help="Least rounds per batch size.")
 def main(output: Path, part: Part, batches: str, time_limit: float, rounds: int) -> None:
     """Measure one part into the record."""

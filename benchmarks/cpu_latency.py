@@ -69,7 +69,7 @@ def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: 
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--batches", default="1,2,4,8,16,32", show_default=True)
-@click.option("--time-limit", type=float, default=20.0, show_default=True, help="Seconds per batch size.")
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
 def main(output: Path, models: str, batches: str, time_limit: float, rounds: int) -> None:
     """Measure and write the record."""

@@ -79,7 +79,7 @@ def compared(scratch: Path, load: DecoderLoad, plan: Plan, length: int) -> list[
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--time-limit", type=float, default=6.0, show_default=True, help="Seconds per row, at most.")
+@click.option("--time-limit", type=float, default=15.0, show_default=True, help="Seconds per row, at most.")
 @click.option("--threads", type=int, default=2, show_default=True)
 def main(output: Path, time_limit: float, threads: int) -> None:
     """Measure and write the record."""

@@ -127,7 +127,7 @@ def leaping_clock(home: Path) -> Happening:
     place = home / "leaps"
     release = released(home)
     subjects = (release / "dense" / "model.onnx", release / "reduced" / "model.onnx")
-    words = ("bench", *subjects, "--batch", 2, "--time-limit", 0.5, "--quiet", "-o", place / "bench.json")
+    words = ("bench", *subjects, "--batch", 2, "--time-limit", 2, "--quiet", "-o", place / "bench.json")
     leaps = place.with_name("leaps of the clock")
     done = ended(words, place, first=partial(_leap, leaps))
     blocks = [block for row in json.loads((place / "bench.json").read_text())["rows"] for block in row["blocks"]]

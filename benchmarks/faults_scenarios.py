@@ -32,7 +32,7 @@ precisions = ["fp32"]
 batches = [1, 3]
 [bench]
 batches = [2]
-time_limit_s = 0.1
+time_limit_s = 2
 half_width = 0.9
 block_ms = 1
 min_rounds = 6
@@ -195,7 +195,7 @@ def _results_of(home: Path) -> dict[str, tuple[object, ...]]:
     model, moments = ("--model", home / "dense"), ("--moments", home / "moments.safetensors")
     halves = (home / "half 1.safetensors", home / "half 2.safetensors")
     decoder, graph = home / "decoder", home / "decoder onnx"
-    quick = ("--batch", 2, "--time-limit", 0.1, "--half-width", 0.9, "--block-ms", 1, "--min-rounds", 6, "--threads", 1)
+    quick = ("--batch", 2, "--time-limit", 2, "--half-width", 0.9, "--block-ms", 1, "--min-rounds", 6, "--threads", 1)
     return {
         "export": ("--model", release / "reduced", "-o", place / "model.onnx"),
         "verify": (release / "dense", release / "reduced", subjects[1], *images, "--min-agreement", 0, "-o",

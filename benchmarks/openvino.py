@@ -147,7 +147,7 @@ def add_latency(record: Record, plan: Plan) -> None:
 @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--parts", default=",".join(PARTS), show_default=True)
 @click.option("--rows", "pattern", default="", help="Of the agreement, names with this in them.")
-@click.option("--time-limit", type=float, default=20.0, show_default=True, help="Seconds per batch size.")
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
 def main(output: Path, parts: str, pattern: str, time_limit: float, rounds: int) -> None:
     """Measure and write the record, after every row; rows of the agreement that it has are kept."""

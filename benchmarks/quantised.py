@@ -189,7 +189,7 @@ def plans() -> Iterator[dict[str, Any]]:
 
 def cpu() -> Iterator[dict[str, Any]]:
     """One row a graph, each against the dense FP32 one."""
-    plan = Plan(time_limit_s=10.0, min_rounds=8, noise_rounds=8)
+    plan = Plan(time_limit_s=30.0, min_rounds=8, noise_rounds=8)
     with tempfile.TemporaryDirectory() as scratch:
         paths: dict[tuple[str, str], Path] = {}
         for name in ("dense", "reduced"):

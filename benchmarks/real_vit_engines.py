@@ -90,7 +90,7 @@ def made(subject: Subject, calibration: Calibration, variant: Variant, dense: Pa
 
 
 @click.command(help=__doc__)
-@click.option("--time-limit", type=float, default=30.0, show_default=True, help="Seconds per batch size.")
+@click.option("--time-limit", type=float, default=120.0, show_default=True, help="Seconds per batch size.")
 @click.option("--rounds", type=int, default=8, show_default=True, help="Least rounds per batch size.")
 @with_bench
 def main(bench: Bench, *, time_limit: float, rounds: int) -> None:

@@ -191,7 +191,7 @@ def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
-    quick: dict[str, Any] = {"time_limit": 0.05, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
+    quick: dict[str, Any] = {"time_limit": 2.0, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
     corp_deploy.export(home / "dense", tmp_path / "dense.onnx")
     corp_deploy.export(home / "reduced", tmp_path / "reduced.onnx")
     speed = corp_deploy.bench(

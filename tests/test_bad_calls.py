@@ -552,7 +552,7 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         run(
             *("bench", home / "dense", root / "reduced", "--backend", "torch"),
-            *("--batch", 1, "--time-limit", 0.2, "-o", root / "bench.json"),
+            *("--batch", 1, "--time-limit", 2, "-o", root / "bench.json"),
         ),
     ):
         assert done.exit_code == 0, done.output

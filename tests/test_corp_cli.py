@@ -1,6 +1,7 @@
 """The commands as a user meets them: help without torch, exit codes, one message a mistake, nothing half-written."""
 
 import json
+import re
 import subprocess
 import sys
 from inspect import signature
@@ -145,7 +146,11 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
         "--batch",
         "1,2",
         "--time-limit",
-        0.5,
+        4,
+        "--half-width",
+        0.9,
+        "--min-rounds",
+        6,
         "-o",
         tmp_path / "bench.json",
         "--json",
@@ -157,6 +162,25 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     assert "blocks.1.attn" in (tmp_path / "report.html").read_text()
     loaded = corp_deploy.load(reduced)
     assert loaded(torch.from_numpy(tiny.images(2))).shape == (2, 7)
+
+
+def test_a_batch_size_that_takes_too_long_is_not_measured_and_said_so(tmp_path: Path) -> None:
+    """The digits example: about a millisecond an image, of which an interval takes 28 times the batch at least."""
+    graph, bench = tmp_path / "digits.onnx", tmp_path / "bench.json"
+    assert run("export", "--model", ROOT / "examples" / "digits" / "model", "-o", graph).exit_code == 0
+    words = ("bench", graph, graph, "--batch", "1,1024", "--names", "one,same", "-o", bench, "--time-limit")
+    done = run(*words, 1, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1)
+    assert done.exit_code == 0, done.output
+    rows = {row["batch"]: row for row in json.loads(bench.read_text())["rows"]}
+    assert [rows[1]["trials"][name]["status"] for name in ("one", "same")] == ["ok", "ok"]
+    assert {trial["status"] for trial in rows[1024]["trials"].values()} == {"out of time"}
+    told = next(line for line in done.stderr.splitlines() if line.startswith("warning: batch 1024, not measured: "))
+    assert "--time-limit" in told
+    assert re.search(r"│ 1024 +│ out of ", done.stdout), done.stdout
+    assert "inf" not in done.output
+    too_short = run(*words, 0.001)
+    assert too_short.exit_code == 3, too_short.output
+    assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
 def test_a_failing_link_exits_with_1_and_leaves_its_record(home: Path, tmp_path: Path) -> None:

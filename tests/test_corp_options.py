@@ -130,7 +130,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         stand_in(name)
     monkeypatch.setattr(side_by_side, "bench", measured)
     monkeypatch.setattr(side_by_side, "first_uuid", lambda: None)
-    monkeypatch.setattr(side_by_side, "SampledRunner", lambda name, runner, heard: runner)
     return found
 
 

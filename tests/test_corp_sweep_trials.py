@@ -25,7 +25,6 @@ from corp_deploy.cli import main
 from corp_deploy.planning import sweep as sweeping
 from corp_deploy.planning import sweep_speed
 from corp_deploy.planning.sweep_points import (
-    Span,
     SpeedAtBatch,
     SweepPoint,
     fastest_that_agrees,
@@ -37,6 +36,7 @@ from corp_deploy.planning.sweep_speed import Bench
 from corp_deploy.planning.sweep_trials import sweep_folder
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from perf.record.runs import load_bench
+from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 from tests import tiny
 from tests.histories import bench_of_release
@@ -44,7 +44,7 @@ from tests.histories import bench_of_release
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
 MERGED = ("--calibration-images", "x.npy")
-QUICK = ("--time-limit", 0.05, "--half-width", 0.5)
+QUICK = ("--time-limit", 2, "--half-width", 0.5)
 
 
 def run(*words: object) -> Result:
@@ -309,10 +309,12 @@ def test_a_front_is_what_nothing_beats(points: list[tuple[int, ...]]) -> None:
 
 
 def point(speedup: float, agreement: float, macs: int = 10, error: float = 0.1) -> SweepPoint:
-    span = Span(value=speedup, low=speedup, high=speedup)
+    span = Interval(value=speedup, low=speedup, high=speedup)
     nothing: dict[str, Any] = dict.fromkeys(("p90_ms", "images_per_s", "dense_p50_ms", "dense_p90_ms"))
     nothing |= dict.fromkeys(("dense_images_per_s", "noise"))
-    speed = SpeedAtBatch(batch=8, p50_ms=Span(value=9.0, low=9.0, high=9.0), speedup=span, disturbed=False, **nothing)
+    speed = SpeedAtBatch(
+        batch=8, p50_ms=Interval(value=9.0, low=9.0, high=9.0), speedup=span, disturbed=False, **nothing
+    )
     return SweepPoint(
         preset="best", geometry="padded", budget=None, macs=macs, parameters=1, relative_error=error,
         agreement=agreement, accuracy=None, sites_reduced=1, sites_refused=0, speeds=(speed,),

@@ -81,7 +81,8 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     links = {link["name"]: link for link in json.loads(parity.read_text())["links"]}
     assert {link["status"] for link in links.values()} == {"PASS"}
     assert {link["role"] for link in links.values()} == {"embedding"}
-    short = ("--batch", 2, "--time-limit", 0.2, "--min-rounds", 6, "--block-ms", 2, "-o", home / "bench.json")
+    quick = ("--time-limit", 2, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2)
+    short = ("--batch", 2, *quick, "-o", home / "bench.json")
     invoked("bench", directory, graph, *text, *short)
     invoked("bench", graph, graph, *short)
     assert "has no tokenizer" in invoked("bench", graph, graph, *text, *short, code=2).stderr

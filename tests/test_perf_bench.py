@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
@@ -30,23 +33,32 @@ MACHINE: Flat = {"system": "Linux", "cpu": "a cpu", "cpu_count": 2, "gpu": None}
 @dataclass
 class FakeClock:
     now_ns: int = 0
+    lock: Any = field(default_factory=Lock, repr=False)
 
     def __call__(self) -> int:
         return self.now_ns
 
+    def pass_ms(self, ms: float) -> None:
+        with self.lock:  # streams are threads
+            self.now_ns += round(ms * 1e6)
+
 
 @dataclass
 class FakeRunner:
-    """Takes `call_ms(batch)`; running out of memory and failing are raised from bind."""
+    """Takes `call_ms(batch)`, times `uneven(call)`; running out of memory and failing are raised from bind."""
 
     clock: FakeClock
     call_ms: Callable[[int], float]
     precision: str = "fp32"
     copies_ms: float = 0.0
+    opening_ms: float = 0.0
+    uneven: Callable[[int], float] = lambda call: 1.0
+    log: list[int] = field(default_factory=list)
     inputs: tuple[Port, ...] = (image_port((3, 2, 2)),)
     outputs: tuple[OutputPort, ...] = (LOGITS,)
 
     def __enter__(self) -> Self:
+        self.clock.pass_ms(self.opening_ms)
         return self
 
     def __exit__(
@@ -57,7 +69,7 @@ class FakeRunner:
         return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
 
     def bind(self, feeds: Feeds) -> Bound:
-        return FakeBound(self, self.call_ms(batch_size(feeds)))
+        return FakeBound(self, self.call_ms(batch_size(feeds)), batch_size(feeds))
 
     def gauge(self) -> Gauge | None:
         return None
@@ -70,12 +82,16 @@ class FakeRunner:
 class FakeBound:
     runner: FakeRunner
     call_ms: float
+    batch: int
+    calls: int = 0
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        self.runner.clock.now_ns += round(calls * (self.call_ms + self.runner.copies_ms) * 1e6)
-        compute = (self.call_ms,) * calls
+        self.runner.log += [self.batch] * calls
+        compute = tuple(self.call_ms * self.runner.uneven(self.calls + call) for call in range(calls))
+        self.calls += calls
         both = tuple(ms + self.runner.copies_ms for ms in compute) if self.runner.copies_ms else None
-        wall_ms = calls * (self.call_ms + self.runner.copies_ms)
+        wall_ms = sum(compute) + calls * self.runner.copies_ms
+        self.runner.clock.pass_ms(wall_ms)
         return Laps(calls=calls, wall_ms=wall_ms, compute_ms=compute, end_to_end_ms=both)
 
 
@@ -84,16 +100,26 @@ def measured(
     reduced_ms: Callable[[int], float],
     batches: tuple[int, ...] = (1, 8),
     *,
-    copies_ms: float = 0.0,
+    plan: Plan = PLAN,
     streams: int = 1,
     flush_l2: bool = False,
-    precision: str = "fp32",
+    clock: FakeClock | None = None,
+    made_s: float = 0.0,
+    **runner: Any,
 ) -> Bench:
-    clock = FakeClock()
-    dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, precision, copies_ms), macs=1000)
-    reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, precision, copies_ms), macs=600)
+    clock = clock or FakeClock()
+    dense = Subject(name="dense", open=lambda: FakeRunner(clock, dense_ms, **runner), macs=1000)
+    reduced = Subject(name="reduced", open=lambda: FakeRunner(clock, reduced_ms, **runner), macs=600)
     return bench(
-        (dense, reduced), FEEDS, batches, PLAN, streams=streams, flush_l2=flush_l2, described=MACHINE, clock=clock
+        (dense, reduced),
+        FEEDS,
+        batches,
+        plan,
+        streams=streams,
+        flush_l2=flush_l2,
+        described=MACHINE,
+        clock=clock,
+        made_s=made_s,
     )
 
 
@@ -191,7 +217,7 @@ def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPat
             raise MemoryError("Unable to allocate 38.6 GiB")
         return rows_of(feeds, slice(batch))
 
-    monkeypatch.setattr("perf.bench.bench.batch_of", gathered)
+    monkeypatch.setattr("perf.bench.station.batch_of", gathered)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 
@@ -202,6 +228,155 @@ def test_a_lack_of_the_machine_ends_the_sweep() -> None:
 
     with pytest.raises(Missing):
         measured(lacking, lambda batch: 1.0)
+
+
+def wandering(call: int) -> float:
+    """Up and down by a tenth, so that no interval narrows to nothing."""
+    return 1.0 + 0.1 * ((call * 7) % 11 - 5) / 5
+
+
+ENDLESS = Plan(half_width_rel=1e-9)
+CALLS_MS = st.sampled_from([0.3, 2.0, 30.0, 200.0, 1500.0, 9000.0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(CALLS_MS, CALLS_MS, st.sampled_from([0.2, 3.0, 20.0]), st.booleans(), st.sampled_from([1, 3]), st.data())
+def test_all_that_batch_sizes_cost_is_within_their_time_limit(
+    dense_ms: float, reduced_ms: float, limit_s: float, audit: bool, streams: int, data: st.DataObject
+) -> None:
+    """Opening, first calls that are slow, warm-up, A/A run, audit: but for a call that was under way."""
+    clock = FakeClock()
+    cold, minimum = data.draw(st.sampled_from([1.0, 6.0])), data.draw(st.sampled_from([0.0, 0.2, 5.0]))
+    plan = replace(ENDLESS, time_limit_s=limit_s, audit_rounds=8 * audit, warm_up_min_s=minimum)
+    record = measured(
+        lambda batch: dense_ms,
+        lambda batch: reduced_ms,
+        (4,),
+        plan=plan,
+        streams=streams,
+        clock=clock,
+        opening_ms=limit_s * 1e3 / 10 / streams,
+        uneven=lambda call: wandering(call) * (cold if call == 0 else 1.0),
+    )
+    longest_s = streams * cold * 1.1 * max(dense_ms, reduced_ms) / 1e3
+    assert clock.now_ns / 1e9 <= limit_s + longest_s
+    (row,) = record.rows
+    assert (row.stop == "out of time") == (summarise(record).rows[0].speedup is None)
+    assert bool(record.warnings) or row.stop != "out of time"
+
+
+def test_a_batch_size_without_time_is_said_so_and_the_others_are_measured_as_alone() -> None:
+    clock, log = FakeClock(), list[int]()
+    plan = replace(PLAN, time_limit_s=3.0)
+    dense, reduced = (lambda batch: 10.0 * batch), (lambda batch: 8.0 * batch)
+    record = measured(dense, reduced, (100, 1, 400), plan=plan, clock=clock, log=log)
+    late, fast, larger = record.rows
+    assert (late.stop, fast.stop, larger.stop) == ("out of time", "narrow", "out of time")
+    assert log.count(100) == 2  # of the dense model, whose first call might have been slow alone
+    assert log.count(400) == 0
+    alone = measured(dense, reduced, (1,), plan=plan)
+    assert summarise(record).rows[1] == summarise(alone).rows[0]
+    # 2 s of calls, and 1.5 x 1.1 x 13 calls of 1 s of either, as the reduced model's are not known.
+    words = "it takes about 45 s, the limit is 3 s; give --time-limit 45"
+    assert late.trials["dense"].message == late.trials["reduced"].message == words
+    assert late.trials["dense"].warm_up_samples_ms == (1000.0, 1000.0)
+    assert f"batch 100, not measured: {words}" in record.warnings
+    assert "batch 400, not measured: going by batch 100 it takes about 180 s" in " ".join(record.warnings)
+    read = summarise(record)
+    assert [row.speedup is None for row in read.rows] == [True, False, True]
+    assert read.knee is None
+    assert clock.now_ns / 1e9 < 2 + 3
+
+
+def test_the_time_that_is_advised_is_enough() -> None:
+    def asked(limit_s: float) -> Bench:
+        plan = replace(ENDLESS, time_limit_s=limit_s)
+        return measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, opening_ms=100.0, uneven=wandering)
+
+    (late,) = asked(1.5).rows
+    assert late.stop == "out of time"
+    advised = float(str(late.trials["dense"].message).rpartition(" ")[2])
+    row = summarise(asked(advised)).rows[0]
+    assert row.speedup is not None
+    assert row.speedup.is_bounded
+    assert row.noise is None
+    again = asked(3 * advised)
+    assert summarise(again).rows[0].noise is not None
+    assert not any("A/A" in warning for warning in again.warnings)
+
+
+def test_an_audit_or_an_a_a_run_without_time_is_left_out_and_said_so() -> None:
+    plan = replace(ENDLESS, time_limit_s=5.0, audit_rounds=8)
+    record = measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, uneven=wandering)
+    row = summarise(record).rows[0]
+    assert row.speedup is not None
+    assert row.speedup.is_bounded
+    assert (row.noise, row.repeats) == (None, {})
+    told = " ".join(record.warnings)
+    assert "batch 8, no time for the A/A run" in told
+    assert "batch 8, reduced: no time to try it on varied batches" in told
+
+
+def test_a_slow_first_call_is_no_reason_not_to_measure() -> None:
+    record = measured(lambda b: 5.0, lambda b: 4.0, (8,), uneven=lambda call: 200.0 if call == 0 else 1.0)
+    assert record.rows[0].stop == "narrow"
+
+
+def test_a_first_call_that_takes_all_the_time_is_told_without_a_guess() -> None:
+    record = measured(lambda b: 5.0, lambda b: 4.0, uneven=lambda call: 2000.0 if call == 0 else 1.0)
+    assert [row.stop for row in record.rows] == ["out of time"] * 2  # the larger batch size is tried for itself
+    assert "binding it and its first call took 10 s of 5; give a longer --time-limit" in record.warnings[0]
+
+
+def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
+    clock, plan = FakeClock(), replace(PLAN, noise_rounds=0)
+
+    def uneven(call: int) -> float:
+        return 60.0 if clock.now_ns / 1e9 > 0.55 else 1.0
+
+    record = measured(lambda b: 10.0, lambda b: 8.0, (8,), plan=plan, clock=clock, uneven=uneven)
+    row = summarise(record).rows[0]
+    assert (record.rows[0].stop, 0 < row.rounds < 6) == ("time limit", True)
+    assert row.speedup is not None
+    assert not row.speedup.is_bounded
+    assert "rounds are too few for an interval, 6 make one" in " ".join(record.warnings)
+
+
+def test_opening_is_part_of_the_time_in_equal_shares() -> None:
+    def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
+        clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0, noise_rounds=0)
+        record = measured(
+            lambda b: 10.0,
+            lambda b: 8.0,
+            plan=plan,
+            clock=clock,
+            made_s=made_s,
+            opening_ms=opening_ms,
+            uneven=wandering,
+        )
+        assert all(row.speedup is not None and row.speedup.is_bounded for row in summarise(record).rows)
+        return clock.now_ns / 1e9, record
+
+    assert limited(0.0)[0] == pytest.approx(8.0, abs=0.4)
+    assert limited(1000.0)[0] == pytest.approx(8.0, abs=0.4)
+    assert limited(0.0, made_s=3.0)[0] == pytest.approx(5.0, abs=0.4)
+    took_s, record = limited(9000.0)
+    assert took_s == pytest.approx(18.0 + 2 * 2.0, abs=0.4)
+    assert record.warnings[0].startswith("exporting and loading took 18 s of the 8 s that 2 batch sizes have")
+
+
+def test_one_subject_alone_is_held_to_the_limit_too() -> None:
+    def reduced(batch: int) -> float:
+        return 2000.0 if batch == 64 else 200.0
+
+    clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0)
+    record = measured(out_of_memory_from(8, 1.0), reduced, (8, 1, 64), plan=plan, clock=clock)
+    assert [row.stop for row in record.rows] == ["one subject only", "time limit", "out of time"]
+    assert {name: trial.status for name, trial in record.rows[2].trials.items()} == {
+        "dense": "oom",
+        "reduced": "out of time",
+    }
+    assert clock.now_ns / 1e9 <= 3 * 4.0
 
 
 @pytest.mark.parametrize(

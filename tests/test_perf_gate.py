@@ -21,7 +21,7 @@ from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import ImageSet, Link, LinkKind, Parity, link
 from perf.parity.tolerance import limits
-from perf.record.runs import Bench, BenchTrial, Block, Row, SubjectRecord
+from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Block, Row, SubjectRecord
 from perf.stats.compare import compare, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
@@ -236,6 +236,26 @@ def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decid
     undecided = one("speedup@b8 < 1.2", with_trial(plain(), "dense", oom))
     assert undecided.verdict == "INCONCLUSIVE"
     assert one("p50@b8 > 9", with_trial(plain(), "dense", oom)).verdict == "PASS"
+
+
+def test_a_batch_size_without_time_decides_nothing_and_says_why() -> None:
+    why = "it takes about 14 s, the limit is 3 s; give --time-limit 14"
+    unmeasured = replace(
+        row_of(8, {}), trials=dict.fromkeys(("dense", "reduced"), BenchTrial(status=OUT_OF_TIME, message=why)),
+        stop=OUT_OF_TIME,
+    )  # fmt: skip
+    late = bench_of(unmeasured, row_of(1, {"dense": noisy(10.0), "reduced": noisy(8.0, seed=1)}))
+    for rule in ("speedup@b8 < 1.2", "p50@b8 > 9", "p99@b8 > dense", "throughput@b8 < 100", "peak_memory_bytes@b8 > 9"):
+        judged = one(rule, late)
+        assert (judged.verdict, judged.value) == ("INCONCLUSIVE", None), rule
+        assert f"reduced was not measured at batch 8: {why}" in judged.message
+    assert one("speedup@b1 < 1.2", late).verdict == "PASS"
+    against = "p50@b8 > baseline * 1.03"
+    assert one(against, late, plain()).verdict == one(against, plain(), late).verdict == "INCONCLUSIVE"
+    assert judge([rule_from_text(against)], Evidence(bench=late), starting=True).verdict == "INCONCLUSIVE"
+    rows = {(row.batch, row.subject): row for row in compare(plain(), late).rows}
+    assert (rows[8, "reduced"].ratio, rows[8, "reduced"].change) == (None, "unknown")
+    assert "| 8 | reduced | 8 | out of time | - | unknown |" in markdown_from_comparison(compare(plain(), late))
 
 
 def test_baseline_rules() -> None:

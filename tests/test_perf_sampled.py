@@ -1,6 +1,5 @@
 """Outputs of timed calls equal plain ones; where they don't, it is said."""
 
-from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from perf.bench.sampled import SampledRunner
-from perf.parity.structure import StructuralTest
+from perf.bench.station import Station
 from perf.runners.module import ModuleRunner
 
 
@@ -28,18 +26,19 @@ class Forgetful(nn.Module):
 
 @pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
 def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
-    found: list[StructuralTest] = []
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
-    plain = ModuleRunner(Forgetful(honest))
-    with SampledRunner("reduced", plain, found.append) as runner:
-        bound = runner.bind({"images": images})
+    with ModuleRunner(Forgetful(honest)) as runner:
+        station = Station("reduced", (runner,), None, None)
+        bound = station.bind({"images": images})
         bound.laps(2, perf_counter_ns)
-    assert [(each.candidate, each.status) for each in found] == [("reduced at batch 4", status)]
-    assert found[0].test == "timed-run"
+        (found,) = station.tests()
+        assert station.tests() == []  # it was let go of
+    assert (found.candidate, found.status) == ("reduced at batch 4", status)
+    assert found.test == "timed-run"
 
 
-def test_an_unused_runner_says_nothing(tmp_path: Path) -> None:
-    found: list[StructuralTest] = []
-    with SampledRunner("dense", ModuleRunner(Forgetful(9)), found.append) as runner:
-        assert runner.describe()["backend"] == "torch"
-    assert found == []
+def test_what_was_bound_and_not_timed_says_nothing() -> None:
+    with ModuleRunner(Forgetful(9)) as runner:
+        station = Station("dense", (runner,), None, None)
+        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
+        assert station.tests() == []

@@ -160,3 +160,12 @@ def test_trend_score_of_a_rising_series_by_hand() -> None:
 def test_coefficient_of_variation() -> None:
     assert coefficient_of_variation([4.0, 6.0]) == pytest.approx(math.sqrt(2) / 5)
     assert coefficient_of_variation([4.0]) == 0.0
+
+
+def test_an_interval_is_told_with_its_bounds_or_without() -> None:
+    known = Interval(value=1.25, low=1.2, high=1.3111)
+    assert known.words() == "1.25 (1.20 to 1.31)"
+    assert known.words(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
+    assert known.figures == (1.25, 1.2, 1.3111)
+    few = ratio_of_medians([np.array([3.0])] * 5, [np.array([2.0])] * 5)
+    assert (few.is_bounded, few.words(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))

@@ -28,7 +28,7 @@ runpy.run_path(sys.argv[2])["look_up_once"]()
 from corp_deploy.demo import run
 from corp_deploy.demo.calls import DemoScale
 from corp_deploy.cli import main
-run.SCALE = DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=0.2)
+run.SCALE = DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=2.0)
 main(["demo", "-o", sys.argv[1]])
 """
 # The lines of the start page, one after the other.

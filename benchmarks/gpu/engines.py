@@ -146,7 +146,7 @@ def in_tensorrt(dense: Path, reduced: Path) -> Any:
         built(path, "tensorrt")
     plans = (path.with_suffix(".plan") for path in (dense, reduced))
     running = RunOptions(device="cuda", mode="cuda_graph")
-    return measure(*plans, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=running)
+    return measure(*plans, batches=BATCHES, plan=Plan(time_limit_s=10.0), running=running)
 
 
 def in_onnxruntime(dense: Path, reduced: Path) -> Any:
@@ -154,7 +154,7 @@ def in_onnxruntime(dense: Path, reduced: Path) -> Any:
     from corp_deploy.proof.speed import measure
     from perf.timing.laps import Plan
 
-    return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=2.0), running=RunOptions(provider="cuda"))
+    return measure(dense, reduced, batches=BATCHES, plan=Plan(time_limit_s=10.0), running=RunOptions(provider="cuda"))
 
 
 def proved(setting: Setting, backend: str | None) -> Row:

@@ -17,7 +17,7 @@ from benchmarks.gpu.subjects import Images, Subject
 from perf.record.runs import Block
 from perf.stats.quiet import samples
 from perf.stats.stats import Interval, median_interval, rate_interval, ratio_of_medians
-from perf.stats.summary import finite, realised_share
+from perf.stats.summary import realised_share
 from perf.timing.laps import Bound, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch
@@ -50,7 +50,7 @@ def estimate_s(macs: int, batch: int, subjects: int, compiled: int, setting: Set
 
 def figures(interval: Interval | None) -> list[float | None] | None:
     """Value, low, high; an open end is null."""
-    return None if interval is None else [interval.value, finite(interval.low), finite(interval.high)]
+    return None if interval is None else list(interval.figures)
 
 
 def bounds_of(subjects: Mapping[str, Subject], images: Images) -> tuple[dict[str, Bound], dict[str, str]]:

@@ -10,6 +10,7 @@ import click
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.views.console import Output
+from ground.errors import EXIT_INCONCLUSIVE
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 
 from .input_choice import text_option
@@ -109,7 +110,8 @@ plan_options = value_options(
         type=Number(SECONDS),
         default=20.0,
         show_default=True,
-        help="Seconds per batch size, at most.",
+        help="Seconds per batch size, at most, with loading, warm-up and A/A run; a call under way is not broken off. "
+        "What there is no time for is said to be unmeasured.",
     ),
     click.option(
         "--half-width",
@@ -194,7 +196,7 @@ def bench(
     """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
 
     Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code
-    (--trust-code, with --images FILE.npy of what they take).
+    (--trust-code, with --images FILE.npy of what they take). Exit code 3 where no batch size could be measured in time.
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
@@ -221,3 +223,5 @@ def bench(
     for warning in measured.warnings:
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
+    if not measured.is_timed:
+        click.get_current_context().exit(EXIT_INCONCLUSIVE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_FAILED
+from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
 from ground.quantities import ERROR, SEED, THREADS, TOKENS
 from ground.quantity import BATCH
 
@@ -152,7 +152,8 @@ def bench_decoder_command(
 ) -> None:
     """Time prefill and decoding of DENSE against REDUCED in ONNX Runtime, interleaved, with an A/A run beside them.
 
-    Both are directories of export-decoder, or plain ones of transformers, which are exported to FP32 first.
+    Both are directories of export-decoder, or plain ones of transformers, which are exported to FP32 first. Every
+    length and every batch size has the time limit for itself. Exit code 3 where none could be measured in time.
 
     Example: corp-deploy bench-decoder dense/onnx reduced/onnx -o decoders.json
     """
@@ -175,3 +176,5 @@ def bench_decoder_command(
         out.warn(warning)
     caches = cache_table(measured.caches, length=load.cached, batch=max(load.batches))
     out.result(decoder_record(measured), prefill_table(measured), decode_table(measured), caches)
+    if not measured.is_timed:
+        click.get_current_context().exit(EXIT_INCONCLUSIVE)

@@ -41,6 +41,8 @@ def latency_table(
 ) -> None:
     """Measure what a block costs at each width on this machine, for `reduce --latency`.
 
+    There is no time limit: every width is timed for 8 rounds.
+
     Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
     """
     from corp_deploy.planning.latency import LatencyTarget, measure_tables

@@ -263,7 +263,7 @@ def _answers(sweep: SweepChoice, points: "list[SweepPoint]", least: float, input
         speed = point.speed_at(batch)
         assert speed is not None
         assert speed.speedup is not None
-        gain = f"{speed.speedup.value:.2f} times dense ({speed.speedup.low:.2f} to {speed.speedup.high:.2f})"
+        gain = speed.speedup.words(bounds=" times dense ({} to {})")
         lines.append(
             f"fastest with {least:.2%} agreement at batch {batch}: {sweep.words_of(point, inputs, options)} ({gain})"
         )

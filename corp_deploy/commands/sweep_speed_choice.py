@@ -65,7 +65,7 @@ speed_options = value_options(
         type=Number(SECONDS),
         default=5.0,
         show_default=True,
-        help="Seconds per trial and batch size, at most.",
+        help="Seconds per trial and batch size, at most, with loading, warm-up and A/A run.",
     ),
     click.option(
         "--half-width",

@@ -42,6 +42,7 @@ def demo_record(demo: Demo) -> dict[str, Any]:
                 name: {
                     "p50_ms": None if side.p50_ms is None else side.p50_ms.value,
                     "images_per_s": None if side.throughput is None else side.throughput.value,
+                    "status": side.status,
                 }
                 for name, side in row.sides.items()
             },
@@ -78,6 +79,8 @@ def demo_tables(record: dict[str, Any]) -> tuple[Table, Table]:
         ):
             if row["dense"][key] is not None and row["reduced"][key] is not None:
                 _compared(table, words.format(row["batch"]), row["dense"][key], row["reduced"][key], form)
+            else:
+                table.add_row(words.format(row["batch"]), row["dense"]["status"], row["reduced"]["status"], "")
     repair = Table("same widths", "relative logit error", "agreement", "accuracy")
     for effect in record["effects"]:
         figures = f"{effect['relative_error']:.4f}", f"{effect['agreement']:.1%}", f"{effect['accuracy']:.1%}"

@@ -38,6 +38,9 @@ from .sparsity import with_sparsity
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
 
+# Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
+SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
+
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
@@ -266,7 +269,7 @@ def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
     """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
     with tempfile.TemporaryDirectory() as scratch:
         save(dense, Path(scratch))
-        bench = measure(Path(scratch), directory, batches=(batch,), plan=Plan(time_limit_s=5.0, noise_rounds=0))
+        bench = measure(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)
     (row,) = summarise(bench).rows
     if row.speedup is None:
         raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(bench.warnings)}")

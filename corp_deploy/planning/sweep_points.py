@@ -8,7 +8,7 @@ from typing import Any
 
 from ground.effort import Effort
 from ground.errors import BadInput
-from ground.records import Figure, json_from_record
+from ground.records import json_from_record
 from perf.record.fitted import FittedInputs
 from perf.stats.stats import Interval
 from perf.stats.summary import SummaryRow
@@ -27,15 +27,6 @@ class OutputScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A measured value with its 95 % interval, whose ends are endless where there were too few rounds."""
-
-    value: float
-    low: Figure
-    high: Figure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedAtBatch:
     """A reduced model beside the dense one at one batch size, interleaved in one process; times in milliseconds.
 
@@ -44,14 +35,14 @@ class SpeedAtBatch:
     """
 
     batch: int
-    p50_ms: Span | None
+    p50_ms: Interval | None
     p90_ms: float | None
-    images_per_s: Span | None
-    dense_p50_ms: Span | None
+    images_per_s: Interval | None
+    dense_p50_ms: Interval | None
     dense_p90_ms: float | None
-    dense_images_per_s: Span | None
-    speedup: Span | None
-    noise: Span | None
+    dense_images_per_s: Interval | None
+    speedup: Interval | None
+    noise: Interval | None
     disturbed: bool
     message: str = ""
 
@@ -142,23 +133,19 @@ class DensePoint:
     top5: float | None = None
 
 
-def _span(value: Interval | None) -> Span | None:
-    return None if value is None else Span(value=value.value, low=value.low, high=value.high)
-
-
 def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
     """One batch size of a bench record, as a sweep keeps it."""
     one, other = row.sides[dense], row.sides[reduced]
     return SpeedAtBatch(
         batch=row.batch,
-        p50_ms=_span(other.p50_ms),
+        p50_ms=other.p50_ms,
         p90_ms=None if other.p90_ms is None else other.p90_ms.value,
-        images_per_s=_span(other.throughput),
-        dense_p50_ms=_span(one.p50_ms),
+        images_per_s=other.throughput,
+        dense_p50_ms=one.p50_ms,
         dense_p90_ms=None if one.p90_ms is None else one.p90_ms.value,
-        dense_images_per_s=_span(one.throughput),
-        speedup=_span(row.speedup),
-        noise=_span(row.noise),
+        dense_images_per_s=one.throughput,
+        speedup=row.speedup,
+        noise=row.noise,
         disturbed=row.disturbed,
         message=other.message or one.message or "",
     )

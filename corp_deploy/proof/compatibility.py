@@ -99,5 +99,5 @@ def latencies_of(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
     return tuple(
         PricedLatency(target=target, batch=batch, ratio=1 / each.value, low=1 / each.high, high=1 / each.low)
         for batch, each in rows
-        if each is not None and each.low > 0
+        if each is not None and each.is_bounded and each.low > 0
     )

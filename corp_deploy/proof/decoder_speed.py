@@ -2,18 +2,17 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from corp_deploy.families.decoder_builder import SETTINGS
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, graph_of_directory
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from perf.bench.bench import Subject, bench
-from perf.bench.sampled import SampledRunner
-from perf.parity.structure import StructuralTest
 from perf.record.decoders import DecoderBench, Prefill
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
@@ -57,18 +56,21 @@ def measure_decoders(
 ) -> DecoderBench:
     """Time two directories that export-decoder has written, or plain ones, which are exported to FP32 first.
 
+    The plan's time is that of each length and each batch size, and what exporting takes is part of it.
+
     Raises:
         BadInput: directories that are neither, decoders of different words, or more tokens than one of them can place.
         Missing: a package, the provider or a device is absent.
     """
+    began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         graphs = [_graph(path, Path(scratch) / name) for name, path in zip(NAMES, (dense, reduced), strict=True)]
         _require_comparable(graphs, load)
         every = [(length, 0, (1,)) for length in load.lengths] + [(load.cached + 1, load.cached, load.batches)]
-        benches = []
+        benches, made_s = [], (perf_counter() - began_s) / (len(load.lengths) + len(load.batches))
         for index, (length, cached, batches) in enumerate(every):
             say = None if progress is None else partial(_within, progress, index, len(every))
-            benches.append(_timed(graphs, length, cached, batches, load, plan, command, say))
+            benches.append(_timed(graphs, length, cached, batches, load, plan, command, say, made_s))
     *prefill, decode = benches
     return DecoderBench(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -139,14 +141,12 @@ def _timed(
     plan: Plan,
     command: Sequence[str],
     progress: Progress | None,
+    made_s: float,
 ) -> Bench:
-    heard: list[StructuralTest] = []
-    one, other = (
-        _sampled(_subject(name, graph, length, cached, load), heard) for name, graph in zip(NAMES, graphs, strict=True)
-    )
+    one, other = (_subject(name, graph, length, cached, load) for name, graph in zip(NAMES, graphs, strict=True))
     ids = drawn_ids(graphs[0].vocabulary, sequences=max(batches), length=length, seed=0)
     with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
-        measured = bench(
+        return bench(
             (one, other),
             {IDS: ids},
             batches,
@@ -155,11 +155,5 @@ def _timed(
             command=command,
             watch=watch,
             progress=progress,
+            made_s=made_s * len(batches),
         )
-    wrong = tuple(f"{each.candidate}: {each.reason}" for each in heard if each.status == "FAIL")
-    return replace(measured, warnings=(*wrong, *measured.warnings))
-
-
-def _sampled(subject: Subject, heard: list[StructuralTest]) -> Subject:
-    """The subject with the logits of its timed calls compared when it closes."""
-    return replace(subject, open=lambda: SampledRunner(subject.name, subject.open(), heard.append))

@@ -97,7 +97,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
             {
                 "batch": row.batch,
                 "subject": row.subject,
-                "ratio": None if row.ratio is None else [row.ratio.value, row.ratio.low, row.ratio.high],
+                "ratio": None if row.ratio is None else row.ratio.figures,
                 "change": row.change,
             }
             for row in comparison.rows

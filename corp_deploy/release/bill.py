@@ -84,7 +84,7 @@ def _speed(root: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
         for row in summarise(load_bench(root / bench_name(recipe, target))).rows:
             if (gain := row.speedup) is not None:
                 where = f"{target.name} {target.precision}, batch {row.batch}"
-                value, interval = f"{gain.value:.6g}", _interval(gain.low, gain.high)
+                value, interval = f"{gain.value:.6g}", _interval(gain.low, gain.high) if gain.is_bounded else {}
                 yield {"type": "speed-up", "value": value, "slice": where, **interval}
 
 

@@ -13,7 +13,7 @@ from ground.files import text_from_file
 from perf.parity.logits import LogitMeasures
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench, load_bench
-from perf.stats.summary import finite, summarise
+from perf.stats.summary import summarise
 
 from .names import BENCH, PARITY, graph_name
 from .served import quantised_graph, to_serve
@@ -47,7 +47,7 @@ def _latencies(bench: Bench) -> tuple[Latency, ...]:
     latencies = []
     for row in summary.rows:
         p50 = row.sides[summary.candidate].p50_ms
-        if p50 is not None and finite(p50.low) is not None and finite(p50.high) is not None:
+        if p50 is not None and p50.is_bounded:
             latencies.append(
                 Latency(
                     batch=row.batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high

@@ -199,7 +199,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
 
 
 def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
-    """Dense against reduced in one process."""
+    """Dense against reduced in one process. Raises BadInput where no batch size has the time that it takes."""
     dense, reduced = (dirs.root / path for path in run.arguments)
     plan = Plan(
         time_limit_s=run["time_limit"],
@@ -218,6 +218,8 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
         names=run.options.get("names", ("dense", "reduced")),
         command=run.words,
     )
+    if not measured.is_timed:
+        raise BadInput(f"no batch size could be timed: {'; '.join(measured.warnings)} (in a recipe bench.time_limit_s)")
     with replacing(dirs.into / run["output"]) as temporary:
         save_bench(measured, temporary)
     return measured

@@ -7,8 +7,9 @@ from rich.table import Table
 
 from corp_deploy.proof.decoder_parity import DecoderParity
 from perf.record.decoders import DecoderBench, KvCache
-from perf.stats.stats import Interval
-from perf.stats.summary import SummaryRow, finite, summarise
+from perf.stats.summary import Side, SummaryRow, summarise
+
+from .speed import compared, figures, interval, p50, ratios
 
 
 def bytes_in_words(size: float) -> str:
@@ -63,41 +64,24 @@ def parity_table(parity: DecoderParity) -> Table:
 
 
 def _scientific(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.1e}"
-
-
-def _figures(value: Interval | None) -> list[float | None] | None:
-    return None if value is None else [value.value, finite(value.low), finite(value.high)]
-
-
-def _row(row: SummaryRow) -> dict[str, Any]:
-    return {
-        "status": {name: side.status for name, side in row.sides.items()},
-        "p50_ms": {name: _figures(side.p50_ms) for name, side in row.sides.items()},
-        "speedup": _figures(row.speedup),
-        "noise": _figures(row.noise),
-    }
+    return "not finite" if value is None else f"{value:.1e}"
 
 
 def _rates(row: SummaryRow) -> dict[str, list[float | None] | None]:
     """Tokens a second: a call gives one of each sequence."""
-    return {name: _figures(side.throughput) for name, side in row.sides.items()}
+    return {name: figures(side.throughput) for name, side in row.sides.items()}
 
 
 def decoder_record(record: DecoderBench) -> dict[str, Any]:
     """The tables' figures for machines: value, low, high; the raw samples are in the file."""
     decode = summarise(record.decode).rows
     return {
-        "prefill": [{"length": each.length, **_row(summarise(each.bench).rows[0])} for each in record.prefill],
+        "prefill": [{"length": each.length, **compared(summarise(each.bench).rows[0])} for each in record.prefill],
         "cached": record.cached,
-        "decode": [{"batch": row.batch, **_row(row), "tokens_per_s": _rates(row)} for row in decode],
+        "decode": [{"batch": row.batch, **compared(row), "tokens_per_s": _rates(row)} for row in decode],
         "cache_token_bytes": {name: cache.token_bytes for name, cache in record.caches.items()},
         "warnings": list(record.warnings),
     }
-
-
-def _interval(value: Interval | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
 def prefill_table(record: DecoderBench) -> Table:
@@ -106,7 +90,7 @@ def prefill_table(record: DecoderBench) -> Table:
     table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise")
     for each in record.prefill:
         row = summarise(each.bench).rows[0]
-        table.add_row(f"{each.length} tokens", *_p50(row, one, other), *_ratios(row))
+        table.add_row(f"{each.length} tokens", p50(row.sides[one]), p50(row.sides[other]), *ratios(row))
     return table
 
 
@@ -115,19 +99,10 @@ def decode_table(record: DecoderBench) -> Table:
     one, other = (subject.name for subject in record.decode.subjects)
     table = Table("decoding", "cached", f"{one} tokens/s", f"{other} tokens/s", "speed-up", "A/A noise")
     for row in summarise(record.decode).rows:
-        rates = [row.sides[name].throughput for name in (one, other)]
-        table.add_row(f"batch {row.batch}", str(record.cached), *map(_rate, rates), *_ratios(row))
+        rates = [_rate(row.sides[name]) for name in (one, other)]
+        table.add_row(f"batch {row.batch}", str(record.cached), *rates, *ratios(row))
     return table
 
 
-def _rate(value: Interval | None) -> str:
-    return "-" if value is None else f"{value.value:,.0f} [{value.low:,.0f}, {value.high:,.0f}]"
-
-
-def _p50(row: SummaryRow, *names: str) -> list[str]:
-    sides = [row.sides[name] for name in names]
-    return [_interval(side.p50_ms) if side.status == "ok" else side.status for side in sides]
-
-
-def _ratios(row: SummaryRow) -> tuple[str, str]:
-    return _interval(row.speedup, 3), _interval(row.noise, 3)
+def _rate(side: Side) -> str:
+    return interval(side.throughput, ",.0f") if side.status == "ok" else side.status

@@ -6,15 +6,24 @@ from rich.table import Table
 
 from perf.record.runs import Bench
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, finite, summarise
+from perf.stats.summary import Side, SummaryRow, summarise
+
+BRACKETS = " [{}, {}]"
 
 
-def _interval(value: Interval | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+def interval(value: Interval | None, form: str = ".2f") -> str:
+    """As a cell of a table."""
+    return "-" if value is None else value.words(form, bounds=BRACKETS)
 
 
-def _p50(side: Side) -> str:
-    return _interval(side.p50_ms) if side.status == "ok" else side.status
+def ratios(row: SummaryRow) -> tuple[str, str]:
+    """The speed-up and the noise beside it."""
+    return interval(row.speedup, ".3f"), interval(row.noise, ".3f")
+
+
+def p50(side: Side) -> str:
+    """What became of a side that has no times, in its place."""
+    return interval(side.p50_ms) if side.status == "ok" else side.status
 
 
 def speed_table(bench: Bench) -> Table:
@@ -38,15 +47,24 @@ def speed_table(bench: Bench) -> Table:
             "-" if side.p90_ms is None or side.p90_ms.value is None else f"{side.p90_ms.value:.2f}" for side in sides
         )
         rates = ("-" if side.throughput is None else f"{side.throughput.value:.0f}" for side in sides)
-        table.add_row(
-            str(row.batch), *map(_p50, sides), *tails, *rates, _interval(row.speedup, 3), _interval(row.noise, 3)
-        )
+        table.add_row(str(row.batch), *map(p50, sides), *tails, *rates, *ratios(row))
     return table
 
 
-def _figures(value: Interval | None) -> list[float | None] | None:
-    """Value, low, high; an open end (too few rounds) is null."""
-    return None if value is None else [value.value, finite(value.low), finite(value.high)]
+def figures(value: Interval | None) -> list[float | None] | None:
+    """Value, low, high; bounds are null where there were too few rounds."""
+    return None if value is None else list(value.figures)
+
+
+def compared(row: SummaryRow) -> dict[str, Any]:
+    """A row's figures for machines; `messages` say why there are none."""
+    return {
+        "p50_ms": {name: figures(side.p50_ms) for name, side in row.sides.items()},
+        "status": {name: side.status for name, side in row.sides.items()},
+        "messages": {name: side.message for name, side in row.sides.items() if side.message},
+        "speedup": figures(row.speedup),
+        "noise": figures(row.noise),
+    }
 
 
 def speed_record(bench: Bench) -> dict[str, Any]:
@@ -56,12 +74,9 @@ def speed_record(bench: Bench) -> dict[str, Any]:
         "rows": [
             {
                 "batch": row.batch,
-                "p50_ms": {name: _figures(side.p50_ms) for name, side in row.sides.items()},
-                "images_per_s": {name: _figures(side.throughput) for name, side in row.sides.items()},
-                "status": {name: side.status for name, side in row.sides.items()},
-                "speedup": _figures(row.speedup),
-                "noise": _figures(row.noise),
-                "repeats": {name: _figures(gain) for name, gain in row.repeats.items()},
+                **compared(row),
+                "images_per_s": {name: figures(side.throughput) for name, side in row.sides.items()},
+                "repeats": {name: figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
             }
             for row in summary.rows
@@ -73,8 +88,9 @@ def speed_record(bench: Bench) -> dict[str, Any]:
 
 def repeat_lines(bench: Bench) -> list[str]:
     """How much quicker each is on one batch again and again than on varied ones, where that was asked."""
+    times = "times as quick on one batch again and again as on varied ones"
     return [
-        f"batch {row.batch}, {name}: {_interval(gain, 3)} times as quick on one batch again and again as on varied ones"
+        f"batch {row.batch}, {name}: {gain.words('.3f', bounds=BRACKETS)} {times}"
         for row in summarise(bench).rows
         for name, gain in row.repeats.items()
     ]

@@ -7,9 +7,10 @@ from dataclasses import fields
 
 from rich.table import Table
 
-from corp_deploy.planning.sweep_points import Span, SpeedAtBatch, SweepPoint, batches_of
+from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, batches_of
 from ground.text import csv_cell
 from perf.report.plots import Spot, scatter
+from perf.stats.stats import Interval
 
 LEAST_ERROR = 1e-6
 NESTED = ("outputs", "speeds", "engine", "knobs", "effort", "fronts")
@@ -24,7 +25,7 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
     if speed is None or speed.p50_ms is None:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
-    told = "-" if gain is None else f"{gain.value:.2f} ({gain.low:.2f}-{gain.high:.2f})"
+    told = "-" if gain is None else gain.words(bounds=" ({}-{})")
     return f"{speed.p50_ms.value:.3g}", told + " disturbed" * speed.disturbed
 
 
@@ -88,9 +89,9 @@ def _fused(trial: SweepPoint) -> str:
     return f"{engine.fused_attention} of {engine.attention_sites}"
 
 
-def _at(prefix: str, span: Span | None, batch: int) -> dict[str, object]:
+def _at(prefix: str, figure: Interval | None, batch: int) -> dict[str, object]:
     """A value and its interval as columns."""
-    values = (None, None, None) if span is None else (span.value, span.low, span.high)
+    values = (None, None, None) if figure is None else figure.figures
     return {f"{prefix}{end}@b{batch}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
 
 

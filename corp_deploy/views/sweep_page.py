@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from corp_deploy.planning.calibration_size import CalibrationSize
-from corp_deploy.planning.sweep_points import DensePoint, Span, SweepPoint, batches_of, sentence_of_sweep
+from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
 from perf.record.fitted import FittedInputs
 from perf.report.figure import Figure
 from perf.report.images_plot import AtImages, images_figure, images_table
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter
 from perf.report.table import Table
+from perf.stats.stats import Interval
 
 LEAST = 1e-5
 HOLLOW = "Hollow spots are beaten by another trial in both."
@@ -93,8 +94,8 @@ def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _range(span: Span | None, digits: int) -> str:
-    return "-" if span is None else f"{span.value:.{digits}f}\n{span.low:.{digits}f} to {span.high:.{digits}f}"
+def _range(figure: Interval | None, digits: int) -> str:
+    return "-" if figure is None else figure.words(f".{digits}f", bounds="\n{} to {}")
 
 
 def _share(value: float | None) -> str:

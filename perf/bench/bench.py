@@ -1,28 +1,31 @@
 """Measure a reference and a candidate over a sweep of batch sizes, in one process, side by side."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
-from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_of, feeds_of_ports
-from perf.record.runs import Bench, BenchTrial, Block, Flat, Row, Scalar, SubjectRecord
+from ground.errors import BadInput, Missing
+from ground.feeds import Feeds
+from perf.parity.structure import StructuralTest
+from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
 from perf.runners.memory import Ledger
-from perf.runners.protocol import ParallelStreams, Runner
+from perf.runners.protocol import Runner
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
-from perf.timing.laps import Bound, Clock, Plan, WarmUp, warm_up
-from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
+from perf.timing.laps import Clock, Plan
+from perf.timing.limit import TimeLimit, limit_from_now
+from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, unwatched
 
-from .varied import repeat_blocks
+from .batch_size import BatchSize, least_of
+from .station import Station
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
+OPENING_SHARE = 1 / 2  # of the time limit, at most: opening that takes longer is told, and nothing more can be done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +58,6 @@ class Subject:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Station:
-    """An opened subject: its runners (as many as streams) and the memory booked on them."""
-
-    name: str
-    runners: tuple[Runner, ...]
-    ledger: Ledger | None
-    pool: ThreadPoolExecutor | None
-
-    def bind(self, feeds: Feeds) -> Bound:
-        bounds = tuple(runner.bind(feeds_of_ports(feeds, runner.inputs)) for runner in self.runners)
-        return bounds[0] if self.pool is None else ParallelStreams(bounds, self.pool)
-
-
 def bench(
     subjects: tuple[Subject, Subject],
     feeds: Feeds,
@@ -82,8 +71,12 @@ def bench(
     clock: Clock = perf_counter_ns,
     watch: Watch = unwatched,
     progress: Progress | None = None,
+    made_s: float = 0.0,
 ) -> Bench:
     """Time the first subject against the second, and the first against itself, at every batch size.
+
+    Opening the subjects is part of the time that the batch sizes have, in equal shares of those to come; no batch size
+    takes of another's. What couldn't be measured in its time stays as a row that says so.
 
     Args:
         feeds: by input, [N, ...]; a batch takes the first of N, over again when N is smaller. Where there is one
@@ -93,6 +86,7 @@ def bench(
         described: the machine; None looks.
         watch: asked between blocks, see perf.timing.watch.watching.
         progress: called with the share done and what is being done.
+        made_s: seconds that making the subjects took for these batch sizes already.
 
     Raises:
         BadInput: the subjects, feeds, batch sizes or streams make no measurement.
@@ -100,17 +94,36 @@ def bench(
     """
     _require_sweep(subjects, batches, streams)
     reference, candidate = subjects
-    rows: list[Row] = []
+    names = [reference.name, candidate.name, *([reference.name + AGAIN] if plan.noise_rounds else [])]
+    rows, tests = list[Row](), list[StructuralTest]()
     with ExitStack() as stack:
-        stations = {subject.name: _opened(subject, subject.name, streams, stack) for subject in subjects}
-        if plan.noise_rounds:
-            again = reference.name + AGAIN
-            stations[again] = _opened(reference, again, streams, stack)
+        began = clock()
+        stations = [
+            _opened(subject, name, streams, stack) for subject, name in zip((*subjects, reference), names, strict=False)
+        ]
+        stack.enter_context(quick_garbage_collection())
+        opening_s = owed_s = made_s + (clock() - began) / 1e9
         for index, batch in enumerate(batches):
-            say = _within(progress, index, len(batches), f"batch {batch}")
-            rows.append(_row(stations, feeds, batch, plan, clock, watch, say))
+            before_s = owed_s / (len(batches) - index)
+            limit = limit_from_now(clock, plan.time_limit_s - min(before_s, OPENING_SHARE * plan.time_limit_s))
+            size = BatchSize(
+                batch=batch,
+                feeds=feeds,
+                stations=stations,
+                plan=plan,
+                limit=limit,
+                before_s=before_s,
+                watch=watch,
+                say=_within(progress, index, len(batches), f"batch {batch}", limit),
+            )
+            slow = _too_slow_below(rows, batch)
+            row, own = size.timed() if slow is None else (size.as_slow_as(slow), [])
+            rows.append(row)
+            tests += own
+            # What was done in less than the whole limit pays for the opening, what took longer is no other's loss.
+            owed_s -= min(owed_s, plan.time_limit_s - min(limit.spent_s, limit.limit_s))
         _require_measured(rows)
-        descriptions = [stations[subject.name].runners[0].describe() for subject in subjects]
+        descriptions = [station.runners[0].describe() for station in stations]
     settings: dict[str, Scalar] = {
         **asdict(plan),
         "warm_up_rule": plan.warm_up_rule,
@@ -125,7 +138,7 @@ def bench(
         settings=settings,
         subjects=(reference.described(descriptions[0]), candidate.described(descriptions[1])),
         rows=tuple(rows),
-        warnings=tuple(warnings_of(rows)),
+        warnings=(*_wrong(tests), *_long_opening(opening_s, len(batches), plan), *warnings_of(rows)),
     )
 
 
@@ -147,7 +160,7 @@ def _require_measured(rows: Sequence[Row]) -> None:
         fared = "; ".join(f"batch {batch}: {trial.message}" for batch, trial in trials.items())
         if all(trial.status == "failed" for trial in trials.values()):
             raise Missing(f"{name} failed at every batch size, so there is nothing to compare: {fared}")
-        if not any(row.blocks for row in rows) and all(trial.status != "ok" for trial in trials.values()):
+        if not any(row.blocks for row in rows) and all(trial.status in ("oom", "failed") for trial in trials.values()):
             raise Missing(f"nothing could be measured, {name} at no batch size: {fared}; ask for smaller --batch")
 
 
@@ -168,107 +181,30 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
     return Station(name, runners, ledger, pool)
 
 
-def _row(
-    stations: dict[str, Station], feeds: Feeds, batch: int, plan: Plan, clock: Clock, watch: Watch, say: Progress
-) -> Row:
-    reference, candidate = tuple(stations)[:2]
-    again = reference + AGAIN
-    say(0.0, "warm-up")
-    ready = {name: _prepared(station, feeds, batch, plan, clock) for name, station in stations.items()}
-    bounds = {name: one.bound for name, one in ready.items() if one.bound is not None}
-    call_ms = min((one.call_ms for one in ready.values() if one.bound is not None), default=plan.block_ms)
-    calls = calls_per_block(call_ms, plan.block_ms)
-
-    noise: tuple[Block, ...] = ()
-    if reference in bounds and again in bounds:
-        pair = {reference: bounds[reference], again: bounds[again]}
-        counted = _counted(say, plan.noise_rounds)
-        noise = measure_rounds(pair, plan.noise_rounds, calls=calls, clock=clock, watch=watch, on_round=counted)
-    alive = {name: bounds[name] for name in (reference, candidate) if name in bounds}
-    blocks: tuple[Block, ...] = ()
-    stop = "nothing to measure"
-    if len(alive) == 2:
-        timed = _timed(say, clock, plan.time_limit_s)
-        blocks, stop = measure_pair(alive, plan, calls=calls, clock=clock, watch=watch, on_round=timed)
-    elif alive:
-        blocks = measure_rounds(alive, plan.min_rounds, calls=calls, clock=clock, watch=watch)
-        stop = "one subject only"
-    audited = (reference, candidate) if plan.audit_rounds else ()
-    repeats = {
-        name: _repeats(stations[name], feeds, batch, plan, calls, clock, watch) for name in audited if name in bounds
-    }
-    return Row(
-        batch=batch,
-        trials={name: ready[name].trial for name in (reference, candidate)},
-        calls_per_block=calls,
-        settle_calls=settle_calls(calls),
-        stop=stop,
-        blocks=blocks,
-        noise_blocks=noise,
-        repeat_blocks=repeats,
-    )
+def _too_slow_below(rows: Sequence[Row], batch: int) -> Row | None:
+    """The largest of the smaller batch sizes that had no time for an interval: a larger one has it less."""
+    slow = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME and least_of([*row.trials.values()])]
+    return max(slow, key=lambda row: row.batch, default=None)
 
 
-def _repeats(
-    station: Station, feeds: Feeds, batch: int, plan: Plan, calls: int, clock: Clock, watch: Watch
-) -> tuple[Block, ...]:
-    """None where there is no memory for so many batches at once: what was measured before stays."""
-    try:
-        return repeat_blocks(station.bind, feeds, batch, plan, calls=calls, clock=clock, watch=watch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return ()
+def _wrong(tests: Sequence[StructuralTest]) -> Iterator[str]:
+    """What was timed must be what a plain call, and so `verify`, gives."""
+    return (f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    trial: BenchTrial
-    bound: Bound | None = None
-    call_ms: float = math.inf
+def _long_opening(opening_s: float, count: int, plan: Plan) -> Iterator[str]:
+    if opening_s > OPENING_SHARE * plan.time_limit_s * count:
+        yield (
+            f"exporting and loading took {opening_s:.2g} s of the {plan.time_limit_s * count:g} s that "
+            f"{count} batch sizes have at --time-limit {plan.time_limit_s:g}; each had half of its own all the same"
+        )
 
 
-def _prepared(station: Station, feeds: Feeds, batch: int, plan: Plan, clock: Clock) -> _Prepared:
-    """Gather the batch, bind, warm up; to run out of memory or fail is a finding about it, not the sweep's end."""
+def _within(progress: Progress | None, index: int, count: int, what: str, limit: TimeLimit) -> Callable[[str], None]:
+    """Progress inside one of `count` equal parts, by the clock: how many rounds will do isn't known beforehand."""
 
-    def work() -> tuple[Bound, WarmUp]:
-        bound = station.bind(batch_of(feeds, batch))
-        return bound, warm_up(bound, plan, clock)
-
-    ledger = station.ledger
-    try:
-        (bound, warmed), peak = (work(), None) if ledger is None else ledger.phase(work)
-    except (BadInput, Missing):
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"[:500]
-        return _Prepared(trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message))
-    trial = BenchTrial(
-        status="ok",
-        warm_up_samples_ms=warmed.samples_ms,
-        warm_up_flat=warmed.flat,
-        peak_memory_bytes=peak,
-        peak_memory_method=None if ledger is None else ledger.gauge.method,
-    )
-    return _Prepared(trial=trial, bound=bound, call_ms=warmed.call_ms())
-
-
-def _within(progress: Progress | None, index: int, count: int, what: str) -> Progress:
-    """Progress inside one of `count` equal parts."""
-
-    def say(share: float, text: str) -> None:
+    def say(text: str) -> None:
         if progress is not None:
-            progress((index + share) / count, f"{what}: {text}")
+            progress((index + min(limit.spent_s / limit.limit_s, 1.0)) / count, f"{what}: {text}")
 
     return say
-
-
-def _counted(say: Progress, rounds: int) -> Callable[[int], None]:
-    """Progress of the A/A run: from a tenth to three tenths of a row."""
-    return lambda done: say(0.1 + 0.2 * done / rounds, f"against itself, round {done}")
-
-
-def _timed(say: Progress, clock: Clock, limit_s: float) -> Callable[[int], None]:
-    """Progress of the comparison by the clock, since how many rounds will do is not known beforehand."""
-    started = clock()
-    return lambda done: say(0.3 + 0.7 * min((clock() - started) / 1e9 / limit_s, 1.0), f"side by side, round {done}")

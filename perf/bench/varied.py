@@ -13,11 +13,13 @@ import numpy as np
 from ground.feeds import Feeds, batch_of
 from perf.record.runs import Block
 from perf.stats.repeats import ONE, VARIED
-from perf.timing.laps import Bound, Clock, Laps, Plan
+from perf.timing.laps import Bound, Clock, Laps
+from perf.timing.limit import TimeLimit
 from perf.timing.rounds import measure_rounds
 from perf.timing.watch import Watch
 
 BATCHES = 4
+CALLS_AROUND = 2 * BATCHES + BATCHES + 1  # ahead of the rounds, and the plain ones that answers are held against
 
 
 def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
@@ -65,20 +67,25 @@ def joined(laps: list[Laps]) -> Laps:
     )
 
 
+def calls_in_turns(calls: int) -> int:
+    """About so many calls, in whole turns over the bound batches."""
+    return max(round(calls / BATCHES), 1) * BATCHES
+
+
 def repeat_blocks(
     bind: Callable[[Feeds], Bound],
     feeds: Feeds,
     batch: int,
-    plan: Plan,
+    rounds: int,
     *,
     calls: int,
-    clock: Clock,
+    limit: TimeLimit,
     watch: Watch,
 ) -> tuple[Block, ...]:
     """Both ways measured in rounds, in turns over equally many bound batches. A round has whole turns of them."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
     pair = {VARIED: InTurns(tuple(varied)), ONE: InTurns((bind(batch_of(feeds, batch)),) * BATCHES)}
     for bound in pair.values():
-        bound.laps(BATCHES, clock)
-    turns = max(round(calls / BATCHES), 1) * BATCHES
-    return measure_rounds(pair, plan.audit_rounds, calls=turns, clock=clock, watch=watch)
+        bound.laps(BATCHES, limit.clock)
+    turns = calls_in_turns(calls)
+    return measure_rounds(pair, rounds, calls=turns, clock=limit.clock, watch=watch, limit_s=limit.left_s)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from ground.errors import BadInput
 from perf.parity.own_metric import OwnMetric
 from perf.parity.parity import Link, Parity
-from perf.record.runs import Bench, SubjectRecord
+from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
 from perf.stats.quiet import samples
 from perf.stats.repeats import remembered
 from perf.stats.stats import Interval, needed_samples, percentile_interval
@@ -103,8 +103,9 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
         raise BadInput(f"rule {rule.text!r}: {where} was not measured at batch {rule.batch}, only at {batches}")
     side = row.sides[subject]
     if side.status != "ok":
-        what = "ran out of memory" if side.status == "oom" else "failed"
-        return Reading(interval=None, broken=f"{subject} {what} at batch {row.batch}: {side.message}")
+        why = f"{subject} {FARED[side.status]} at batch {row.batch}: {side.message}"
+        late = side.status == OUT_OF_TIME
+        return Reading(interval=None, doubt=why if late else None, broken=None if late else why)
     reading = _timed_interval(bench, rule, row, subject)
     return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or _doubt(bench, row))
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from perf.record.runs import differing_keys
-from perf.stats.stats import Interval
-from perf.stats.summary import finite
+from perf.stats.stats import UNBOUNDED, Interval
 
 from .evidence import Evidence, Reading, exact, own_metric
 from .rule import BASELINE, TIMED, Rule
@@ -97,7 +96,7 @@ def _started(rule: Rule, now: Evidence) -> JudgedRule:
         return _worded(rule, "FAIL", value.broken, value, bound)
     if value.interval is None or value.doubt is not None:
         return _worded(rule, "INCONCLUSIVE", value.doubt, value, bound)
-    if not math.isfinite(value.interval.high):
+    if not value.interval.is_bounded:
         return _worded(rule, "INCONCLUSIVE", _too_few(value), value, bound)
     return _worded(rule, "UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
@@ -204,7 +203,7 @@ def _more(mine: Interval, limit: Interval, value: Reading) -> str:
     low, high = _gap(mine, limit)
     gap = mine.value - limit.value
     width = gap - low if gap > 0 else high - gap
-    if not math.isfinite(mine.high):
+    if not mine.is_bounded:
         return _too_few(value)
     if value.unit is None:
         return "the interval straddles the bound"
@@ -253,14 +252,15 @@ def _worded(
     figure = "no figure" if mine is None else f"{_number(mine.value)}{_ends(mine)}"
     against = "" if limit is None else f", bound {_number(limit.value)}"
     reason = "; ".join(part for part in (message, *keys) if part)
+    shown, low, high = (None, None, None) if mine is None else mine.figures
     return JudgedRule(
         rule=rule.text,
         verdict=verdict,
         message=f"{figure}{against}" + (f": {reason}" if reason else ""),
         metric=rule.metric,
-        value=None if mine is None else mine.value,
-        low=None if mine is None else finite(mine.low),
-        high=None if mine is None else finite(mine.high),
+        value=shown,
+        low=low,
+        high=high,
         bound=None if limit is None else limit.value,
         keys=keys,
     )
@@ -271,4 +271,6 @@ def _number(value: float) -> str:
 
 
 def _ends(interval: Interval) -> str:
+    if not interval.is_bounded:
+        return f" ({UNBOUNDED})"
     return "" if interval.low == interval.high else f" ({_number(interval.low)} to {_number(interval.high)})"

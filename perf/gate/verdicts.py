@@ -15,7 +15,7 @@ from ground.files import write_json
 from ground.records import record_from_file
 from ground.text import markdown_line, printable
 from perf.stats.stats import Interval
-from perf.stats.summary import Side, Summary, finite
+from perf.stats.summary import Side, Summary
 
 from .gate import Gate, JudgedRule
 
@@ -112,6 +112,6 @@ def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
     if isinstance(figure, float):
         return {"name": name, "unit": unit, "value": figure}
     entry = {"name": name, "unit": unit, "value": figure.value}
-    if finite(figure.high) is not None:
+    if figure.is_bounded:
         entry["range"] = f"{figure.low:.4g} to {figure.high:.4g}"
     return entry

@@ -71,6 +71,11 @@ class DecoderBench:
         if len(set(lengths)) != len(lengths):
             raise BadInput(f"a record holds each length once, got {lengths}")
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether there was time for any length or batch size."""
+        return self.decode.is_timed or any(each.bench.is_timed for each in self.prefill)
+
 
 def save_decoder_bench(record: DecoderBench, path: Path) -> None:
     """Write the record as JSON, whole or not at all."""

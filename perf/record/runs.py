@@ -11,15 +11,16 @@ file is one JSON object:
                  profile min:opt:max: weights and activations) (null when unknown or no engine)
     rows         one per batch size, in the order asked for; a row that failed stays
         batch, calls_per_block, settle_calls
-        trials        by subject: status ok | oom | failed, message, warm_up_samples_ms, warm_up_flat,
+        trials        by subject: status ok | oom | failed | out of time, message, warm_up_samples_ms, warm_up_flat,
                       peak_memory_bytes, peak_memory_method
-        stop          narrow | time limit | round limit | one subject only | nothing to measure
+        stop          narrow | time limit | round limit | one subject only | nothing to measure | out of time
         blocks        in the order run: round, subject, at_s, calls, wall_ms, compute_ms,
                       end_to_end_ms (null: the call's wall time on the CPU is both), enqueue_ms, lost_ms (per
                       call, what its threads waited for a CPU that others had; null where unknown), dropped (null or
                       the reason), gpu (null or its state)
         noise_blocks  the same, of the reference against a second instance of itself
         repeat_blocks by subject, the same: one batch again and again against varied ones; empty where not asked for
+        left_out      sentences: what there was no time or memory for
     warnings     sentences
     fitted       how many of the inputs that were fed a model was fitted to; null where unknown, or noise was fed
 
@@ -44,6 +45,10 @@ AGAIN = "make the record again with `corp-deploy bench`"
 MOST_MS = 1e12  # longer than anybody waits
 LEAST_MS = 1e-9  # a thousandth of a nanosecond: below it is no measurement, and rates overflow
 _PROFILE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}:[0-9]{1,9}")
+Status = Literal["ok", "oom", "failed", "out of time"]
+OUT_OF_TIME: Literal["out of time"] = "out of time"
+# What happened to a subject without times.
+FARED: Mapping[Status, str] = {"oom": "ran out of memory", "failed": "failed", OUT_OF_TIME: "was not measured"}
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
@@ -97,7 +102,7 @@ class Block:
 class BenchTrial:
     """How one subject fared at one batch size before the comparison: warm-up, memory, or why it could not run."""
 
-    status: Literal["ok", "oom", "failed"]
+    status: Status
     message: str | None = None
     warm_up_samples_ms: tuple[float, ...] = ()
     warm_up_flat: bool = False
@@ -117,6 +122,7 @@ class Row:
     blocks: tuple[Block, ...]
     noise_blocks: tuple[Block, ...]
     repeat_blocks: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -184,6 +190,11 @@ class Bench:
     @property
     def candidate(self) -> SubjectRecord:
         return self.subjects[1]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there was time for any batch size."""
+        return any(row.blocks and row.stop != OUT_OF_TIME for row in self.rows)
 
     def row(self, batch: int) -> Row | None:
         return next((row for row in self.rows if row.batch == batch), None)

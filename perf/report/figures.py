@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from perf.parity.parity import Parity
@@ -69,7 +68,7 @@ def _speedup(content: Content) -> Figure | None:
 
 
 def _gain(row: SummaryRow, promised: float | None) -> Gain:
-    noise = row.noise if row.noise and math.isfinite(row.noise.high) else None
+    noise = row.noise if row.noise and row.noise.is_bounded else None
     return Gain(
         label=f"batch {row.batch}",
         ratio=_point(str(row.batch), row.speedup) if row.speedup else None,
@@ -126,6 +125,6 @@ def _sites(sites: tuple[SiteLine, ...]) -> Figure | None:
 
 
 def _point(label: str, value: Interval) -> Point:
-    known = math.isfinite(value.high) and value.low > 0
+    known = value.is_bounded and value.low > 0
     low, high = (value.low, value.high) if known else (value.value, value.value)
     return Point(label=label, value=value.value, low=low, high=high)

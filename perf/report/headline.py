@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -82,9 +81,8 @@ def tiles(content: Content) -> list[tuple[str, str]]:
     large = []
     row = headline_row(content)
     if row and row.speedup:
-        known = math.isfinite(row.speedup.high)
-        bounds = f"{row.speedup.low:.2f} to {row.speedup.high:.2f}" if known else "too few rounds"
-        large.append((f"{row.speedup.value:.2f}×", f"speed-up at batch {row.batch} ({bounds})"))
+        times, bounds = row.speedup.words().split(" ", 1)
+        large.append((f"{times}×", f"speed-up at batch {row.batch} {bounds}"))
     if content.parity:
         shipped = shipped_link(content.parity)
         m = shipped.measures

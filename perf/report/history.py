@@ -100,4 +100,4 @@ def _rows(batch: BatchTrend, releases: Sequence[str]) -> list[tuple[str, ...]]:
 def _cell(value: Interval | None, unit: str) -> str:
     if value is None:
         return "-"
-    return f"{value.value:.4g}{unit} ({value.low:.4g} to {value.high:.4g})".replace("ms", " ms")
+    return value.words(".4g", bounds=unit.replace("ms", " ms") + " ({} to {})")

@@ -87,7 +87,8 @@ def _row(
 ) -> CsvRow:
     head = section, subject, "" if batch is None else str(batch), measure, name
     if isinstance(value, Interval):
-        return (*head, _finite(value.value), _finite(value.low), _finite(value.high))
+        shown, low, high = map(_finite, value.figures)
+        return (*head, shown, low, high)
     if isinstance(value, Percentile):
         return (*head, _finite(value.value), "", _finite(value.upper))
     return (*head, _finite(value), "", "")

@@ -72,13 +72,9 @@ def tail(value: Percentile | None) -> str:
 
 def ratio(value: Interval | None) -> str:
     """1.42 over its interval."""
-    if value is None:
-        return NOTHING
-    return f"{value.value:.2f}\n" + (
-        f"{value.low:.2f} to {value.high:.2f}" if math.isfinite(value.high) else "too few rounds"
-    )
+    return NOTHING if value is None else value.words(bounds="\n{} to {}")
 
 
 def is_number(words: str) -> bool:
     """Whether a cell is one of those above, or says why there is none."""
-    return words in ("", NOTHING) or words.startswith(("oom", "failed", "not finite", *"0123456789+−"))
+    return words in ("", NOTHING) or words.startswith(("oom", "failed", "out of time", "not finite", *"0123456789+−"))

@@ -27,6 +27,10 @@ class Point:
     low: float
     high: float
 
+    def ends(self, form: str) -> str:
+        """The interval in words behind the value."""
+        return f" ({self.low:{form}} to {self.high:{form}})" if self.low < self.high else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
@@ -61,7 +65,7 @@ def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, un
     for p in series.points:
         x, up, down = places[p.label], y.at(p.high), y.at(p.low)
         whisker = f"M{x - 4:.1f} {up:.1f}h8M{x:.1f} {up:.1f}V{down:.1f}M{x - 4:.1f} {down:.1f}h8"
-        tip = f"{series.name}, {p.label}: {p.value:.4g} {unit} ({p.low:.4g} to {p.high:.4g})"
+        tip = f"{series.name}, {p.label}: {p.value:.4g} {unit}{p.ends('.4g')}"
         marks.append(group(tip, path(f"whisker {series.tone}", whisker), dot(x, y.at(p.value), series.tone, 3.5)))
     return marks
 
@@ -191,7 +195,7 @@ def _gain(row: Gain, x: Scale, y: float) -> list[Markup]:
     if row.ratio is None:
         return [*marks, text(x.end + 6, y + 4, "no run", css="note")]
     low, mid, high = x.at(row.ratio.low), x.at(row.ratio.value), x.at(row.ratio.high)
-    tip = f"{row.label}: {row.ratio.value:.3f}x ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
+    tip = f"{row.label}: {row.ratio.value:.3f}x{row.ratio.ends('.3f')}"
     whisker = f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"
     marks.append(group(tip, path("whisker reduced", whisker), dot(mid, y, "reduced", 3.5)))
     return [*marks, text(WIDTH - 2, y + 4, f"{row.ratio.value:.2f}×", anchor="end", css="name")]

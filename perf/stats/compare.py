@@ -119,7 +119,7 @@ def _row(batch: int, name: str, before: Side | None, after: Side | None) -> Comp
 
 
 def _change(ratio: Interval | None) -> Change:
-    if ratio is None or not math.isfinite(ratio.high):
+    if ratio is None or not ratio.is_bounded:
         return "unknown"
     if ratio.low > 1:
         return "slower"
@@ -127,7 +127,7 @@ def _change(ratio: Interval | None) -> Change:
 
 
 def _line(row: ComparedRow) -> str:
-    ratio = "-" if row.ratio is None else f"{row.ratio.value:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
+    ratio = "-" if row.ratio is None else row.ratio.words(".3f")
     figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
     return f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |"
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from perf.record.runs import Block, Row
+from perf.record.runs import OUT_OF_TIME, Block, Row
 
 from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
 from .repeats import remembered
-from .stats import coefficient_of_variation, trend, trend_score
+from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
 DRIFT_LIMIT_REL = 0.03
@@ -31,7 +31,10 @@ def drift(blocks: Sequence[Block], subject: str) -> float | None:
 
 
 def _row_warnings(row: Row) -> Iterator[str]:
+    yield from dict.fromkeys(f"not measured: {t.message}" for t in row.trials.values() if t.status == OUT_OF_TIME)
     for name, trial in row.trials.items():
+        if trial.status == OUT_OF_TIME:
+            continue
         if trial.status != "ok":
             yield f"{name}: {'out of memory' if trial.status == 'oom' else 'failed'}: {trial.message}"
         elif not trial.warm_up_flat:
@@ -39,6 +42,7 @@ def _row_warnings(row: Row) -> Iterator[str]:
         yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
     yield from (f"{name}: {text}" for name, text in remembered(row))
     yield from (f"{name}: no memory to try it on varied batches" for name, own in row.repeat_blocks.items() if not own)
+    yield from row.left_out
     yield from _left_out(row.blocks)
     yield from _gpu_warnings(row.blocks)
 
@@ -46,6 +50,8 @@ def _row_warnings(row: Row) -> Iterator[str]:
 def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
     total, whole = len({block.round for block in blocks}), len(whole_rounds(blocks))
     interrupted = interrupted_share(blocks)
+    if 0 < whole < MIN_ROUNDS:
+        yield f"{whole} rounds are too few for an interval, {MIN_ROUNDS} make one; give a longer --time-limit"
     if whole < total:
         reasons = sorted({block.dropped for block in blocks if block.dropped})
         yield f"{total - whole} of {total} rounds left out: {'; '.join(reasons)}"

@@ -11,31 +11,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Figure
 
 PERCENTILE_METHOD = (
     "inverted_cdf"  # the smallest sample that at least p % of the samples don't exceed; never interpolated
 )
 MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with 95 % confidence: 1 - 2 / 2**6 = 0.969
+UNBOUNDED = "no interval"
 Floats = NDArray[np.float64]
 Rounds = Sequence[Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value with the bounds it lies between at the stated confidence; the upper may be infinite."""
+    """A value with the bounds it lies between at the stated confidence.
+
+    Of too few rounds there are none: the lower one is then 0 and the upper one infinite, and neither is ever shown.
+    """
 
     value: float
-    low: float
-    high: float
+    low: Figure
+    high: Figure
 
     def __post_init__(self) -> None:
         if not self.low <= self.value <= self.high:
             raise BadInput(f"an interval needs low <= value <= high, got {self.low}, {self.value}, {self.high}")
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether there were rounds enough for bounds."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
     def half_width_rel(self) -> float:
         """Half the width as a share of the value."""
         return (self.high - self.low) / 2 / abs(self.value) if self.value else math.inf
+
+    @property
+    def figures(self) -> tuple[float, float | None, float | None]:
+        """Value, low and high for records of figures, which have no infinity."""
+        return (self.value, self.low, self.high) if self.is_bounded else (self.value, None, None)
+
+    def words(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
+        """Such as 1.25 (1.20 to 1.31), each number in this format; without bounds it says so."""
+        shown = bounds.format(format(self.low, form), format(self.high, form)) if self.is_bounded else f" ({UNBOUNDED})"
+        return format(self.value, form) + shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perf.record.runs import Bench, BenchTrial, Block, Row
+from perf.record.runs import Bench, BenchTrial, Block, Row, Status
 
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .repeats import gain_on_repeats
@@ -33,7 +33,7 @@ class Side:
     """
 
     name: str
-    status: str
+    status: Status
     message: str | None
     samples: int
     p50_ms: Interval | None
@@ -209,8 +209,3 @@ def _throughput(row: Row, name: str) -> Interval | None:
         return None
     images: Floats = np.asarray([row.batch * len(times) for times in per_call], dtype=np.float64)
     return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]))
-
-
-def finite(bound: float) -> float | None:
-    """For JSON, which has no infinity."""
-    return bound if math.isfinite(bound) else None

@@ -7,7 +7,6 @@ that the reference shows as well is the machine's; otherwise in the candidate's 
 is `judged`; the others are shown.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from ground.errors import BadInput
 from perf.record.history import History, LeftOut, Release
-from perf.record.runs import Bench, Row, differing_keys
+from perf.record.runs import FARED, Bench, Row, differing_keys
 
 from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
 from .quiet import comparison_measure, is_disturbed, samples
@@ -159,11 +158,11 @@ def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
         return _NO_FIGURES, f"not measured at batch {batch}"
     for name, trial in row.trials.items():
         if trial.status != "ok":
-            return _NO_FIGURES, f"{name} {'ran out of memory' if trial.status == 'oom' else 'failed'}: {trial.message}"
+            return _NO_FIGURES, f"{name} {FARED[trial.status]}: {trial.message}"
     if is_disturbed(row.blocks):
         return _NO_FIGURES, "other programs had the CPU during almost all calls; measure again when it is quiet"
     faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
-    if faster is None or not math.isfinite(faster.high):
+    if faster is None or not faster.is_bounded:
         return _NO_FIGURES, "too few rounds for an interval; measure longer"
     return (_median(row, bench.reference.name), _median(row, bench.candidate.name), faster), None
 
@@ -173,4 +172,4 @@ def _median(row: Row, name: str) -> Interval | None:
     if comparison_measure(row.blocks) != "compute":
         return None
     value = median_interval(samples(row.blocks, name))
-    return value if math.isfinite(value.high) else None
+    return value if value.is_bounded else None

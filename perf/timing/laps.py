@@ -15,6 +15,7 @@ from perf.stats.stats import MIN_ROUNDS, trend, trend_score
 
 Clock = Callable[[], int]
 AUDIT_ROUNDS = 8
+WARM_UP_SHARE = 1 / 8  # of a batch size's time limit, for each subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,9 @@ class Plan:
     """The rules of a measurement; they are recorded with it.
 
     `half_width_rel` is the question: rounds are added until the interval of the speed-up is within this share of its
-    value on either side (a third of a gate's margin is a good choice), or `time_limit_s` per batch size has passed.
+    value on either side (a third of a gate's margin is a good choice), or the time is up. `time_limit_s` is for all
+    that a batch size costs, warm-up and A/A run too; perf.bench.budget shares it out.
+
     Blocks are short, so that the two subjects of a round meet the same load; simulated at a load that comes and goes,
     25 ms estimate the ratio with a third less spread than 100 ms do in the same time, and from 16 rounds on the 95 %
     interval covered the true ratio in 94 % of 240 measurements.
@@ -86,7 +89,8 @@ class Plan:
         return (
             f"at least {self.warm_up_min_s:g} s and {self.warm_up_window} calls, until the last {self.warm_up_window} "
             f"calls drift by at most {100 * self.warm_up_tolerance_rel:g} % (Theil-Sen) or show no trend "
-            f"(Mann-Kendall |z| < 1.64), at most {self.warm_up_limit_s:g} s"
+            f"(Mann-Kendall |z| < 1.64), at most {self.warm_up_limit_s:g} s and "
+            f"{100 * WARM_UP_SHARE:g} % of the time limit"
         )
 
 
@@ -102,9 +106,16 @@ class WarmUp:
         return fmean(self.samples_ms[len(self.samples_ms) // 2 :])
 
 
-def warm_up(bound: Bound, plan: Plan, clock: Clock) -> WarmUp:
-    """Call until the times stop falling; see Plan.warm_up_rule."""
-    started, samples_ms = clock(), list[float]()
+def warm_up(
+    bound: Bound, plan: Plan, clock: Clock, *, begun: Sequence[float] = (), limit_s: float = math.inf
+) -> WarmUp:
+    """Call until the times stop falling, once at least; see Plan.warm_up_rule.
+
+    Args:
+        begun: milliseconds of the calls made before.
+        limit_s: seconds, where that is less than the plan's limit. A call that would end later isn't begun.
+    """
+    started, samples_ms, limit_s = clock(), list(begun), min(limit_s, plan.warm_up_limit_s)
     while True:
         laps = bound.laps(1, clock)
         samples_ms.append(laps.compute_ms[0] if laps.compute_ms else laps.wall_ms)
@@ -112,7 +123,7 @@ def warm_up(bound: Bound, plan: Plan, clock: Clock) -> WarmUp:
         enough = elapsed_s >= plan.warm_up_min_s and len(samples_ms) >= plan.warm_up_window
         if enough and _is_flat(samples_ms[-plan.warm_up_window :], plan.warm_up_tolerance_rel):
             return WarmUp(samples_ms=tuple(samples_ms), flat=True)
-        if elapsed_s >= plan.warm_up_limit_s:
+        if elapsed_s + samples_ms[-1] / 1e3 > limit_s:
             return WarmUp(samples_ms=tuple(samples_ms), flat=False)
 
 

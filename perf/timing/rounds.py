@@ -7,17 +7,19 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from dataclasses import replace
+from itertools import count, islice
 
 from perf.record.runs import Block
 from perf.stats.quiet import QuietSpans, comparison_measure, samples
-from perf.stats.stats import MIN_ROUNDS, ratio_of_medians
+from perf.stats.stats import ratio_of_medians
 
 from .laps import Bound, Clock, Plan
 from .watch import Watch, unwatched
 
 # The interval is looked at each time the rounds have grown by an eighth: seldom, as looking often flatters it.
 LOOKS = 8
+LATE = "the time limit came within the round"
 # States in which the hardware slows itself down; a power cap is the normal state of a busy card and is only warned of.
 THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
 
@@ -43,6 +45,7 @@ def measure_pair(
     clock: Clock,
     watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
+    limit_s: float | None = None,
 ) -> tuple[tuple[Block, ...], str]:
     """Measure two subjects in ABBA rounds (ABBA, BAAB, ...) until the plan's question is answered; says why it stopped.
 
@@ -51,20 +54,18 @@ def measure_pair(
         calls: timed calls in each block; a round has two blocks of each subject.
         watch: the state of the GPU, asked between blocks; a throttled block spoils its round.
         on_round: called with the rounds done.
+        limit_s: seconds in which it ends; None: the plan's.
     """
     reference, candidate = bounds
-    started, blocks, stop, quiet = clock(), list[Block](), None, QuietSpans(bounds)
-    with no_garbage_collection():
-        for index in count():
-            blocks += (latest := _round(bounds, index, calls, started, clock, watch))
-            quiet.add(index, latest)
-            if on_round is not None:
-                on_round(index + 1)
-            stop = _stop(blocks, quiet, (reference, candidate), plan, (clock() - started) / 1e9)
-            if stop is not None:
-                break
-    assert stop is not None, "rounds are counted without end"
-    return tuple(blocks), stop
+    blocks, quiet = list[Block](), QuietSpans(bounds)
+    limit_s = plan.time_limit_s if limit_s is None else limit_s
+    for latest in _rounds(bounds, calls, clock, watch, on_round, limit_s):
+        blocks += latest
+        quiet.add(latest[0].round, latest)
+        stop = _stop(blocks, quiet, (reference, candidate), plan)
+        if stop is not None:
+            return tuple(blocks), stop
+    return tuple(blocks), "time limit"
 
 
 def measure_rounds(
@@ -75,15 +76,13 @@ def measure_rounds(
     clock: Clock,
     watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
+    limit_s: float = math.inf,
 ) -> tuple[Block, ...]:
-    """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3."""
-    started, blocks = clock(), list[Block]()
-    with no_garbage_collection():
-        for index in range(rounds):
-            blocks += _round(bounds, index, calls, started, clock, watch)
-            if on_round is not None:
-                on_round(index + 1)
-    return tuple(blocks)
+    """Measure any number of subjects for so many rounds, forth and back within each: 1 2 3 3 2 1, then 3 2 1 1 2 3; for
+    fewer where they would not end within `limit_s` seconds.
+    """
+    every = _rounds(bounds, calls, clock, watch, on_round, limit_s)
+    return tuple(block for blocks in islice(every, rounds) for block in blocks)
 
 
 @contextmanager
@@ -99,10 +98,50 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _round(
-    bounds: Mapping[str, Bound], index: int, calls: int, started: int, clock: Clock, watch: Watch
-) -> list[Block]:
-    return [_block(bounds[name], name, index, calls, started, clock, watch) for name in _order(tuple(bounds), index)]
+@contextmanager
+def quick_garbage_collection() -> Iterator[None]:
+    """Collect once, and leave what is there by then out of later collections: beside a library such as torch each would
+    take a quarter of a second.
+    """
+    gc.collect()
+    frozen_by_others = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_by_others:
+            gc.unfreeze()
+
+
+def _rounds(
+    bounds: Mapping[str, Bound],
+    calls: int,
+    clock: Clock,
+    watch: Watch,
+    on_round: Callable[[int], None] | None,
+    limit_s: float,
+) -> Iterator[list[Block]]:
+    """The blocks of round after round, as long as one like the last still ends in time.
+
+    Of a round that took longer than that the blocks so far come, dropped: no round is compared in part.
+    """
+    started, last_s = clock(), 0.0
+    with no_garbage_collection():
+        for index in count():
+            begun = clock()
+            if (begun - started) / 1e9 + last_s > limit_s:
+                return
+            blocks = list[Block]()
+            for name in _order(tuple(bounds), index):
+                if (clock() - started) / 1e9 >= limit_s:
+                    if blocks:
+                        yield [replace(block, dropped=LATE) for block in blocks]
+                    return
+                blocks.append(_block(bounds[name], name, index, calls, started, clock, watch))
+            last_s = (clock() - begun) / 1e9
+            if on_round is not None:
+                on_round(index + 1)
+            yield blocks
 
 
 def _order(names: tuple[str, ...], index: int) -> tuple[str, ...]:
@@ -134,16 +173,11 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     )
 
 
-def _stop(
-    blocks: Sequence[Block], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan, elapsed_s: float
-) -> str | None:
+def _stop(blocks: Sequence[Block], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
     """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
     kept = len(quiet.spans)
     if quiet.rounds >= plan.max_rounds:
         return "round limit"
-    late = elapsed_s >= plan.time_limit_s
-    if late and (kept >= MIN_ROUNDS or elapsed_s >= 2 * plan.time_limit_s):
-        return "time limit"
     if kept < plan.min_rounds or kept % max(kept // LOOKS, 1):
         return None
     measure = comparison_measure(blocks)

@@ -90,7 +90,7 @@ precisions = ["fp32"]
 batches = [1]
 [bench]
 batches = [1]
-time_limit_s = 0.05
+time_limit_s = 2
 half_width = 0.9
 block_ms = 1
 min_rounds = 6
@@ -102,7 +102,7 @@ fail_if = ["params >= dense"]
 [package]
 name = "golden"
 """
-QUICK = ("--batch", "1", "--time-limit", "0.05", "--half-width", "0.9")
+QUICK = ("--batch", "1", "--time-limit", "2", "--half-width", "0.9")
 
 
 def called(*words: object, codes: Sequence[int] = (0,)) -> str:
@@ -249,7 +249,7 @@ def _release() -> None:
 
 def _demo() -> None:
     demo.run_demo(Path("demo"), VIT, note=click.echo, step=lambda done: None,
-                  scale=DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=0.2))  # fmt: skip
+                  scale=DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=2.0))  # fmt: skip
 
 
 STEPS: tuple[Callable[[], None], ...] = (

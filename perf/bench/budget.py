@@ -1,0 +1,103 @@
+"""How the time limit of a batch size is spent: the least that makes an interval is kept free for the comparison, the
+rest is shared out to the warm-up, the A/A run and the audit.
+
+Nothing is begun that isn't expected to end in time; a call can't be interrupted, so that the one under way may end
+later. Times are in seconds; `calls_s` are those of a call of each subject that is compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perf.stats.stats import MIN_ROUNDS
+from perf.timing.laps import Plan
+from perf.timing.rounds import calls_per_block, settle_calls
+
+from .varied import CALLS_AROUND, calls_in_turns
+
+NOISE_SHARE = 1 / 2  # of what the warm-up leaves; more where the comparison has its rounds all the same
+AUDIT_SHARE = 1 / 4
+PLANNED_SHARE = 2 / 3  # of the time; the machine may be busier when it comes to it
+SLACK = 1.1  # some calls are slower than those seen so far
+
+
+def round_s(calls_s: Sequence[float], calls: int) -> float:
+    """A round: two blocks of so many calls of each subject."""
+    return 2 * (calls + settle_calls(calls)) * sum(calls_s)
+
+
+def least_s(calls_s: Sequence[float]) -> float:
+    """What an interval takes at least: one call in each block, and a plain one that their answers are held against."""
+    return SLACK * (MIN_ROUNDS * round_s(calls_s, 1) + sum(calls_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rounds that are wanted, what each takes, and what stands around them."""
+
+    rounds: int
+    round_s: float
+    around_s: float
+
+    def takes_s(self, rounds: int) -> float:
+        return self.around_s + rounds * self.round_s if rounds else 0.0
+
+    def within(self, limit_s: float) -> int:
+        """The rounds that fit in, none where they are too few for an interval."""
+        fitting = min(self.rounds, int((limit_s - self.around_s) / self.round_s)) if self.rounds else 0
+        return fitting if fitting >= MIN_ROUNDS else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allotment:
+    """Calls in each block; rounds of the A/A run and of the audit, 0 where there is no time for them, and what these
+    take, the A/A run at most. `plain_s`: the plain calls at the end, which answers are held against.
+    """
+
+    calls: int
+    noise_rounds: int
+    noise_s: float
+    noise_limit_s: float
+    audit_rounds: int
+    audit_s: float
+    plain_s: float
+
+
+def allotted(
+    plan: Plan, left_s: float, calls_s: Sequence[float], *, reference_s: float | None, again_s: float
+) -> Allotment:
+    """What fits into the time that is left.
+
+    Blocks are shortened until all that is planned fits. Where it doesn't with one call in each, the A/A run and the
+    audit get what the comparison's rounds leave, or their share, but nothing of the least that makes an interval.
+
+    Args:
+        reference_s: a call of the reference, None where there is nothing to run against itself.
+        again_s: what it takes to make a second instance of the reference ready.
+    """
+    own_s = reference_s or 0.0
+
+    def parts(calls: int) -> tuple[_Part, _Part, _Part]:
+        return (
+            _Part(plan.min_rounds, round_s(calls_s, calls), sum(calls_s)),
+            _Part(plan.noise_rounds if own_s else 0, round_s((own_s, own_s), calls), again_s + own_s),
+            _Part(plan.audit_rounds, 2 * round_s(calls_s, calls_in_turns(calls)), CALLS_AROUND * sum(calls_s)),
+        )
+
+    calls = calls_per_block(1e3 * min(calls_s), plan.block_ms)
+    while calls > 1 and sum(part.takes_s(part.rounds) for part in parts(calls)) > PLANNED_SHARE * left_s:
+        calls -= 1
+    compared, noise, audit = parts(calls)
+    free_s, spare_s = left_s - least_s(calls_s), left_s - compared.takes_s(compared.rounds)
+    noise_limit_s = min(free_s, max(NOISE_SHARE * left_s, spare_s))
+    noise_rounds = noise.within(noise_limit_s)
+    noise_s = noise.takes_s(noise_rounds)
+    audit_rounds = audit.within(min(free_s - noise_s, max(AUDIT_SHARE * left_s, spare_s - noise_s)))
+    return Allotment(
+        calls=calls,
+        noise_rounds=noise_rounds,
+        noise_s=noise_rounds * noise.round_s,
+        noise_limit_s=noise_limit_s - noise.around_s,
+        audit_rounds=audit_rounds,
+        audit_s=audit.takes_s(audit_rounds),
+        plain_s=sum(calls_s) + (own_s if noise_rounds else 0.0),
+    )

@@ -1,0 +1,105 @@
+"""An opened subject: its runners, the memory booked on them, and how it fares at one batch size."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.feeds import Feeds, batch_of, feeds_of_ports
+from perf.parity.structure import StructuralTest
+from perf.record.runs import BenchTrial
+from perf.runners.memory import Ledger
+from perf.runners.protocol import HostBound, ParallelStreams, Runner
+from perf.timing.laps import Bound, Plan, WarmUp, warm_up
+from perf.timing.limit import TimeLimit
+
+from .sampled import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """How a subject fared so far at a batch size, all its calls being warm-up; `bound` is None where it can't run."""
+
+    trial: BenchTrial = field(default_factory=lambda: BenchTrial(status="ok"))
+    bound: Bound | None = None
+
+    @property
+    def calls(self) -> int:
+        return len(self.trial.warm_up_samples_ms)
+
+    @property
+    def fastest_s(self) -> float:
+        """Of the calls so far, the first of which also allocates, chooses kernels or compiles; endless before it."""
+        return min(self.trial.warm_up_samples_ms, default=math.inf) / 1e3
+
+    @property
+    def call_s(self) -> float:
+        """A warm call."""
+        return WarmUp(samples_ms=self.trial.warm_up_samples_ms, flat=self.trial.warm_up_flat).call_ms() / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """Its runners, as many as streams, the memory booked on them, and what was bound lately."""
+
+    name: str
+    runners: tuple[Runner, ...]
+    ledger: Ledger | None
+    pool: ThreadPoolExecutor | None
+    _samples: list[Sample] = field(default_factory=list)
+
+    def bind(self, feeds: Feeds) -> Bound:
+        bounds = tuple(self._bound(runner, feeds_of_ports(feeds, runner.inputs)) for runner in self.runners)
+        return bounds[0] if self.pool is None else ParallelStreams(bounds, self.pool)
+
+    def _bound(self, runner: Runner, feeds: Feeds) -> Bound:
+        bound = runner.bind(feeds)
+        if not isinstance(bound, HostBound):
+            return bound
+        self._samples.append(Sample(runner, feeds, bound))
+        return self._samples[-1].bound_to_keep()
+
+    def tests(self) -> list[StructuralTest]:
+        """What was timed on all that was bound, against plain calls; it is let go of."""
+        tests = [sample.test(self.name) for sample in self._samples]
+        self.leave()
+        return [test for test in tests if test is not None]
+
+    def leave(self) -> None:
+        """Let go of what was bound."""
+        self._samples.clear()
+
+    def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> Ready:
+        """The batch gathered, bound, and called once if there is time left."""
+
+        def work() -> tuple[Bound, WarmUp]:
+            bound = self.bind(batch_of(feeds, batch))
+            late = limit.left_s <= 0
+            return bound, WarmUp(samples_ms=(), flat=False) if late else warm_up(bound, plan, limit.clock, limit_s=0.0)
+
+        return self._tried(Ready(), work)
+
+    def warmed(self, ready: Ready, plan: Plan, limit: TimeLimit, limit_s: float) -> Ready:
+        """Called until the times are flat, or for so many seconds: one call more at least."""
+        bound, begun = ready.bound, ready.trial.warm_up_samples_ms
+        assert bound is not None, self.name
+        return self._tried(ready, lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
+
+    def _tried(self, before: Ready, work: Callable[[], tuple[Bound, WarmUp]]) -> Ready:
+        """To run out of memory or to fail is a finding about a batch size, not the sweep's end."""
+        try:
+            (bound, warmed), peak = (work(), None) if self.ledger is None else self.ledger.phase(work)
+        except (BadInput, Missing):
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"[:500]
+            return Ready(trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message))
+        trial = replace(
+            before.trial,
+            warm_up_samples_ms=warmed.samples_ms,
+            warm_up_flat=warmed.flat,
+            peak_memory_bytes=peak if peak is None else max(peak, before.trial.peak_memory_bytes or 0),
+            peak_memory_method=None if self.ledger is None else self.ledger.gauge.method,
+        )
+        return Ready(trial=trial, bound=bound)
