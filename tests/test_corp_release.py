@@ -392,7 +392,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "beyond.npy": np.arange(9) + 90,
         "shares.npy": np.arange(9.0),
     }.items():
-        np.save(home / name, array)
+        np.save(home / name, np.asarray(array))
     (home / "folder").mkdir()
     for name in ("words.txt", "broken.onnx", "broken.npz", "score.py", "folder/words.txt", "tables.latency-table.json"):
         (home / name).write_text("three\nsuch\nwords\n")

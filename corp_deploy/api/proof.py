@@ -81,9 +81,10 @@ def verify(
     `max_map_error`, `min_iou` and `min_pixels`. `output` gets the record, parity.json, with the figures of every input
     beside it.
 
-    Returns the proof: `verdict` is PASS, FAIL or UNJUDGED (no link had a limit), `links` hold every figure, `located`
-    names the block where a link breaks, `fitted` tells how many of the inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that
-    were not built here unless `trust_engine`; Missing where this machine can't run one.
+    Returns the proof: `verdict` is PASS, FAIL or UNJUDGED (no link had a limit), `links` hold every figure,
+    `located` names the block where a link breaks, `fitted` tells how many of the inputs a candidate was fitted to.
+    Raises BadInput for candidates that aren't of this model and for engines that were not built here unless
+    `trust_engine`; Missing where this machine can't run one.
     """
     limits = ParityLimits(
         min_agreement=min_agreement,

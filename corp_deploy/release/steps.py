@@ -40,6 +40,7 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.effort import turn
+from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
 from ground.precision import MIXED, QUANTISED
