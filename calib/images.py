@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
+from .count import ARRAYS
 from .input_set import Batch, ids_and_digest, positions_drawn
 from .shards import shards_from_pattern
 from .sources import ImageShape, Normalise, Source, Transform, array_from_path, folder_from_path
 
-ARRAYS = (".npy", ".npz", ".safetensors")
 NAMED = 5
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .sources import SUFFIXES, ImageShape, Transform, image_from_bytes, refuse_large
+from .count import SUFFIXES
+from .sources import ImageShape, Transform, image_from_bytes, refuse_large
 from .tar import members_of_tar
 
 MOST_SHARDS = 100_000

@@ -1,7 +1,6 @@
 """Where images lie: what each is called, its bytes, and how it becomes a tensor [3,H,W] float32."""
 
 import io
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from ground.arrays import array_from_npy, array_from_npz
 from ground.errors import BadInput
 from ground.files import regular
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+from .count import KEY, SUFFIXES, image_names, whole_file
+
 # A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
 FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 MOST_BYTES = 2**28
-KEY = "images"
 Transform = Callable[[Image.Image], Tensor]
 Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 ImageShape = tuple[int, int, int]
@@ -102,13 +101,10 @@ class Folder:
 
 def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
     """Every image file below `root`, hidden ones aside."""
-    files = sorted(
-        (Path(at) / file).relative_to(root).as_posix() for at, _, names in os.walk(root) for file in names
-    )  # fmt: skip
-    names = tuple(n for n in files if n.lower().endswith(SUFFIXES) and not n.rpartition("/")[2].startswith("."))
+    names, ignored = image_names(root)
     if not names:
-        raise BadInput(f"{root}: no images among {len(files)} files, expected files ending in {', '.join(SUFFIXES)}")
-    return Folder(root=root, names=names, ignored=len(files) - len(names), shape=shape, transform=transform)
+        raise BadInput(f"{root}: no images among {ignored} files, expected files ending in {', '.join(SUFFIXES)}")
+    return Folder(root=root, names=names, ignored=ignored, shape=shape, transform=transform)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,17 +150,11 @@ def array_from_path(path: Path, *, shape: ImageShape, pixels: Normalise | None =
     of .npz or .safetensors.
     """
     regular(path)
-    try:
+    with whole_file(path):
         if path.suffix == ".npy":
             array = array_from_npy(path, mapped=True)
         else:
             array = array_from_npz(path, KEY) if path.suffix == ".npz" else _array_from_safetensors(path)
-    except BadInput:
-        raise
-    except MemoryError:
-        raise
-    except Exception as error:  # safetensors and numpy each raise their own at a damaged file
-        raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
     dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
     if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
         or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"

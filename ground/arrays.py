@@ -54,8 +54,8 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any
     return shape, dtype, len(magic) + size + length
 
 
-def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Raise BadInput unless a file of this size holds the array that its header promises."""
+def _require_held(file: IO[bytes], size_bytes: int, where: str) -> tuple[int, ...]:
+    """The shape. Raises BadInput unless a file of this size holds the array that its header promises."""
     shape, dtype, start = _header(file, where)
     if dtype.hasobject:
         raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
@@ -69,6 +69,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
             f"{where}: not a whole .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, and "
             f"{max(size_bytes - start, 0)} are there"
         )
+    return shape
 
 
 @contextmanager
@@ -109,6 +110,14 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     return {member.filename.removesuffix(".npy"): member for member in members}
 
 
+def _member(archive: zipfile.ZipFile, path: Path, key: str) -> zipfile.ZipInfo:
+    members = _members(archive, path)
+    if key not in members:
+        names = ", ".join(sorted(members)) or "none"
+        raise BadInput(f"{path}: has no key {key!r}, only {names[:300]}")
+    return members[key]
+
+
 def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
     where = f"{path}: {member.filename[:100]}"
     with archive.open(member) as file:
@@ -121,11 +130,7 @@ def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> 
 def array_from_npz(path: Path, key: str) -> NDArray[Any]:
     """One array of a .npz file. Raises BadInput as array_from_npy does, and where no array has this name."""
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular(path)) as archive:
-        members = _members(archive, path)
-        if key not in members:
-            names = ", ".join(sorted(members)) or "none"
-            raise BadInput(f"{path}: has no key {key!r}, only {names[:300]}")
-        return _array_of(archive, members[key], path)
+        return _array_of(archive, _member(archive, path, key), path)
 
 
 def arrays_from_npz(path: Path) -> dict[str, NDArray[Any]]:
@@ -139,3 +144,15 @@ def array_from_file(path: Path, key: str) -> NDArray[Any]:
     with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)
+
+
+def shape_from_file(path: Path, key: str) -> tuple[int, ...]:
+    """The shape of that array by its header alone. Raises BadInput as array_from_file does."""
+    with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
+        if file.read(2) != b"PK":
+            file.seek(0)
+            return _require_held(file, path.stat().st_size, str(path))
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(path) as archive:
+        member = _member(archive, path, key)
+        with archive.open(member) as file:
+            return _require_held(file, member.file_size, f"{path}: {member.filename[:100]}")

@@ -113,7 +113,7 @@ def graph(model: nn.Module, path: Path, precision: str) -> Candidate:
     return candidate_from_path(path)
 
 
-def proof(dense: nn.Module, *steps: Candidate, **limits: float) -> Proof:
+def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
     return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 

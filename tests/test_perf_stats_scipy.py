@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from scipy.spatial import distance
 
-from perf.parity.labels import mcnemar, wilson
+from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
 from perf.stats.compare import ratio_of_independent
+from perf.stats.shares import wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,

@@ -102,6 +102,7 @@ def release(
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
+    from corp_deploy.release.reach import out_of_reach
     from corp_deploy.release.recipe_file import load_recipe
 
     if signing.sign is not None and (new.init_model or run.dry_run or run.plan_only or run.only):
@@ -112,6 +113,9 @@ def release(
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
     loaded, older = load_recipe(recipe, trust_paths=trust_paths), baseline.value()
+    if not run.only:
+        for sentence in out_of_reach(loaded):
+            out.warn(sentence)
     if run.dry_run:
         _dry_run(loaded, output, older, out)
     elif run.plan_only:

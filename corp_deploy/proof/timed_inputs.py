@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calib.images import ARRAYS, open_images
+from calib.count import ARRAYS
+from calib.images import open_images
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import texts_for_model

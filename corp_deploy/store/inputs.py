@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.images import ARRAYS, Images, open_images
+from calib.count import ARRAYS
+from calib.images import Images, open_images
 from calib.input_set import InputSet
 from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
