@@ -35,6 +35,16 @@ def whole_file(path: Path) -> Iterator[None]:
         raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
 
 
+@contextmanager
+def images_of_safetensors(path: Path) -> Iterator[safe_open]:
+    """The opened file. Raises BadInput where it has no images."""
+    with safe_open(path, framework="np") as file:
+        if KEY not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            names = ", ".join(sorted(file.keys())) or "none"
+            raise BadInput(f"{path}: has no key {KEY!r}, only {names[:300]}")
+        yield file
+
+
 def count_of_images(path: Path) -> int | None:
     """Of a folder, or of an array by its header; None for shards, which are opened to tell, and where there are none.
     Raises BadInput for a damaged array.
@@ -50,6 +60,6 @@ def count_of_images(path: Path) -> int | None:
 def _shape(path: Path) -> Sequence[int]:
     if path.suffix != ".safetensors":
         return shape_from_file(path, KEY)
-    with safe_open(path, framework="np") as file:
-        shape: list[int] = file.get_slice(KEY).get_shape()
+    with images_of_safetensors(path) as file:
+        shape: list[int] = file.get_slice(KEY).get_shape()  # type: ignore[no-untyped-call]
         return shape

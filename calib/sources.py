@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import safe_open
 from torch import Tensor
 
 from ground.arrays import array_from_npy, array_from_npz
 from ground.errors import BadInput
 from ground.files import regular
 
-from .count import KEY, SUFFIXES, image_names, whole_file
+from .count import KEY, SUFFIXES, image_names, images_of_safetensors, whole_file
 
 # A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
 FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
@@ -137,11 +136,8 @@ class Array:
 
 
 def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
-    with safe_open(path, framework="np") as file:
-        if KEY not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            names = ", ".join(sorted(file.keys())) or "none"
-            raise BadInput(f"{path}: has no key {KEY!r}, only {names[:300]}")
-        array: NDArray[np.float32] = file.get_tensor(KEY)
+    with images_of_safetensors(path) as file:
+        array: NDArray[np.float32] = file.get_tensor(KEY)  # type: ignore[no-untyped-call]
         return array
 
 

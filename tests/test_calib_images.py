@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from calib.count import count_of_images
 from calib.images import Images, open_images
 from calib.shards import paths_from_pattern
 from ground.errors import BadInput
@@ -92,6 +93,24 @@ def write(path: Path, images: np.ndarray, key: str = "images") -> None:
         np.savez(path, **{key: images})  # type: ignore[arg-type]
     else:
         save_file({key: images}, path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+def test_arrays_are_counted_by_their_headers(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"images.{suffix}"
+    write(path, array())
+    assert count_of_images(path) == 5
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(BadInput, match=f"not a whole .{suffix} file"):
+        count_of_images(path)
+
+
+def test_folders_are_counted_by_names_and_what_holds_no_images_is_not(folder: Path, tmp_path: Path) -> None:
+    assert count_of_images(folder) == opened(folder).count
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    others = ("empty", "notes.txt", "nowhere.npy", "shards-{000..001}.tar")
+    assert [count_of_images(tmp_path / name) for name in others] == [None] * 4
 
 
 def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from perf.parity.parity import ImageSet, Link, LinkKind, link
 from perf.parity.ties import MOST_APART, Choices
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import tensors_of_ports
-from perf.stats.decision import limit_in_percent
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .candidates import Candidate, outputs_at
@@ -45,8 +43,8 @@ class ParityLimits:
 
     `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three
     behind it are of maps that heads apart make, which the first two are not of. `confidence`: of the interval with
-    which shares of inputs have to keep to their limits, 0 where the point alone decides. `apart`: which of them are
-    judged elsewhere, in words. Raises BadInput for what is no limit.
+    which shares of inputs have to keep to their limits, 0 where the point alone decides. `apart`: where those are
+    judged that these inputs leave open, in words. Raises BadInput for what is no limit.
     """
 
     min_agreement: float | None = None
@@ -96,14 +94,9 @@ class ParityLimits:
         return unreachable(shares, count=images.count, noun=images.noun, confidence=self.confidence)
 
     def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
-        """Without the shares that so few inputs can never show to be kept: `elsewhere` they are judged."""
-        beyond = [name for name, least in self.shares.items() if not reaches(least, count, self.confidence)]
-        if not beyond:
-            return self
-        words = " and ".join(f"{name.replace('_', ' ')} {limit_in_percent(self.shares[name])}" for name in beyond)
-        apart = f"{count} inputs are too few to show {words}, judged on {elsewhere}"
-        without: dict[str, Any] = dict.fromkeys(beyond)
-        return replace(self, **without, apart=apart)
+        """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
+        few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
+        return replace(self, apart=f"it is judged on {elsewhere}") if few else self
 
     def factor(self, held_in: FloatType) -> float:
         """How many times the dense model's own error in this type a link may err."""

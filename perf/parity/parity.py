@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
-from perf.stats.decision import Decision, limit_in_percent, share_against
+from perf.stats.decision import limit_in_percent, share_against
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
@@ -180,6 +180,8 @@ def _json_from_link(link: Link) -> dict[str, Any]:
         del row["tolerance"]["min_iou"]
     if link.tolerance.min_agreement is None:
         del row["tolerance"]["confidence"]
+    if not link.tolerance.apart:
+        del row["tolerance"]["apart"]
     for batch in row["batches"]:
         del batch["agreement" if link.role == "logits" else "top1_agreement"]
     return row
@@ -300,15 +302,19 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     if agreed == "INCONCLUSIVE":
         return "INCONCLUSIVE", agreement
     if not tolerance.bounds:
-        return "UNJUDGED", f"{error}, {errors.agreement_line}; {tolerance.rule}"
+        return "UNJUDGED", f"{error}, {errors.agreement_line}; no limit was set"
+    if agreed == "UNJUDGED" and not replace(tolerance, min_agreement=None).bounds:
+        return "UNJUDGED", f"{error}, {agreement}"
     met = [f"{error} within {bound:.2g}"] if bound is not None else []
     met += [agreement] if agreement else []
     met += [f"IoU {errors.overlap:.4f}, at least {tolerance.min_iou:g} wanted"] if tolerance.min_iou is not None else []
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
 
 
-def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Decision, str]:
-    """Whether the agreement keeps to its limit, in words; empty without a limit. What has none to tell is undecided."""
+def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
+    """Whether the agreement keeps to its limit, in words; empty without a limit. Where there is no agreement nothing is
+    decided, and what is open here is not judged where it is elsewhere.
+    """
     least = tolerance.min_agreement
     if least is None:
         return "PASS", ""
@@ -318,6 +324,8 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Decision, str]:
     decision, words = share_against(
         errors.agreement, least, count=errors.images, noun=errors.inputs, confidence=tolerance.confidence
     )
+    if decision == "INCONCLUSIVE" and tolerance.apart:
+        return "UNJUDGED", f"{errors.agreement_name} {words}; {tolerance.apart}"
     return decision, f"{errors.agreement_name} {words}"
 
 

@@ -23,7 +23,8 @@ class Tolerance:
     """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise.
 
     `confidence`: of the interval with which an agreement has to keep to its bound; at 0 the point alone decides, as in
-    records that were written before there was one. Errors are figures of these inputs and have no interval.
+    records that were written before there was one. Errors are figures of these inputs and have no interval. `apart`:
+    where an agreement is judged that these inputs leave open, in words; here it can only fail.
     """
 
     rule: str
@@ -33,6 +34,7 @@ class Tolerance:
     margin_noise: float = 0.0
     min_iou: float | None = None
     confidence: float = 0.0
+    apart: str = ""
 
     def __post_init__(self) -> None:
         if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
@@ -117,16 +119,14 @@ def limits(
     noise: Measures | None = None,
     apart: str = "",
 ) -> Tolerance:
-    """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips;
-    `apart`: what of it is judged elsewhere, in words.
-    """
+    """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
-    rule = "no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set"
     return Tolerance(
-        rule=f"{rule}; {apart}" if apart else rule,
+        rule="no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set",
         max_relative_error=max_error,
         min_agreement=min_agreement,
         margin_noise=tie,
         min_iou=min_iou,
         confidence=0.0 if min_agreement is None else confidence,
+        apart="" if min_agreement is None else apart,
     )
