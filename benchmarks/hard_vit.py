@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import click
@@ -37,7 +38,7 @@ from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
-from perf.parity.labels import Z95, accuracy, mcnemar
+from perf.parity.labels import accuracy, mcnemar
 
 KIND, KEY = "benchmarks/hard-vit", ("method", "sparsity")
 SPARSITIES = (0.3, 0.5)
@@ -128,7 +129,7 @@ def figures(
     """
     pairs, images = mcnemar("dense", dense_NC, "reduced", reduced_NC, labels_N), len(labels_N)
     change = (pairs.only_b - pairs.only_a) / images
-    apart = Z95 * sqrt((pairs.only_a + pairs.only_b) / images - change**2) / sqrt(images)
+    apart = NormalDist().inv_cdf(0.975) * sqrt((pairs.only_a + pairs.only_b) / images - change**2) / sqrt(images)
     return {
         "relative_error": float(np.linalg.norm(reduced_NC - dense_NC) / np.linalg.norm(dense_NC)),
         "agreement": float((reduced_NC.argmax(1) == dense_NC.argmax(1)).mean()),

@@ -23,6 +23,7 @@ INSTANCES = Count(low=1, high=1024)
 MEAN = Real(low=-1000.0, high=1000.0)
 DEVIATION = Real(low=0.0, high=1000.0, low_open=True)
 SHARE = Real(low=0.0, high=1.0, noun="a share")
+CONFIDENCE = Real(low=0.0, high=0.999, noun="a share")
 SHARE_REMOVED = Real(low=0.0, high=1.0, high_open=True, noun="a share")
 SHARE_KEPT = Real(low=0.0, high=1.0, low_open=True, noun="a share")
 

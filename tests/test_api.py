@@ -19,6 +19,7 @@ import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
+from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
 
@@ -188,6 +189,18 @@ def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
     failed = corp_deploy.verify(home / "dense", home / "reduced", images, batches=(4,), max_error=1e-9)
     assert failed.verdict == "FAIL"
     assert corp_deploy.verify(home / "dense", home / "reduced", images, batches=(4,)).verdict == "UNJUDGED"
+
+
+def test_a_limit_on_a_share_is_met_by_an_interval(home: Path) -> None:
+    images = tiny.images(16)
+    asked: dict[str, Any] = {"batches": (4,), "min_agreement": 0.98}
+    with pytest.warns(UserWarning, match="min agreement 98 % can't be shown by 16 images: even 16 of 16 agreeing"):
+        proof = corp_deploy.verify(home / "dense", home / "dense", images, **asked)
+    assert (proof.verdict, proof.links[0].tolerance.confidence) == ("INCONCLUSIVE", 0.95)
+    assert corp_deploy.verify(home / "dense", home / "dense", images, confidence=0.0, **asked).verdict == "PASS"
+    for refused in ({"confidence": 95}, {"min_agreement": 1.5}):
+        with pytest.raises(BadInput, match="expected a share in"):  # before the model is looked for
+            corp_deploy.verify(home / "nowhere", home / "dense", images, **(asked | refused))
 
 
 def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def graph(model: nn.Module, path: Path, precision: str) -> Candidate:
     return candidate_from_path(path)
 
 
-def proof(dense: nn.Module, *steps: Candidate, **limits: float) -> Proof:
+def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
     return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 
@@ -180,12 +180,13 @@ def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path)
     export_checkpoint(dense, tmp_path / "m.onnx", precision="fp32")
     feeds = {"images": tiny.images(8)}
     steps = [torch_step(dense.model), candidate_from_path(tmp_path / "m.onnx")]
-    limits = ParityLimits(min_agreement=1.0)
+    limits = ParityLimits(min_agreement=0.67)
     parity = prove(dense, steps, ProofInputs(feeds=feeds, digest=""), batches=(4,), limits=limits).parity
     assert parity.verdict == "PASS", parity.line
     assert {each.role for each in parity.links} == {"embedding"}
     assert parity.links[0].name == "reduced"
-    assert "nearest neighbours agree on 100.00%" in parity.links[0].reason
+    words = "agreement of nearest neighbours 100 % (67.56 % to 100 % at 95 % confidence), limit 67 %"
+    assert words in parity.links[0].reason
     assert "top1_agreement" not in str(parity.to_json())
 
 

@@ -298,6 +298,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "parity.batches": ([2], {}),
     "parity.min_agreement": (0.5, {}),
     "parity.max_error": (0.8, {}),
+    "parity.confidence": (0.8, {"parity.min_agreement": 0.5}),
     "parity.half_factor": (7.0, {}),
     "parity.quantised_factor": (3.0, {}),
     "parity.max_apart": (0.3, {}),
@@ -314,6 +315,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "bench.threads": (2, {}),
     "bench.audit": (True, {}),
     "gate.fail_if": (["params > dense"], {}),
+    "gate.confidence": (0.8, {}),
     "package.name": ("other", {}),
 }
 # Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.

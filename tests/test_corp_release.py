@@ -371,6 +371,30 @@ def test_the_verdict_says_what_had_no_limit_wherever_it_stands(first: Path) -> N
     assert 'skipped="2"' in (out / "report.xml").read_text()
 
 
+def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> None:
+    """Nine held-out images leave 70 % open even where all agree: told by a dry run, and then the release's verdict."""
+    edit(home, "batches = [1, 3]", "batches = [1, 3]\nmin_agreement = 0.98")
+    edit(home, '"params >= dense"', '"params >= dense", "top1_agreement < 0.9", "top1_agreement < 0.1"')
+    of_nine = "even 9 of 9 agreeing would leave 70.09 % to 100 % at 95 % confidence; at least"
+    dry = " ".join(release(home, "--dry-run").stderr.split())
+    assert f"parity.min_agreement 98 % can't be shown by 9 held-out images: {of_nine} 189" in dry
+    assert f"rule 'top1_agreement < 0.9': top1_agreement 90 % can't be shown by 9 images: {of_nine} 35" in dry
+    assert "< 0.1'" not in dry
+    undecided = release(home, expect=3)
+    assert "can't be shown by 9 held-out images" in " ".join(undecided.stderr.split())
+    judged = json.loads((home / "out" / "gate.json").read_text())
+    assert (judged["verdict"], judged["confidence"]) == ("INCONCLUSIVE", 0.95)
+    verdicts = {row["rule"]: row["verdict"] for row in judged["rules"]}
+    assert verdicts["parity (parity.json)"] == "INCONCLUSIVE"
+    assert verdicts["top1_agreement < 0.1"] == "PASS"
+    assert "Gate: **INCONCLUSIVE**" in (home / "out" / "MODEL_CARD.md").read_text()
+    edit(home, "min_agreement = 0.98", "min_agreement = 0.98\nconfidence = 0")
+    edit(home, '"top1_agreement < 0.1"]', '"top1_agreement < 0.1"]\nconfidence = 0.0')
+    alone = release(home, expect=1)
+    assert "can't be shown" not in alone.stderr
+    assert "88.89 %, limit 98 % (the point alone decides) (1 of 9 images flipped)" in said(alone)
+
+
 def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
     edit(home, "calibration.npy", "nowhere")
     assert "calibration.images: " in release(home, expect=2).stderr

@@ -81,6 +81,32 @@ def test_a_limit_is_judged_by_the_interval(value: tuple[float, float, float], ve
     assert LanguageLimits(max_ratio=1.05, min_agreement=1.5).judged(row)[0] == "FAIL"
 
 
+def test_an_open_limit_says_what_would_decide_and_few_sequences_decide_nothing() -> None:
+    """At 1.06 +- 0.04 on a limit of 1.05 sixteen times as many sequences are needed; without an interval none decide,
+    but where the point alone was asked for.
+    """
+    one = Range(value=1.0, low=1.0, high=1.0)
+
+    def judged(low: float | None, high: float | None, value: float = 1.06, **limits: float) -> tuple[str, str]:
+        ratio = Range(value=value, low=low, high=high)
+        row = LanguageMeasures(
+            model="m", sequences=9, tokens=9, nats=1.0, perplexity=one, ratio=ratio, agreement=one, kl=one
+        )
+        return LanguageLimits(max_ratio=1.05, **limits).judged(row)
+
+    assert judged(1.02, 1.10) == (
+        "INCONCLUSIVE",
+        "perplexity ratio 1.06 (1.02 to 1.1 at 95 % confidence), limit 1.05: the interval straddles the limit; about "
+        "144 sequences would decide; these are 9",
+    )
+    assert judged(None, None)[0] == "INCONCLUSIVE"
+    assert "9 sequences are too few for an interval" in judged(None, None)[1]
+    assert judged(None, None, np.inf)[0] == "FAIL"
+    rows = [OfSequence(nats=1.0, agreement=1.0, kl=0.0)] * 2
+    alone = LanguageLimits(max_ratio=1.05, confidence=0.0).judged(measures_of("m", rows, rows, tokens=4, confidence=0))
+    assert alone == ("PASS", "perplexity ratio 1, limit 1.05 (the point alone decides)")
+
+
 def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
     rows = [OfSequence(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
     measures = measures_of("m", rows, rows, tokens=4)

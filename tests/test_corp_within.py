@@ -159,6 +159,30 @@ class FakePlanner:
         return 0.25
 
 
+@pytest.mark.parametrize(
+    ("limit", "judged", "more"),
+    [
+        (
+            "agreement 0.98",
+            (63 / 64, 0.9167, 0.9972),
+            "about 3,934 images would decide if the share stays; these are 64",
+        ),
+        ("error 0.05", (0.045, 0.04, 0.055), "about 256 images would decide; these are 64"),
+        ("accuracy -1", (0.0, -2.0, 2.0), "about 256 images would decide; these are 64"),
+    ],
+)
+def test_what_a_proof_would_leave_open_is_said_in_its_words(
+    limit: str, judged: tuple[float, float, float], more: str
+) -> None:
+    value, low, high = judged
+    trials = (within.Trial(share=0.5, judged=Judgement(value=value, low=low, high=high), holds=True),)
+    answer = within.Within(limit=limit_from_text(limit), currency="macs", judges="64 images", count=64, noun="images",
+                           judging_digest="", trials=trials)  # fmt: skip
+    assert f", chosen by the point: the interval straddles the limit; {more})" in str(answer)
+    surely = within.Trial(share=0.5, judged=Judgement(value=value, low=value, high=value), holds=True)
+    assert "chosen by the point" not in str(replace(answer, trials=(surely,)))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(within, "Judge", FakeJudge)
@@ -168,7 +192,7 @@ def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.M
     def as_planned(plan: WidthPlan) -> Reduction:
         return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.said[0])])))
 
-    judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d"), count=1))
+    judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
     request = WithinRequest(limit=Limit(measure="error", value=0.15))
     result, plan = smallest_within(request, cast(BudgetPlanner, FakePlanner()), judging, as_planned)
     share = float(plan.said[1])

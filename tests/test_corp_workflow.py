@@ -380,7 +380,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
     far = tmp_path / "far.npy"
     np.save(far, 3.0 * tiny.images(24, seed=9) + 1.0)
     words = ["verify", home / "dense", home / "dense", "-o", tmp_path / "p.json", "--batch", "4", "--json"]
-    words += ["--min-agreement", 1]
+    words += ["--min-agreement", 1, "--confidence", 0]
     near = json.loads(done(*words, "--images", home / "images.npy", "--moments", home / "m.safetensors").stdout)
     assert near["shift"]["status"] == "PASS"
     shifted = json.loads(done(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
@@ -450,6 +450,52 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
 
 
 # Gate
+
+
+TOO_FEW = (
+    "can't be shown by 24 images: even 24 of 24 agreeing would leave 86.20 % to 100 % at 95 % confidence; at least 189 "
+    "images are needed, or a confidence of at most 0.51, or a limit of at most 0.862"
+)
+OPEN = (
+    "100 % (86.20 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; about 189 images would "
+    "decide if the share stays; these are 24"
+)
+
+
+def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path) -> None:
+    """The same limit, verdict, words and exit code, and the same where the point alone is asked for."""
+    words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "--batch", "4"]
+    words += ["--min-agreement", 0.98, "-o", tmp_path / "parity.json"]
+    rule = ["gate", tmp_path / "parity.json", "--fail-if", "top1_agreement < 0.98", "--json"]
+    verified = done(*words, code=3)
+    assert f"INCONCLUSIVE (1 link judged) on 24 images: dense: top-1 agreement {OPEN}" in " ".join(
+        verified.stdout.split()
+    )
+    assert f"min agreement 98 % {TOO_FEW}" in " ".join(verified.stderr.split())
+    judged = json.loads(done(*rule, code=3).stdout)
+    assert (judged["verdict"], judged["confidence"]) == ("INCONCLUSIVE", 0.95)
+    proof, own = judged["rules"]
+    assert (proof["verdict"], own["verdict"], own["message"]) == ("INCONCLUSIVE", "INCONCLUSIVE", OPEN)
+    record = json.loads((tmp_path / "parity.json").read_text())
+    assert (record["links"][0]["status"], record["links"][0]["tolerance"]["confidence"]) == ("INCONCLUSIVE", 0.95)
+    point = done(*words, "--confidence", 0)
+    assert "can't be shown" not in point.stderr
+    passed = json.loads(done(*rule, "--confidence", 0).stdout)
+    assert passed["rules"][1]["message"] == "100 %, limit 98 % (the point alone decides)"
+    (link,) = json.loads((tmp_path / "parity.json").read_text())["links"]
+    assert link["reason"] == "top-1 agreement 100 %, limit 98 % (the point alone decides)"
+    assert link["tolerance"]["confidence"] == 0
+
+
+def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+    words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
+    alone = done(*words, "--max-error", 1, "--confidence", 0.9, code=2)
+    assert "--confidence is of the interval of a share of inputs: give --min-agreement" in alone.stderr
+    percent = done(*words, "--min-agreement", 0.5, "--confidence", 95, code=2)
+    assert "'95': expected a share in [0, 0.999]" in percent.stderr
+    done(*words, "--min-agreement", 0.5)
+    unruled = done("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
+    assert "--confidence is of the intervals that rules are judged by" in unruled.stderr
 
 
 def test_gate_and_compare(home: Path, tmp_path: Path) -> None:

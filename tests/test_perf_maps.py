@@ -132,10 +132,11 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
         "max_error": errors.relative_error,
         "min_iou": errors.iou,
         "min_agreement": errors.pixel_agreement,
+        "confidence": 0.0,
     }
     free = linked(reference, candidate)
     assert free.status == "UNJUDGED"
-    assert f"IoU {errors.iou:.4f}, {errors.pixel_agreement:.2%} of pixels agree" in free.reason
+    assert f"IoU {errors.iou:.4f}, pixel agreement {errors.pixel_agreement:.2%}".replace("%", " %") in free.reason
     assert linked(reference, candidate, **limits).status == "PASS"
     for name, reason in (("max_error", "relative error"), ("min_iou", "an IoU of"), ("min_agreement", "pixels have")):
         tight = limits[name] + (-1e-6 if name == "max_error" else 1e-6)

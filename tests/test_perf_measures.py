@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.precision import FLOAT16
-from perf.parity.labels import accuracy, mcnemar, wilson
+from perf.parity.labels import accuracy, mcnemar
 from perf.parity.logits import LogitMeasures, margins, per_image
 from perf.parity.measures import measures
 from perf.parity.tolerance import CEILINGS, exact, half, limits
+from perf.stats.shares import wilson
 
 Floats = NDArray[np.float64]
 

@@ -49,12 +49,17 @@ def test_the_worst_batch_is_the_one_reported() -> None:
 
 
 def test_agreement_is_judged_at_every_batch_not_at_the_largest_error_only() -> None:
-    flipped = REF.copy()
-    flipped[0] = -flipped[0]
-    scaled = REF * 3
-    found = linked(scaled, flipped, tolerance=limits(min_agreement=0.99))
-    assert (found.batch, found.status) == (7, "FAIL")
-    assert "97.50% under 99.00% (1 of 40 images flipped)" in found.reason
+    def found(flips: int) -> Link:
+        flipped = REF.copy()
+        flipped[:flips] *= -1
+        return linked(REF * 3, flipped, tolerance=limits(min_agreement=0.99))
+
+    failed, undecided = found(3), found(1)
+    assert (failed.batch, failed.status) == (7, "FAIL")
+    words = "92.50 % (80.14 % to 97.42 % at 95 % confidence), limit 99 % (3 of 40 images flipped)"
+    assert words in failed.reason
+    assert (undecided.batch, undecided.status) == (7, "INCONCLUSIVE")
+    assert "97.50 % (87.12 % to 99.56 % at 95 % confidence), limit 99 %: the interval" in undecided.reason
 
 
 def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:

@@ -278,10 +278,31 @@ def test_csv_has_every_number_once_and_unrounded() -> None:
 def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
     suites = ElementTree.fromstring(junit(record(parity=parity(broken=True).to_json())))
     parity_suite, gate_suite = suites.findall("testsuite")
-    assert (parity_suite.get("failures"), gate_suite.get("skipped")) == ("1", "1")
+    assert (parity_suite.get("failures"), gate_suite.get("errors"), gate_suite.get("skipped")) == ("1", "1", "0")
     failure = parity_suite.find("testcase/failure")
     assert failure is not None
     assert "relative error 0.01 over 0.001" in str(failure.get("message"))
+
+
+def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
+    rows = np.random.default_rng(0).standard_normal((50, 10))
+    undecided = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
+                     candidate_by_batch={4: rows}, tolerance=limits(min_agreement=0.98))  # fmt: skip
+    proof = Parity(images=ImageSet(count=50, digest="sha256:00"), links=(undecided,))
+    shown = record(parity=proof.to_json())
+    words = (
+        "top-1 agreement 100 % (92.87 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; "
+        "about 189 images would decide if the share stays; these are 50"
+    )
+    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown(shown)
+    page = html(shown)
+    assert '<span class="chip full note">Parity INCONCLUSIVE' in page
+    assert words in page
+    suite = ElementTree.fromstring(junit(shown)).findall("testsuite")[0]
+    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
+    error = suite.find("testcase/error")
+    assert error is not None
+    assert error.get("message") == f"INCONCLUSIVE: {words}"
 
 
 def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:

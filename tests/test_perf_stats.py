@@ -101,6 +101,9 @@ def test_too_few_rounds_give_no_finite_interval() -> None:
 def test_the_same_samples_always_give_the_same_interval() -> None:
     samples = list(np.random.default_rng(4).random((12, 5)) + 1)
     assert median_interval(samples) == median_interval(samples)
+    assert median_interval(samples, confidence=0.0).low == median_interval(samples).value
+    narrow, usual, wide = (median_interval(samples, confidence=each) for each in (0.5, 0.95, 0.99))
+    assert wide.low < usual.low < narrow.low < narrow.high < usual.high < wide.high
     assert median_interval(samples, seed=1) != median_interval(samples, seed=2)
 
 

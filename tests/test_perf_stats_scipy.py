@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from scipy.spatial import distance
 
-from perf.parity.labels import mcnemar, wilson
+from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
 from perf.stats.compare import ratio_of_independent
+from perf.stats.shares import fewest, fewest_that_show, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
@@ -177,11 +178,31 @@ def test_the_ratio_of_figures_measured_apart_covers_the_truth() -> None:
 # Shares and pairs
 
 
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 @pytest.mark.parametrize("images", [1, 2, 7, 50, 500, 10_000])
-def test_wilson_is_scipys(images: int) -> None:
+def test_wilson_is_scipys(images: int, confidence: float) -> None:
     for hits in {0, 1, images // 3, images // 2, images - 1, images}:
-        theirs = stats.binomtest(hits, images).proportion_ci(confidence_level=0.95, method="wilson")
-        assert wilson(hits, images) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-15)
+        theirs = stats.binomtest(hits, images).proportion_ci(confidence_level=confidence, method="wilson")
+        assert wilson(hits, images, confidence) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.99])
+@pytest.mark.parametrize(("share", "limit"), [(63 / 64, 0.98), (1.0, 0.98), (0.97, 0.98), (0.5, 0.9), (0.0, 0.1)])
+def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit: float, confidence: float) -> None:
+    """A limit lies within Wilson's interval where the score test doesn't reject it: n (p - l)**2 = z**2 l (1 - l)."""
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    least = z**2 * limit * (1 - limit) / (share - limit) ** 2
+
+    def decides(count: int) -> bool:
+        ends = share_interval(share, count, confidence)
+        return not ends.low < limit <= ends.high
+
+    assert fewest(decides) == max(int(np.ceil(least)), 1)
+    if share == 1.0:
+        assert fewest_that_show(limit, confidence) == fewest(decides)
+        for count in (3, 64, 150):
+            assert share_interval(1.0, count, most_confidence(limit, count)).low == pytest.approx(limit)
+    assert fewest_that_show(1.0, confidence) is None
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900)])

@@ -335,9 +335,9 @@ def test_token_logits_agree_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((4, 2, 3, 3), "nearest tokens agree on 100.00%, at least 90.00% wanted"),
-        ((4, 9, 2), "nearest tokens agree on 100.00%, at least 90.00% wanted"),
-        ((4, 18), "cosine 1.000000 under 90.00% (no tokens whose nearest others could be told)"),
+        ((4, 2, 3, 3), "agreement of nearest tokens 100 % (51.01 % to 100 % at 95 % confidence), limit 50 %"),
+        ((4, 9, 2), "agreement of nearest tokens 100 % (51.01 % to 100 % at 95 % confidence), limit 50 %"),
+        ((4, 18), "cosine 1.000000: there is no agreement to hold to the limit, 50 %"),
     ],
 )
 def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int, ...], words: str) -> None:
@@ -348,10 +348,10 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
     assert found.cosine_mean == pytest.approx(1.0)
     features = OutputPort(name="features", role="feature map")
     judged = link(name="r", kind="reduced", reference="a", candidate="b", reference_rows=reference,
-                  candidate_by_batch={1: candidate}, tolerance=tolerance.limits(min_agreement=0.9),
+                  candidate_by_batch={1: candidate}, tolerance=tolerance.limits(min_agreement=0.5),
                   port=features)  # fmt: skip
     assert words in judged.reason
-    assert (judged.status == "PASS") == (len(shape) > 2)
+    assert judged.status == ("PASS" if len(shape) > 2 else "INCONCLUSIVE")  # as gate says of a figure that isn't there
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
-from perf.parity.labels import wilson
+from perf.stats.shares import wilson
 
 Loop = Literal["open", "closed", "polished"]
 T = TypeVar("T")

@@ -1,6 +1,7 @@
 """corp_deploy.verify."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from ground.errors import BadInput
 from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.parity.ties import MOST_APART
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .inputs import Array, InputsLike, on_disk, opened_inputs
 from .source import ModelLike, PathLike, opened
@@ -68,6 +70,7 @@ def verify(
     max_map_error: float | None = None,
     min_iou: float | None = None,
     min_pixels: float | None = None,
+    confidence: float = DEFAULT_CONFIDENCE,
     trust_engine: bool = False,
 ) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
@@ -81,10 +84,13 @@ def verify(
     `max_map_error`, `min_iou` and `min_pixels`. `output` gets the record, parity.json, with the figures of every input
     beside it.
 
-    Returns the proof: `verdict` is PASS, FAIL or UNJUDGED (no link had a limit), `links` hold every figure,
-    `located` names the block where a link breaks, `fitted` tells how many of the inputs a candidate was fitted to.
-    Raises BadInput for candidates that aren't of this model and for engines that were not built here unless
-    `trust_engine`; Missing where this machine can't run one.
+    `min_agreement` and `min_pixels` are met by an interval of this `confidence`, in [0, 0.999]; at 0 the point alone
+    decides. Warns before any work of one that so few inputs can never show to be kept.
+
+    Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no link had
+    one), `links` hold every figure, `located` names the block where a link breaks, `fitted` tells how many of the
+    inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were not
+    built here unless `trust_engine`; Missing where this machine can't run one.
     """
     limits = ParityLimits(
         min_agreement=min_agreement,
@@ -95,6 +101,7 @@ def verify(
         max_map_error=max_map_error,
         min_iou=min_iou,
         min_pixels=min_pixels,
+        confidence=confidence,
     )
     if output is not None and Path(output).suffix == ".npz":
         raise BadInput(f"{os.fspath(output)}: the figures of every input go there; expected .json")
@@ -103,10 +110,13 @@ def verify(
         dense = stack.enter_context(opened(reference))
         steps = _candidates(candidates, dense, runtimes)
         given = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
+        proof_inputs = _proof_inputs(dense, given, labels)
+        for sentence in limits.unreachable(proof_inputs.images):
+            warnings.warn(sentence, stacklevel=2)
         proof = prove(
             dense,
             steps,
-            _proof_inputs(dense, given, labels),
+            proof_inputs,
             batches=tuple(batches),
             limits=limits,
             heads=HeadRequest(paths=tuple(Path(head) for head in heads), threshold=map_threshold),

@@ -8,7 +8,7 @@ from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
 from .baseline_choice import BaselineChoice, baseline_options
-from .options import DIRECTORY, FILE, output_options
+from .options import DIRECTORY, FILE, confidence_option, explicit_options, output_options
 
 RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
 
@@ -16,6 +16,7 @@ RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given se
 @click.command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
 @click.option("--fail-if", "rules", multiple=True, help=RULE_HELP)
+@confidence_option
 @baseline_options
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
@@ -33,6 +34,7 @@ def gate(
     ctx: click.Context,
     records: tuple[Path, ...],
     rules: tuple[str, ...],
+    confidence: float,
     baseline: BaselineChoice,
     output: tuple[Path, ...],
     history: Path | None,
@@ -41,8 +43,12 @@ def gate(
 ) -> None:
     """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
-    The verdict of parity.json counts as well, and where it knows, that none of its images was fitted to: the rule
-    'fitted_images > 0' is added unless one on fitted_images is given.
+    A figure with an interval (a time, a speed-up, a share of inputs) passes a rule where none of the interval breaks
+    it, and fails where all of it does; in between it is INCONCLUSIVE, and what would decide is told. --confidence is
+    of these intervals, as it is of verify's.
+
+    The verdict of parity.json counts as well, with the confidence that verify was given; and where it knows, that none
+    of its images was fitted to: the rule 'fitted_images > 0' is added unless one on fitted_images is given.
 
     --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
     found by Student's t over every split of the releases, looked at after each of them; less than 1 in 20 histories of
@@ -92,18 +98,21 @@ def gate(
         raise click.UsageError("--init-baseline needs a parity.json among the records for --baseline-parity")
     if history is not None and bench is None:
         raise click.UsageError("--history keeps bench records: give a bench.json among the records")
+    if not rules and "confidence" in explicit_options():
+        raise click.UsageError("--confidence is of the intervals that rules are judged by: give one with --fail-if")
     if not rules and parity is None and history is None:
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
-    now = evidence_of_files(bench, parity)
+    now = evidence_of_files(bench, parity, confidence)
     rows = [] if parity is None else [parity_row(parity)]
     own = OldRecords(bench=bench, parity=parity)
     older = beside.older(own)
     before = evidence_of_files(older.bench, older.parity)
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
-    judged = Gate(rules=(*rows, *judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)))
+    judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)
+    judged = Gate(rules=(*rows, *judged_by_rule), confidence=confidence if parsed else None)
     for path in output:
         write_gate(judged, path)
     if track is not None:

@@ -14,6 +14,7 @@ from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
+from ground.quantities import CONFIDENCE
 from ground.quantity import BATCH, shown
 from ground.records import record_from_text
 
@@ -140,6 +141,15 @@ trust_engine_option = click.option(
 )
 batch_size_option = click.option(
     "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
+)
+
+
+confidence_option = click.option(
+    "--confidence",
+    type=Number(CONFIDENCE),
+    default=0.95,
+    show_default=True,
+    help="Confidence of the intervals by which limits are decided; at 0 the point alone decides.",
 )
 
 

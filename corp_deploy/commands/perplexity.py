@@ -1,6 +1,7 @@
 """corp-deploy perplexity."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,13 +13,18 @@ from ground.quantity import BATCH
 from .input_choice import InputChoice, drawing_options, input_options, text_option, tokens_option
 from .model_choice import ModelChoice, dense_options
 from .numbers import Number
-from .options import ANY_PATH, FILE, output_options, value_options
+from .options import ANY_PATH, FILE, confidence_option, output_options, value_options
+
+if TYPE_CHECKING:
+    from corp_deploy.proof.perplexity import LanguageLimits
 
 EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE, "UNJUDGED": EXIT_INCONCLUSIVE}
 
 
-def _limits(max_ratio: float | None, min_agreement: float | None, max_kl: float | None) -> dict[str, float | None]:
-    return {"max_ratio": max_ratio, "min_agreement": min_agreement, "max_kl": max_kl}
+def _limits(**limits: float | None) -> "LanguageLimits":
+    from corp_deploy.proof.perplexity import LanguageLimits
+
+    return LanguageLimits(**limits)  # type: ignore[arg-type]
 
 
 limit_options = value_options(
@@ -31,6 +37,7 @@ limit_options = value_options(
         "--min-agreement", type=Number(SHARE), default=None, help="Least share of tokens with the same first word."
     ),
     click.option("--max-kl", type=Number(NATS), default=None, help="Largest KL from the dense softmax, nats a token."),
+    confidence_option,
 )
 
 
@@ -50,7 +57,7 @@ def perplexity(
     candidates: tuple[Path, ...],
     inputs: InputChoice,
     batch: int,
-    limits: dict[str, float | None],
+    limits: "LanguageLimits",
     output: Path | None,
     out: Output,
 ) -> None:
@@ -58,26 +65,32 @@ def perplexity(
 
     DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels:
     the text's own next token is what is told. Beside the perplexity stand its ratio to the dense model's on the same
-    sequences, the share of tokens with the same first word, and KL in nats a token, each with its 95 % interval over
-    sequences. With limits exit 1 where one is broken and 3 where an interval lies on both sides.
+    sequences, the share of tokens with the same first word, and KL in nats a token, each with its interval over
+    sequences. A limit is met where none of the interval breaks it and broken, exit 1, where all of it does; in between,
+    and where sequences are too few for an interval, it is INCONCLUSIVE, exit 3.
 
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+    from corp_deploy.proof.perplexity import perplexities
     from corp_deploy.views.perplexity import perplexity_line, perplexity_table
     from ground.files import write_json
+    from perf.parity.perplexity import LEAST_SEQUENCES
 
     dense = model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     sequences = inputs.open(dense)
+    if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
+        out.warn(
+            f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: {LEAST_SEQUENCES} are "
+            "needed, or --confidence 0, where the point alone decides"
+        )
     with out.progress("reading", sequences.count, unit=sequences.noun) as done:
-        proof = perplexities(dense, steps, sequences, LanguageLimits(**limits), batch=batch, done=done)
+        proof = perplexities(dense, steps, sequences, limits, batch=batch, done=done)
     if proof.fitted is not None and proof.fitted.found:
         out.warn(proof.fitted.warning)
     record = proof.as_json()
     if output is not None:
         write_json(output, record)
     out.result(record, perplexity_table(proof), perplexity_line(proof))
-    asked = any(limit is not None for limit in limits.values())
-    ctx.exit(EXIT_CODES[proof.verdict] if asked else 0)
+    ctx.exit(EXIT_CODES[proof.verdict] if limits.some else 0)

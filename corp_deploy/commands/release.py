@@ -171,7 +171,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
 def _dry_run(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import plan_release
 
-    planned = plan_release(loaded.recipe, output, baseline, path=loaded.path)
+    planned = plan_release(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
     open_stages = sum(row.state != "cached" for row in planned)
     _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
 
@@ -179,7 +179,7 @@ def _dry_run(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) ->
 def _plan_only(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import write_script
 
-    script, planned = write_script(loaded.recipe, output, baseline, path=loaded.path)
+    script, planned = write_script(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
     if not planned:
         _rows(planned, out, f"this machine can do every open stage; {script} has nothing in it")
         return
@@ -206,7 +206,7 @@ def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
 def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
     from corp_deploy.release.run import run_only
 
-    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, starts=_noted(out))
+    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=_noted(out))
     _say_of_weights(outcome.finished, output, out)
     done = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
     out.result({"made": outcome.finished, "cached": outcome.cached}, done)
@@ -225,7 +225,9 @@ def _release(
 ) -> None:
     from corp_deploy.release.run import release as make_release
 
-    done = make_release(loaded.recipe, output, baseline, path=loaded.path, starts=_noted(out), signer=signer)
+    done = make_release(
+        loaded.recipe, output, baseline, path=loaded.path, warn=out.warn, starts=_noted(out), signer=signer
+    )
     outcome = done.outcome
     _say_of_weights(outcome.finished, output, out)
     record = {

@@ -31,6 +31,7 @@ from .sweep_jobs import ALONE, run_jobs
 from .sweep_speed_choice import speed_options
 
 if TYPE_CHECKING:
+    from calib.input_set import InputSet
     from corp_deploy.planning.calibration_size import CalibrationSize
     from corp_deploy.planning.sweep import Swept
     from corp_deploy.planning.sweep_points import SweepPoint
@@ -221,7 +222,7 @@ def _tell(
         (output / SIZE_FILE).unlink(missing_ok=True)  # an earlier sweep's, which `report` would show
     write_json(output / "sweep.json", record)
     if least is not None and agrees:
-        lines += _answers(sweep, points, least, inputs)
+        lines += _answers(sweep, points, least, inputs, swept.source)
     speeds = sweep_speeds(points)
     out.result(record, sweep_table(points), *([] if speeds is None else [speeds]), *lines)
     if least is not None:
@@ -251,20 +252,37 @@ def _size(
     )
 
 
-def _answers(sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: InputChoice) -> list[str]:
-    """The smallest and the fastest models that agree so much, and what makes them."""
+def _answers(
+    sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: InputChoice, source: "InputSet"
+) -> list[str]:
+    """The smallest and the fastest models that agree so much, and what makes them; chosen by the point, which is said
+    where verify would leave it open.
+    """
     from corp_deploy.planning.sweep_points import fastest_that_agrees, smallest_that_agrees
 
     options: dict[str, Any] = explicit_options()
     smallest = smallest_that_agrees(points, least)
     words = sweep.words_of(smallest, inputs, options)
-    lines = [f"smallest model with {least:.2%} agreement: {words} ({smallest.macs_share:.1%} of the MACs)"]
+    share = f"{smallest.macs_share:.1%} of the MACs{_open(smallest, least, source)}"
+    lines = [f"smallest model with {least:.2%} agreement: {words} ({share})"]
     for batch, point in fastest_that_agrees(points, least).items():
         speed = point.speed_at(batch)
         assert speed is not None
         assert speed.speedup is not None
-        gain = speed.speedup.words(bounds=" times dense ({} to {})")
+        gain = speed.speedup.words(bounds=" times dense ({} to {})") + _open(point, least, source)
         lines.append(
             f"fastest with {least:.2%} agreement at batch {batch}: {sweep.words_of(point, inputs, options)} ({gain})"
         )
     return lines
+
+
+def _open(point: "SweepPoint", least: float, source: "InputSet") -> str:
+    """What a proof on these inputs would leave open; empty where it would not."""
+    from perf.stats.decision import share_against
+    from perf.stats.stats import DEFAULT_CONFIDENCE
+
+    assert point.agreement is not None, point
+    decision, words = share_against(
+        point.agreement, least, count=source.count, noun=source.noun, confidence=DEFAULT_CONFIDENCE
+    )
+    return f"; chosen by the point, {words}" if decision == "INCONCLUSIVE" else ""

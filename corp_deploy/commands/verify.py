@@ -12,7 +12,15 @@ from ground.quantities import ERROR, FACTOR, LEVEL, SHARE
 
 from .model_choice import ModelChoice, dense_options
 from .numbers import Number
-from .options import ANY_PATH, FILE, explicit_options, output_options, trust_engine_option, value_options
+from .options import (
+    ANY_PATH,
+    FILE,
+    confidence_option,
+    explicit_options,
+    output_options,
+    trust_engine_option,
+    value_options,
+)
 from .proof_input_choice import ProofInputChoice, proof_input_options
 from .verify_run import VerifyRun, run_options
 
@@ -25,6 +33,10 @@ if TYPE_CHECKING:
 def _limits(**limits: float | None) -> "ParityLimits":
     from corp_deploy.proof.link_rules import ParityLimits
 
+    if "confidence" in explicit_options() and limits["min_agreement"] is limits["min_pixels"] is None:
+        raise click.UsageError(
+            "--confidence is of the interval of a share of inputs: give --min-agreement, or --min-pixels with --head"
+        )
     return ParityLimits(**limits)  # type: ignore[arg-type]
 
 
@@ -63,6 +75,7 @@ limit_options = value_options(
     click.option(
         "--min-pixels", type=Number(SHARE), default=None, help="Least share of a head's pixels with the same answer."
     ),
+    confidence_option,
 )
 
 
@@ -135,6 +148,10 @@ def verify(
 
     A link without a limit is measured, not passed: set --min-agreement or --max-error. Exit 3 when no link had one.
 
+    An agreement is a share of inputs and has an interval: the link passes where none of it lies below the limit, and
+    fails where all of it does; in between it is INCONCLUSIVE (exit 3), and how many inputs would decide is told. So
+    judges gate, by the same --confidence. A limit that so few inputs can never show to be kept is told first of all.
+
     A dense head apart (--head) reads the named outputs of every step; its maps are links of their own: relative error,
     intersection over union, pixels that agree.
 
@@ -169,6 +186,8 @@ def verify(
     if "batch" in explicit_options():
         _refuse_other_batches(steps, asked.batch)
     proof_inputs = inputs.open(dense, pixels=any(step.takes_pixels for step in steps))
+    for sentence in limits.unreachable(proof_inputs.images):
+        out.warn(sentence)
     meter = Meter(asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
     with out.progress("verifying", len(steps), unit="links") as done:
         proof = prove(

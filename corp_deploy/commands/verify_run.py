@@ -151,6 +151,8 @@ def _compared(
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.views.parity import metric_lines, parity_table
 
+    for sentence in limits.unreachable(golden.images):
+        out.warn(sentence)
     with out.progress("verifying", len(steps), unit="engines") as done:
         proof = compare(
             golden,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .example import Example
 
@@ -67,6 +68,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "max_error": example.max_error,
         "half_factor": 4.0,
         "max_apart": 0.05,
+        "confidence": DEFAULT_CONFIDENCE,
         "output": "parity.json",
     }
     bench = {

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
+from perf.stats.decision import more_by_root, more_to_share
+from perf.stats.shares import share_interval
 
 from .budget_planner import BudgetPlanner
 from .joint_planner import JointPlanner
@@ -34,11 +36,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
-    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds."""
+    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds. As many as
+    `count` inputs judged, `noun` is what they are.
+    """
 
     limit: Limit
     currency: str
     judges: str
+    count: int
+    noun: str
     judging_digest: str
     trials: tuple[Trial, ...]
 
@@ -66,7 +72,7 @@ class Within:
 
     def __str__(self) -> str:
         answer, below = self.answer, self.below
-        past = "" if self._surely(answer) else ", which reaches past the limit: more images would tell"
+        past = "" if self._surely(answer) else f", chosen by the point: {self._more(answer.judged)}"
         smaller = (
             "no widths are narrower"
             if below is None
@@ -79,6 +85,18 @@ class Within:
             f"{smaller}; {len(self.trials)} "
             f"model{'s were' if len(self.trials) > 1 else ' was'} reduced and judged"
         )
+
+    def _more(self, judged: Judgement) -> str:
+        """What would decide, in the words of a proof that is held to the limit."""
+        gap = judged.value - self.limit.value
+        if self.limit.measure == "agreement":
+
+            def decides(count: int) -> bool:
+                return share_interval(judged.value, count).low >= self.limit.value
+
+            return more_to_share(decides, self.count, self.noun)
+        width = judged.value - judged.low if gap > 0 else judged.high - judged.value
+        return more_by_root(gap, width, self.count, self.noun)
 
     def _surely(self, trial: Trial) -> bool:
         return self.limit.holds(trial.judged.low) and self.limit.holds(trial.judged.high)
@@ -147,6 +165,8 @@ def smallest_within(
         limit=asked.limit,
         currency=asked.currency,
         judges=str(judging),
+        count=judging.inputs.count,
+        noun=judging.inputs.noun,
         judging_digest=judging.inputs.digest,
         trials=tuple(trials),
     )

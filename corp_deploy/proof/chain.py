@@ -20,7 +20,7 @@ from perf.parity.headroom import headroom
 from perf.parity.labels import Accuracy, PairedAccuracy, accuracy, mcnemar
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
-from perf.parity.parity import ImageSet, Link, LinkKind, Parity
+from perf.parity.parity import Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
 from perf.parity.ties import Choices
 from perf.record.fitted import FittedInputs
@@ -269,7 +269,7 @@ def prove(
     by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}
     return Proof(
         parity=Parity(
-            images=ImageSet(count=proof_inputs.count, digest=proof_inputs.digest, kind=proof_inputs.kind),
+            images=proof_inputs.images,
             links=(*(each for step in walked.steps for each in step.links), *_whole(walked.steps, answers, rules)),
             structure=(*walked.findings, *(input_range(moments, proof_inputs.feeds) if moments is not None else ())),
             located=walked.blocks,

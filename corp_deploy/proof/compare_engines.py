@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput, Missing, NotComparable
 from ground.feeds import Outputs, checked_feeds
-from perf.parity import structure, tolerance
+from perf.parity import structure
 from perf.parity.measures import figures
-from perf.parity.parity import ImageSet, LinkKind, Parity, link
+from perf.parity.parity import LinkKind, Parity, link
 
 from .artefact import Artefact
 from .candidates import outputs_at
@@ -49,7 +49,7 @@ def golden_of(
         answers = outputs_at(run, feeds, batch)
     return Golden(
         source=artefact.source,
-        images=ImageSet(count=inputs.count, digest=inputs.digest, kind=inputs.kind),
+        images=inputs.images,
         batch=batch,
         outputs=artefact.outputs,
         feeds=feeds,
@@ -96,8 +96,7 @@ def compare(
     """
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
-    wanted = tolerance.limits(min_agreement=limits.min_agreement, max_error=limits.max_error)
-    several = len(golden.outputs) > 1
+    wanted, several = limits.of_outputs(), len(golden.outputs) > 1
     if answered is not None:
         answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):

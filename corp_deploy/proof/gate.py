@@ -16,6 +16,7 @@ from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, t
 from perf.parity.parity import load_parity
 from perf.record.runs import load_bench
 from perf.stats.compare import Comparison
+from perf.stats.stats import DEFAULT_CONFIDENCE
 from perf.stats.summary import summarise
 
 
@@ -30,11 +31,12 @@ def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     return by_kind
 
 
-def evidence_of_files(bench: Path | None, parity: Path | None) -> Evidence:
-    """What the two records hold."""
+def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float = DEFAULT_CONFIDENCE) -> Evidence:
+    """What the two records hold; `confidence`: of the intervals that are read from them."""
     return Evidence(
         bench=None if bench is None else load_bench(bench),
         parity=None if parity is None else load_parity(parity),
+        confidence=confidence,
     )
 
 
@@ -46,7 +48,9 @@ def _kind(path: Path) -> str:
 
 
 def parity_row(path: Path) -> JudgedRule:
-    """The proof's own verdict as a row: it fails the gate when a link failed, and says what was measured only."""
+    """The proof's own verdict as a row, at the confidence that it was made with: it fails the gate when a link failed,
+    and says what was not decided or measured only.
+    """
     parity = load_parity(path)
     return JudgedRule(rule=f"parity ({path.name})", verdict=parity.verdict, message=parity.line, metric=PARITY)
 
@@ -68,7 +72,7 @@ def judged_rows(
 
 def gate_as_json(gate: Gate) -> str:
     """The gate's record as text."""
-    return json.dumps({"verdict": gate.verdict, "exit_code": gate.exit_code, "rules": [asdict(r) for r in gate.rules]})
+    return json.dumps({"verdict": gate.verdict, "exit_code": gate.exit_code, **asdict(gate)})
 
 
 def write_gate(gate: Gate, path: Path) -> None:

@@ -17,6 +17,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, noise_of_ports, only, rows_of
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
+from perf.parity.parity import ImageSet
 
 from .pixels import pixels_of
 
@@ -37,6 +38,11 @@ class ProofInputs:
     @property
     def count(self) -> int:
         return batch_size(self.feeds)
+
+    @property
+    def images(self) -> ImageSet:
+        """As a record says what they are."""
+        return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
 
 
 def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:

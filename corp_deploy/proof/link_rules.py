@@ -22,14 +22,16 @@ from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_of
 from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
-from perf.parity.parity import Link, LinkKind, link
+from perf.parity.parity import ImageSet, Link, LinkKind, link
 from perf.parity.ties import MOST_APART, Choices
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import tensors_of_ports
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .candidates import Candidate, outputs_at
 from .heads import Heads
 from .inputs import ProofInputs
+from .reach import reaches, unreachable
 
 DENSE = "dense torch fp32"
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
@@ -39,8 +41,10 @@ AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 class ParityLimits:
     """What the user allows the reduced model to differ from the dense one by; None sets no limit.
 
-    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The last
-    three are of maps that heads apart make, which the first two are not of.
+    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three
+    behind it are of maps that heads apart make, which the first two are not of. `confidence`: of the interval with
+    which shares of inputs have to keep to their limits, 0 where the point alone decides. `apart`: where those are
+    judged that these inputs leave open, in words. Raises BadInput for what is no limit.
     """
 
     min_agreement: float | None = None
@@ -51,6 +55,48 @@ class ParityLimits:
     max_map_error: float | None = None
     min_iou: float | None = None
     min_pixels: float | None = None
+    confidence: float = DEFAULT_CONFIDENCE
+    apart: str = ""
+
+    def __post_init__(self) -> None:
+        _ = self.of_outputs(), self.of_maps()
+
+    def of_outputs(self, noise: Measures | None = None) -> Tolerance:
+        """What they are for a model's own outputs."""
+        return tolerance.limits(
+            min_agreement=self.min_agreement,
+            max_error=self.max_error,
+            confidence=self.confidence,
+            noise=noise,
+            apart=self.apart,
+        )
+
+    def of_maps(self, noise: Measures | None = None) -> Tolerance:
+        """What they are for the maps of heads apart."""
+        return tolerance.limits(
+            min_agreement=self.min_pixels,
+            max_error=self.max_map_error,
+            min_iou=self.min_iou,
+            confidence=self.confidence,
+            noise=noise,
+            apart=self.apart,
+        )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The least shares of inputs, by the names of their fields."""
+        every = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
+        return {name: least for name, least in every.items() if least is not None}
+
+    def unreachable(self, images: ImageSet) -> list[str]:
+        """The limits that so many inputs can never show to be kept, a sentence each."""
+        shares = {name.replace("_", " "): least for name, least in self.shares.items()}
+        return unreachable(shares, count=images.count, noun=images.noun, confidence=self.confidence)
+
+    def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
+        """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
+        few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
+        return replace(self, apart=f"it is judged on {elsewhere}") if few else self
 
     def factor(self, held_in: FloatType) -> float:
         """How many times the dense model's own error in this type a link may err."""
@@ -101,17 +147,8 @@ class LinkRules:
 
     def of_user(self) -> Tolerance:
         """What the reduced model may differ from the dense one by."""
-        limits = self.limits
-        if self.port.role == "score map":
-            return tolerance.limits(
-                min_agreement=limits.min_pixels,
-                max_error=limits.max_map_error,
-                min_iou=limits.min_iou,
-                noise=self.noises[FLOAT16],
-            )
-        return tolerance.limits(
-            min_agreement=limits.min_agreement, max_error=limits.max_error, noise=self.noises[FLOAT16]
-        )
+        of_role = self.limits.of_maps if self.port.role == "score map" else self.limits.of_outputs
+        return of_role(self.noises[FLOAT16])
 
     def link(
         self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]

@@ -3,6 +3,7 @@
 Logits of a whole text would be larger than any model; of each sequence three numbers stay.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,78 +20,105 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.records import json_from_record
-from perf.parity.perplexity import LanguageMeasures, OfSequence, Range, measures_of, of_sequence
+from perf.parity.perplexity import (
+    LEAST_SEQUENCES,
+    LanguageMeasures,
+    OfSequence,
+    Range,
+    measures_of,
+    of_sequence,
+)
 from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
+from perf.stats.decision import decide, held_against, more_by_root
+from perf.stats.stats import DEFAULT_CONFIDENCE, Interval
 
 from .candidates import Candidate, Run, outputs_at
 from .link_rules import DENSE
 
 KIND = "corp-deploy/perplexity"
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
+ORDER: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageLimits:
     """What every candidate has to keep to: the largest ratio of perplexities, the least share of tokens that agree, the
-    largest KL a token in nats; None for no limit.
+    largest KL a token in nats; None for no limit. `confidence`: of the intervals, 0 where the point alone decides.
     """
 
     max_ratio: float | None = None
     min_agreement: float | None = None
     max_kl: float | None = None
+    confidence: float = DEFAULT_CONFIDENCE
+
+    @property
+    def some(self) -> bool:
+        """Whether there is any."""
+        return any(limit is not None for limit in (self.max_ratio, self.min_agreement, self.max_kl))
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
-        """By the 95 % interval of each: one that lies on both sides of its limit leaves the verdict open."""
-        bounds = (
+        """By the interval of each: one that lies on both sides of its limit leaves the verdict open."""
+        every = (
             ("perplexity ratio", row.ratio, self.max_ratio, False),
             ("token agreement", row.agreement, self.min_agreement, True),
             ("KL", row.kl, self.max_kl, False),
         )
-        found = [_judged(what, each, limit, least) for what, each, limit, least in bounds if limit is not None]
-        for verdict in ("FAIL", "INCONCLUSIVE", "PASS"):
-            words = [why for own, why in found if own == verdict]
+        verdicts = [
+            self._judged(what, got, limit, least, row.sequences)
+            for what, got, limit, least in every
+            if limit is not None
+        ]
+        for verdict in ORDER:
+            words = [why for own, why in verdicts if own == verdict]
             if words:
                 return verdict, "; ".join(words)
         return "UNJUDGED", "no limit was set"
 
+    def _judged(self, what: str, got: Range, limit: float, least: bool, sequences: int) -> tuple[Verdict, str]:
+        def breaks(end: float) -> bool:
+            return end < limit if least else end > limit
 
-def _judged(what: str, got: Range, limit: float, least: bool) -> tuple[Verdict, str]:
-    word = "at least" if least else "at most"
-    low, high = got.value if got.low is None else got.low, got.value if got.high is None else got.high
-    shown = f"{what} {got.value:.4g} ({low:.4g} to {high:.4g}), {word} {limit:g}"
-    if got.low is None or got.high is None:
-        failed = got.value < limit if least else got.value > limit
-        return "FAIL" if failed else "PASS", f"{shown}, of too few sequences for an interval"
-    if (low >= limit) if least else (high <= limit):
-        return "PASS", shown
-    return ("FAIL" if (high < limit if least else low > limit) else "INCONCLUSIVE"), shown
+        if got.low is None or got.high is None:
+            shown = f"{what} {got.value:.4g}, limit {limit:g}"
+            if not math.isfinite(got.value):
+                return "FAIL", shown
+            return "INCONCLUSIVE", f"{shown}: {sequences} sequences are too few for an interval, give {LEAST_SEQUENCES}"
+        interval = Interval(value=got.value, low=got.low, high=got.high)
+        words = f"{what} {held_against(interval, f'{limit:g}', self.confidence, '{:.4g}'.format)}"
+        decision = decide(got.low, got.high, breaks)
+        if decision != "INCONCLUSIVE":
+            return decision, words
+        gap = got.value - limit
+        width = got.value - got.low if gap > 0 else got.high - got.value
+        return decision, f"{words}: {more_by_root(gap, width, sequences, 'sequences')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageProof:
-    """The dense model first, then every candidate with its verdict and why; how many of the sequences any of them was
-    fitted to, where that is known.
+    """The dense model first, then every candidate with its verdict and why; `confidence`: of every interval; `fitted`:
+    how many of the sequences any of them was fitted to, where that is known.
     """
 
     rows: tuple[LanguageMeasures, ...]
     verdicts: Mapping[str, tuple[Verdict, str]] = field(default_factory=dict)
     inputs: Mapping[str, Any]
+    confidence: float = DEFAULT_CONFIDENCE
     fitted: FittedInputs | None = None
 
     @property
     def verdict(self) -> Verdict:
         """The worst of all."""
-        order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
         own = {verdict for verdict, _ in self.verdicts.values()}
-        return next((each for each in order if each in own), "UNJUDGED")
+        return next((each for each in ORDER if each in own), "UNJUDGED")
 
     def as_json(self) -> dict[str, Any]:
         """The record."""
         verdicts = {model: {"verdict": verdict, "why": why} for model, (verdict, why) in self.verdicts.items()}
         rows = [json_from_record(row) | verdicts.get(row.model, {}) for row in self.rows]
+        head = {"kind": KIND, "version": 1, "verdict": self.verdict, "confidence": self.confidence}
         fitted = {} if self.fitted is None else {"fitted": json_from_record(self.fitted)}
-        return {"kind": KIND, "version": 1, "verdict": self.verdict, "inputs": dict(self.inputs), "rows": rows} | fitted
+        return {**head, "inputs": dict(self.inputs), "rows": rows, **fitted}
 
 
 def perplexities(
@@ -119,11 +147,15 @@ def perplexities(
             runs[each.label] = stack.enter_context(each.opened(ports))
         found = _found(runs, sequences, batch, ports[0].name, done)
     (tokens,) = spec.shape
-    rows = tuple(measures_of(label, found[label], found[DENSE], tokens=tokens - 1) for label in runs)
+    rows = tuple(
+        measures_of(label, found[label], found[DENSE], tokens=tokens - 1, confidence=limits.confidence)
+        for label in runs
+    )
     return LanguageProof(
         rows=rows,
         verdicts={row.model: limits.judged(row) for row in rows[1:]},
         inputs={"sequences": sequences.count, "digest": sequences.digest},
+        confidence=limits.confidence,
         fitted=fitted_inputs(
             Fingerprints(ids=sequences.ids), [each.fitted for each in candidates], noun=sequences.noun
         ),

@@ -12,7 +12,12 @@ from perf.parity.parity import Verdict
 from .chain import Proof
 
 # A proof in which nothing could fail proves nothing: inconclusive.
-EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "FAIL": EXIT_FAILED, "UNJUDGED": EXIT_INCONCLUSIVE}
+EXIT_CODES: dict[Verdict, int] = {
+    "PASS": 0,
+    "FAIL": EXIT_FAILED,
+    "INCONCLUSIVE": EXIT_INCONCLUSIVE,
+    "UNJUDGED": EXIT_INCONCLUSIVE,
+}
 
 
 def save_proof(proof: Proof, path: Path) -> None:

@@ -215,6 +215,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "half_factor": parity.half_factor,
             "quantised_factor": parity.quantised_factor,
             "max_apart": parity.max_apart,
+            **({"confidence": parity.confidence} if parity.has_shares else {}),
             "head": [path_from(root, path) for path in parity.head],
             **parity.of_maps,
             "metric": parity.metrics(root),
@@ -273,6 +274,7 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
         arguments=(bench_name(recipe, first), PARITY),
         options={
             "fail_if": list(recipe.gate.fail_if),
+            **({"confidence": recipe.gate.confidence} if recipe.gate.fail_if else {}),
             **_beside(baseline, root),
             "history": path_from(root, recipe.gate.history),
             "output": [GATE],

@@ -3,7 +3,7 @@
 Imports no torch until something is to be read with it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from corp_deploy.families import torchvision_names, trusted_code
@@ -134,10 +134,17 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
 
 
 def require_inputs(
-    recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path
+    recipe: Recipe,
+    root: Path,
+    stages: Sequence[Stage],
+    baseline: Baseline,
+    *,
+    path: Path,
+    warn: Callable[[str], None],
 ) -> list[StageStatus]:
     """Look at everything beyond the release that these stages are made from: that it is there and, for those that are
-    not done, that it is read and fits. `path` is the recipe's file. Writes nothing.
+    not done, that it is read and fits. `path` is the recipe's file; `warn` hears what the result will not be able to
+    show. Writes nothing.
 
     Returns what a run would do with the stages. Raises BadInput with a line for each mistake, and Missing where this
     machine lacks what reads one of the files.
@@ -152,6 +159,6 @@ def require_inputs(
     if any(stage.name in FITTING or (stage.outside and stage.name != OF_OPTIONS) for stage in left):
         from .inputs_read import read_inputs
 
-        read_inputs(recipe, root, left, mistakes)
+        read_inputs(recipe, root, left, mistakes, warn)
         mistakes.refuse()
     return statuses

@@ -2,9 +2,10 @@
 decoded or run. Everything heavy is imported here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from calib.images import Images
@@ -19,12 +20,15 @@ from export.graph.precision import kept_modules
 from export.triton.package import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
+from perf.gate.rule import FITTED
 from perf.parity.measures import require_agreement
+from perf.record.fitted import FittedInputs
 
 from .calls import range_samples
 from .incremental import Stage
 from .mistakes import Mistakes
 from .opened import open_dense, open_proof_images
+from .reach import out_of_reach
 from .recipe import Recipe
 from .recipe_tables import require_more
 from .serving import class_names
@@ -99,9 +103,19 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for {outputs}")
 
 
-def read_inputs(recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: Mistakes) -> None:
-    """Note what these stages would refuse of what they are made from beyond the release. The model is the recipe's, or
-    that of the release where it stands already.
+def _too_good(proving: Images, calibration: Parts[Images]) -> Iterator[str]:
+    """A warning where the model will be judged on images that it was fitted to."""
+    same = int(torch.isin(proving.ids, calibration.fitted.ids).sum())
+    fitted = FittedInputs(judging=proving.count, same=same)
+    if fitted.found:
+        yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
+
+
+def read_inputs(
+    recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: Mistakes, warn: Callable[[str], None]
+) -> None:
+    """Note what these stages would refuse of what they are made from beyond the release, and warn of what they would
+    find. The model is the recipe's, or that of the release where it stands already.
     """
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
@@ -120,6 +134,11 @@ def read_inputs(recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: M
     proving = _proof_images(recipe, model, calibration, mistakes) if proves else None
     if proving is not None:
         _read_proof(recipe, model, proving, mistakes)
+        for sentence in out_of_reach(recipe, proving.count):
+            warn(sentence)
+    if proving is not None and calibration is not None:
+        for sentence in _too_good(proving, calibration):
+            warn(sentence)
     if any(label.startswith("parity.head") for label in labels):
         with mistakes.at("parity.head"), opened_heads(HeadRequest(paths=recipe.parity.head), output_ports(model)):
             pass

@@ -81,20 +81,6 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     save(open_dense(recipe.model), dirs.into / "dense")
 
 
-def _limits(recipe: Recipe) -> ParityLimits:
-    parity = recipe.parity
-    return ParityLimits(
-        min_agreement=parity.min_agreement,
-        max_error=parity.max_error,
-        half_factor=parity.half_factor,
-        quantised_factor=parity.quantised_factor,
-        max_apart=parity.max_apart,
-        max_map_error=parity.max_map_error,
-        min_iou=parity.min_iou,
-        min_pixels=parity.min_pixels,
-    )
-
-
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
     """Dense and reduced plans with their records, and of a quantised target what it is measured against; sparse kernels
     are for the reduced model alone.
@@ -168,7 +154,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
         batches=fitting or [profile.tuned],
-        limits=_limits(recipe),
+        limits=ParityLimits(**recipe.parity.limits).of_few(inputs.count, elsewhere="the held-out images"),
         heads=HeadRequest(paths=recipe.parity.head, threshold=recipe.parity.map_threshold),
         answered=meter.measure,
     )
@@ -181,7 +167,8 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: boo
     rows = [parity_row(dirs.root / name) for name in parities_of(recipe)]
     before = evidence_of_files(older.bench, older.parity)
     for target in recipe.targets:
-        now = evidence_of_files(dirs.root / bench_name(recipe, target), dirs.root / parity_name(target))
+        records = dirs.root / bench_name(recipe, target), dirs.root / parity_name(target)
+        now = evidence_of_files(*records, recipe.gate.confidence)
         if target == recipe.targets[0]:
             now = _with_fitted(now, dirs.root)
             rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=starting)
@@ -192,7 +179,7 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: boo
         trend = trend_of_files(dirs.root / bench_name(recipe, recipe.targets[0]), recipe.gate.history)
         write_trend(trend, dirs.into)
         rows += history_rows(trend)
-    save_gate(Gate(rules=tuple(rows)), dirs.into / GATE)
+    save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / GATE)
 
 
 def _with_fitted(now: Evidence, root: Path) -> Evidence:
@@ -202,7 +189,9 @@ def _with_fitted(now: Evidence, root: Path) -> Evidence:
 
 
 def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
-    """A quantised model that isn't measured to be faster than what it rests on is none to ship."""
+    """A quantised model that isn't measured to be faster than what it rests on is none to ship: decided as `package`
+    decides what is served, whatever the confidence of the recipe's rules.
+    """
     if target.rest is None:
         return []
     rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]

@@ -248,8 +248,8 @@ def own_records(recipe: Recipe, root: Path) -> OldRecords:
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     older = baseline.older(own_records(recipe, root))
     outside = {"baseline": older.bench, "baseline_parity": older.parity}
-    rules = {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
-    rules["gate.fail_if"] = list(recipe.gate.fail_if)
+    rules = settings_of("gate", recipe.gate, without=("history",))
+    rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     if recipe.gate.history is not None:
         rules["gate.history"] = _earlier(recipe.gate.history, root / _benches(recipe)[0])
     return Stage(

@@ -15,6 +15,7 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_of_word
 from perf.gate.rule import Rule, rule_from_text
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
@@ -111,7 +112,9 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput("package.name asks for a model repository, which needs fp32 among export.precisions")
         self._refuse_idle_threads()
         self._refuse_idle_system()
-        _ = self.targets, self.rules
+        rules = self.rules, *(target.rules for target in self.targets)
+        if self.gate.confidence != DEFAULT_CONFIDENCE and not any(rules):
+            raise BadInput("gate.confidence is of the intervals that rules are judged by; give one in gate.fail_if")
         if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
             raise BadInput(
                 "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"

@@ -12,6 +12,7 @@ from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_fro
 from ground.errors import BadInput
 from ground.quantity import shown
 from perf.parity.maps import THRESHOLD
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from . import recipe_values
 from .recipe_table import Table, refuse_ignored
@@ -29,12 +30,18 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_map_error: recipe_values.RelativeError | None = None
     min_iou: recipe_values.Share | None = None
     min_pixels: recipe_values.Share | None = None
+    confidence: recipe_values.Confidence = DEFAULT_CONFIDENCE
     metric: recipe_values.Texts = ()
     metric_files: recipe_values.Locations = ()
 
     def __post_init__(self) -> None:
         asked = self._of_maps | {"map_threshold": None if self.map_threshold == THRESHOLD else self.map_threshold}
         refuse_ignored("[parity]", VERIFY_HEADS, self._way, asked)
+        if self.confidence != DEFAULT_CONFIDENCE and not self.has_shares:
+            raise BadInput(
+                f"parity.confidence is {self.confidence:g}, of the interval of a share of inputs, and none has a "
+                "limit; give min_agreement, or min_pixels with a head"
+            )
         if self.metric_files and not self.metric:
             raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
         names = [path.name for path in self.metric_files]
@@ -65,6 +72,17 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for word in dict.fromkeys(words)
             if Path(word).name not in told and (beside / word).is_file() and not (directory / word).is_file()
         ]
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether a share of inputs has a limit, which an interval has to keep to."""
+        return self.min_agreement is not None or self.min_pixels is not None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What the reduced model may differ by, under the names that the proof has for it."""
+        names = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart", "confidence")
+        return {name: getattr(self, name) for name in names} | self._of_maps
 
     @property
     def _way(self) -> str:

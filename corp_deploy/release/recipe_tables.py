@@ -15,6 +15,7 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from . import recipe_values
 from .recipe_table import Table
@@ -165,6 +166,7 @@ class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`history`: the directory that keeps the first target's bench record of every release."""
 
     fail_if: recipe_values.Texts = ()
+    confidence: recipe_values.Confidence = DEFAULT_CONFIDENCE
     history: recipe_values.Location | None = None
 
 

@@ -146,6 +146,7 @@ Threads: TypeAlias = Annotated[int, _in(quantities.THREADS, int)]
 Rounds: TypeAlias = Annotated[int, _in(quantities.ROUNDS, int)]
 Multiple: TypeAlias = Annotated[int, _in(quantities.ALIGNMENT, int)]
 
+Confidence: TypeAlias = Annotated[float, _in(quantities.CONFIDENCE, float)]
 # A number that is written without a point stays as it is written, in commands and in stamps.
 Share: TypeAlias = Annotated[int, _in(quantities.SHARE, int)] | Annotated[float, _in(quantities.SHARE, float)]
 ShareRemoved: TypeAlias = (

@@ -23,6 +23,8 @@ from .sums import sums_from_file
 
 StageListener = Callable[[Stage, str], None]
 """Hears each stage before it runs, and why it does."""
+Warn = Callable[[str], None]
+"""Hears, before any work, what the result will not be able to show."""
 
 
 Signature = Literal["signed", "kept", "removed", "refused"]
@@ -45,9 +47,15 @@ def _unheard(stage: Stage, why: str) -> None:
     pass
 
 
-def plan_release(recipe: Recipe, root: Path, baseline: Baseline, *, path: Path) -> list[StageStatus]:
+def _unwarned(sentence: str) -> None:
+    pass
+
+
+def plan_release(
+    recipe: Recipe, root: Path, baseline: Baseline, *, path: Path, warn: Warn = _unwarned
+) -> list[StageStatus]:
     """What `release` would do now; writes nothing. Raises BadInput for what it would not even begin with."""
-    return require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path)
+    return require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn)
 
 
 def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListener) -> Outcome:
@@ -98,13 +106,14 @@ def release(
     baseline: Baseline,
     *,
     path: Path,
+    warn: Warn = _unwarned,
     starts: StageListener = _unheard,
     signer: Signer | None = None,
 ) -> Released:
     """Run what is not done, and sign what passes; `path` is the recipe's file. Raises BadInput for what it names and
     will not do, before any work, and when another process works in the directory.
     """
-    require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path)
+    require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn)
     if signer is not None:
         _require_signer(recipe, signer)
     root.mkdir(parents=True, exist_ok=True)
@@ -130,6 +139,7 @@ def run_only(
     baseline: Baseline,
     *,
     path: Path,
+    warn: Warn = _unwarned,
     starts: StageListener = _unheard,
 ) -> Outcome:
     """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
@@ -139,7 +149,7 @@ def run_only(
         if name not in known:
             raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
     chosen = [stage for stage in stages if stage.name in names]
-    require_inputs(recipe, root, chosen, baseline, path=path)
+    require_inputs(recipe, root, chosen, baseline, path=path, warn=warn)
     with locked(root):
         outcome = incremental.run(chosen, root, starts=starts, whole=False)
     if outcome.blocked:
@@ -147,13 +157,15 @@ def run_only(
     return outcome
 
 
-def write_script(recipe: Recipe, root: Path, baseline: Baseline, *, path: Path) -> tuple[Path, list[StageStatus]]:
+def write_script(
+    recipe: Recipe, root: Path, baseline: Baseline, *, path: Path, warn: Warn = _unwarned
+) -> tuple[Path, list[StageStatus]]:
     """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
 
     Returns its path and the stages in it.
     """
     stages = stages_of(recipe, root, baseline)
-    require_inputs(recipe, root, stages, baseline, path=path)
+    require_inputs(recipe, root, stages, baseline, path=path, warn=warn)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         incremental.run(stages[:1], root, starts=_unheard, whole=False)

@@ -58,7 +58,7 @@ from .recipe_tables import require_more
 from .serving import AS_MEASURED, package_of_directory
 
 DRAWN = ("samples", "seed")
-LIMITS = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart")
+LIMITS = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart", "confidence")
 
 
 def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) -> Images:

@@ -13,7 +13,7 @@ def _shown(value: Range, form: str) -> str:
 
 
 def perplexity_table(proof: LanguageProof) -> Table:
-    """One row a model, with 95 % intervals over sequences."""
+    """One row a model, with intervals over sequences."""
     table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict", "why")
     for row in proof.rows:
         verdict, why = proof.verdicts.get(row.model, ("", ""))

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from ground.errors import BadInput
+from perf.parity.measures import SHARES
 from perf.parity.own_metric import OwnMetric
 from perf.parity.parity import Link, Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
 from perf.stats.quiet import samples
 from perf.stats.repeats import remembered
-from perf.stats.stats import Interval, needed_samples, percentile_interval
+from perf.stats.shares import share_interval
+from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
 
 from .rule import COUNTED, FITTED, PLACED, TIMED, Rule
@@ -22,35 +24,40 @@ DENSE = "dense"
 class Reading:
     """A figure with its interval (as wide as the value when it is exact).
 
-    `count` units (rounds or images) stand behind it. `doubt` is why no verdict may rest on it, `broken` why there is
-    no figure at all although it was asked of the machine.
+    `count` units (rounds or images) stand behind it. `share`: of those images, where the figure is one; it stays as it
+    is where the interval becomes a bound. `doubt` is why no verdict may rest on it, `broken` why there is no figure at
+    all although it was asked of the machine.
     """
 
     interval: Interval | None
     count: int = 0
     unit: str | None = None
+    share: float | None = None
     doubt: str | None = None
     broken: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a gate judges by: a bench record, a parity record, or both."""
+    """What a gate judges by: a bench record, a parity record, or both; `confidence`: of every interval read from them,
+    0 where the point alone decides.
+    """
 
     bench: Bench | None = None
     parity: Parity | None = None
+    confidence: float = DEFAULT_CONFIDENCE
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
         if rule.is_own:
             return _own(self.parity, rule, subject, where)
         if rule.metric in TIMED:
-            return _timed(self._bench(rule, where), rule, subject, where)
+            return _timed(self._bench(rule, where), rule, subject, where, self.confidence)
         if rule.metric in (*COUNTED, *PLACED):
             return _counted(self._bench(rule, where), rule, subject, where)
         if subject is not None:
             raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
-        return _parity(self.parity, rule, where)
+        return _parity(self.parity, rule, where, self.confidence)
 
     def tells(self, rule: Rule) -> bool:
         """Whether there is a record of the kind that the rule's figure stands in."""
@@ -94,9 +101,9 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     return Reading(interval=exact(value))
 
 
-def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
+def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
     subject = _subject(bench, rule, name, where).name
-    summary = summarise_batch(bench, rule)
+    summary = summarise_batch(bench, rule, confidence)
     row = None if rule.batch is None else summary.row(rule.batch, rule.measure)
     if row is None:
         batches = ", ".join(str(row.batch) for row in bench.rows)
@@ -106,7 +113,7 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
         why = f"{subject} {FARED[side.status]} at batch {row.batch}: {side.message}"
         late = side.status == OUT_OF_TIME
         return Reading(interval=None, doubt=why if late else None, broken=None if late else why)
-    reading = _timed_interval(bench, rule, row, subject)
+    reading = _timed_interval(bench, rule, row, subject, confidence)
     return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or _doubt(bench, row))
 
 
@@ -119,12 +126,12 @@ def _doubt(bench: Bench, row: SummaryRow) -> str | None:
     return next((f"{name} is {why}" for name, why in remembered(measured)), None)
 
 
-def summarise_batch(bench: Bench, rule: Rule) -> Summary:
+def summarise_batch(bench: Bench, rule: Rule, confidence: float) -> Summary:
     """Only the row that a rule asks for, as reading all of them for every rule would take long."""
-    return summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)))
+    return summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
 
 
-def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str) -> Reading:
+def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
     side = row.sides[subject]
     match rule.metric:
         case "speedup":
@@ -143,14 +150,15 @@ def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str) -> 
         needed = needed_samples(percent)
         return Reading(interval=None, doubt=f"{rule.metric} needs {needed} samples, there are {side.samples}")
     blocks = next(each.blocks for each in bench.rows if each.batch == row.batch)
-    return Reading(interval=percentile_interval(samples(blocks, subject, rule.measure), percent))
+    times = samples(blocks, subject, rule.measure)
+    return Reading(interval=percentile_interval(times, percent, confidence=confidence))
 
 
 def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
     return Reading(interval=interval, doubt=doubt if interval is None else None)
 
 
-def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
+def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) -> Reading:
     if parity is None:
         raise BadInput(
             f"rule {rule.text!r}: {rule.metric} is no figure of a bench record, and {where} has no parity record"
@@ -167,11 +175,10 @@ def _parity(parity: Parity | None, rule: Rule, where: str) -> Reading:
         return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
     if not math.isfinite(value):
         return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
-    low, high = (measures.get(f"{rule.metric}_{end}") for end in ("low", "high"))
-    if low is None or high is None:
+    if rule.metric not in SHARES:
         return Reading(interval=exact(value))
-    interval = Interval(value=value, low=min(low, value), high=max(high, value))
-    return Reading(interval=interval, count=link.measures.images, unit=link.measures.inputs)
+    count, unit = link.measures.images, link.measures.inputs
+    return Reading(interval=share_interval(value, count, confidence), count=count, unit=unit, share=value)
 
 
 def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:

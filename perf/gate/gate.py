@@ -1,17 +1,29 @@
 """Judge records by rules: PASS, FAIL, INCONCLUSIVE or NOT-COMPARABLE, each with its reason; UNJUDGED without a bound.
 
-A rule fails only when the whole interval of its figure is on the forbidden side, and passes only when none of it is. An
-older record judges a newer one only if both were measured alike; and when both hold the same reference model, a change
-that this model shows as well is the machine's and decides nothing.
+A rule is decided as every figure with an interval is (perf.stats.decision). An older record judges a newer one only if
+both were measured alike; and when both hold the same reference model, a change that this model shows as well is the
+machine's and decides nothing.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from perf.record.runs import differing_keys
+from perf.stats.decision import (
+    STRADDLES,
+    Decision,
+    confidence_in_words,
+    decide,
+    held_against,
+    limit_in_percent,
+    more_to_share,
+    times_as_many,
+)
+from perf.stats.shares import percent, share_interval
 from perf.stats.stats import UNBOUNDED, Interval
 
 from .evidence import Evidence, Reading, exact, own_metric
@@ -49,9 +61,12 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """All rules, judged; the gravest verdict is the gate's. Raises BadInput without any."""
+    """All rules, judged; the gravest verdict is the gate's. `confidence`: of the intervals that rules were judged by, 0
+    where the point alone decides; None in records that don't tell, where it was 0.95. Raises BadInput without any rule.
+    """
 
     rules: tuple[JudgedRule, ...]
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -77,7 +92,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
     Raises:
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
     """
-    older = baseline or Evidence()
+    older = replace(baseline or Evidence(), confidence=now.confidence)
     lost = [rule for rule in rules if rule.wants_baseline and not older.tells(rule)]
     if lost and not starting:
         now.reading(lost[0], lost[0].subject, "this record")  # what it lacks itself is told first
@@ -86,43 +101,46 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
             "make this one it"
         )
-    return Gate(rules=tuple(_started(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules))
+    rows = tuple(_started(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules)
+    return Gate(rules=rows, confidence=now.confidence)
 
 
 def _started(rule: Rule, now: Evidence) -> JudgedRule:
     """A figure that no older record has a bound for; without it the record is no baseline."""
+    worded = partial(_worded, rule, now.confidence)
     value, bound = now.reading(rule, rule.subject, "this record"), Reading(interval=None)
     if value.broken is not None:
-        return _worded(rule, "FAIL", value.broken, value, bound)
+        return worded("FAIL", value.broken, value, bound)
     if value.interval is None or value.doubt is not None:
-        return _worded(rule, "INCONCLUSIVE", value.doubt, value, bound)
+        return worded("INCONCLUSIVE", value.doubt, value, bound)
     if not value.interval.is_bounded:
-        return _worded(rule, "INCONCLUSIVE", _too_few(value), value, bound)
-    return _worded(rule, "UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
+        return worded("INCONCLUSIVE", _too_few(value, now.confidence), value, bound)
+    return worded("UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
 
 def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
+    worded = partial(_worded, rule, now.confidence)
     value = now.reading(rule, rule.subject, "this record")
     bound = _bound(rule, now, baseline)
     differ = _differing(rule, now, baseline)
     if differ:
-        return _worded(rule, "NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
+        return worded("NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
     if value.broken is not None or bound.broken is not None:
-        return _worded(rule, "FAIL" if value.broken else "INCONCLUSIVE", value.broken or bound.broken, value, bound)
+        return worded("FAIL" if value.broken else "INCONCLUSIVE", value.broken or bound.broken, value, bound)
     doubt = value.doubt or bound.doubt
     if value.interval is None or bound.interval is None or doubt is not None:
-        return _worded(rule, "INCONCLUSIVE", doubt, value, bound)
+        return worded("INCONCLUSIVE", doubt, value, bound)
     mine, limit = _paired(rule, now, value.interval, bound.interval), bound.interval
     value = replace(value, interval=mine)
     verdict = _compared(rule, mine, limit)
     if verdict == "INCONCLUSIVE":
-        return _worded(rule, verdict, _more(mine, limit, value), value, bound)
+        return worded(verdict, _more(rule, value, bound, now.confidence), value, bound)
     moved = _machine_change(rule, now, baseline)
     if moved is not None and _compared(rule, _without(mine, moved), limit) != verdict:
         change = f"{100 * (moved.value - 1):+.1f} %"
         message = f"the machine itself moved: the reference model's own figure changed by {change}"
-        return _worded(rule, "INCONCLUSIVE", message, value, bound)
-    return _worded(rule, verdict, None, value, bound)
+        return worded("INCONCLUSIVE", message, value, bound)
+    return worded(verdict, None, value, bound)
 
 
 def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
@@ -132,12 +150,13 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
         reading = baseline.reading(rule, rule.subject, "the baseline")
     else:
         reading = now.reading(rule, rule.name, "this record")
-    if reading.interval is None:
-        return reading
-    low, high = sorted(rule.scale * end + rule.offset for end in (reading.interval.low, reading.interval.high))
-    return replace(
-        reading, interval=Interval(value=rule.scale * reading.interval.value + rule.offset, low=low, high=high)
-    )
+    return reading if reading.interval is None else replace(reading, interval=_scaled(rule, reading.interval))
+
+
+def _scaled(rule: Rule, named: Interval) -> Interval:
+    """The bound that a rule makes of the figure that it names."""
+    low, high = sorted(rule.scale * end + rule.offset for end in (named.low, named.high))
+    return Interval(value=rule.scale * named.value + rule.offset, low=low, high=high)
 
 
 def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
@@ -182,13 +201,9 @@ def _paired(rule: Rule, now: Evidence, mine: Interval, limit: Interval) -> Inter
     return Interval(value=mine.value, low=low, high=high)
 
 
-def _compared(rule: Rule, mine: Interval, limit: Interval) -> Verdict:
+def _compared(rule: Rule, mine: Interval, limit: Interval) -> Decision:
     """Where the interval of (mine - limit) lies; independent uncertainties add in quadrature."""
-    low, high = _gap(mine, limit)
-    broken = {rule.breaks(low, 0.0), rule.breaks(high, 0.0)}
-    if len(broken) == 2:
-        return "INCONCLUSIVE"
-    return "FAIL" if True in broken else "PASS"
+    return decide(*_gap(mine, limit), lambda end: rule.breaks(end, 0.0))
 
 
 def _gap(mine: Interval, limit: Interval) -> tuple[float, float]:
@@ -198,26 +213,41 @@ def _gap(mine: Interval, limit: Interval) -> tuple[float, float]:
     return gap - below, gap + above
 
 
-def _more(mine: Interval, limit: Interval, value: Reading) -> str:
-    """About how much more data would take the interval off the bound: widths shrink with the square root of it."""
+def _more(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
+    """About how much more data would take the interval off the bound."""
+    mine, limit = value.interval, bound.interval
+    assert mine is not None, rule
+    assert limit is not None, rule
+    if not mine.is_bounded:
+        return _too_few(value, confidence)
+    if value.unit is None:
+        return STRADDLES
+    if value.share is not None:
+        return _more_images(rule, value.share, bound, value, confidence)
     low, high = _gap(mine, limit)
     gap = mine.value - limit.value
-    width = gap - low if gap > 0 else high - gap
-    if not mine.is_bounded:
-        return _too_few(value)
-    if value.unit is None:
-        return "the interval straddles the bound"
-    more = math.inf if gap == 0 else value.count * ((width / gap) ** 2 - 1)
-    if more > 100 * value.count:
-        return f"the figure lies on the bound; {value.count} {value.unit} were measured and many more would not decide"
-    count, unit = math.ceil(max(more, 1)), value.unit
-    if unit == "rounds":
-        count, unit = BLOCKS_IN_ROUND * count, "blocks"
-    return f"the interval straddles the bound; about {count} more {unit} would decide"
+    times = times_as_many(gap, gap - low if gap > 0 else high - gap)
+    if not math.isfinite(times):
+        return f"the figure lies on the limit; {value.count} {value.unit} were measured and many more would not decide"
+    blocks = BLOCKS_IN_ROUND * math.ceil(max(value.count * (times - 1), 1))
+    return f"{STRADDLES}; about {blocks} more blocks would decide"
 
 
-def _too_few(value: Reading) -> str:
-    return f"only {value.count} {value.unit} were kept, too few for an interval; measure longer"
+def _more_images(rule: Rule, share: float, bound: Reading, value: Reading, confidence: float) -> str:
+    """A bound that is an older record's share is one of the same images."""
+
+    def decides(count: int) -> bool:
+        limit = bound.interval if bound.share is None else _scaled(rule, share_interval(bound.share, count, confidence))
+        assert limit is not None, rule
+        return _compared(rule, share_interval(share, count, confidence), limit) != "INCONCLUSIVE"
+
+    assert value.unit is not None, rule
+    return more_to_share(decides, value.count, value.unit)
+
+
+def _too_few(value: Reading, confidence: float) -> str:
+    only = f"only {value.count} {value.unit} were kept, too few for an interval"
+    return f"{only} {confidence_in_words(confidence)}; measure longer"
 
 
 def _without(mine: Interval, moved: Interval) -> Interval:
@@ -246,17 +276,22 @@ def _machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval |
 
 
 def _worded(
-    rule: Rule, verdict: Verdict, message: str | None, value: Reading, bound: Reading, keys: tuple[str, ...] = ()
+    rule: Rule,
+    confidence: float,
+    verdict: Verdict,
+    message: str | None,
+    value: Reading,
+    bound: Reading,
+    keys: tuple[str, ...] = (),
 ) -> JudgedRule:
     mine, limit = value.interval, bound.interval
-    figure = "no figure" if mine is None else f"{_number(mine.value)}{_ends(mine)}"
-    against = "" if limit is None else f", bound {_number(limit.value)}"
     reason = "; ".join(part for part in (message, *keys) if part)
     shown, low, high = (None, None, None) if mine is None else mine.figures
+    figure = _figure(value, bound, confidence)
     return JudgedRule(
         rule=rule.text,
         verdict=verdict,
-        message=f"{figure}{against}" + (f": {reason}" if reason else ""),
+        message=f"{figure}: {reason}" if reason else figure,
         metric=rule.metric,
         value=shown,
         low=low,
@@ -266,11 +301,17 @@ def _worded(
     )
 
 
+def _figure(value: Reading, bound: Reading, confidence: float) -> str:
+    """The figure with its interval, and the bound where there is one."""
+    mine, limit = value.interval, bound.interval
+    number, of_limit = (_number, _number) if value.share is None else (percent, limit_in_percent)
+    shown = None if limit is None else of_limit(limit.value)
+    if mine is None:
+        return "no figure" if shown is None else f"no figure, limit {shown}"
+    if not mine.is_bounded:
+        return f"{number(mine.value)} ({UNBOUNDED})" + ("" if shown is None else f", limit {shown}")
+    return held_against(mine, shown, None if value.unit is None else confidence, number)
+
+
 def _number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _ends(interval: Interval) -> str:
-    if not interval.is_bounded:
-        return f" ({UNBOUNDED})"
-    return "" if interval.low == interval.high else f" ({_number(interval.low)} to {_number(interval.high)})"

@@ -1,4 +1,4 @@
-"""PURE: shares of images with their intervals, accuracy on labels, McNemar's test for two models on the same images."""
+"""PURE: accuracy on labels with its interval, McNemar's test for two models on the same images."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-
-Z95 = 1.959963984540054
-
-
-def wilson(hits: float, images: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927); unlike the normal one it is honest at 0 % and 100 %."""
-    assert 0 <= hits <= images > 0, (hits, images)
-    share = hits / images
-    shrink = 1 + Z95**2 / images
-    centre = (share + Z95**2 / (2 * images)) / shrink
-    half_width = Z95 / shrink * math.sqrt(share * (1 - share) / images + Z95**2 / (4 * images**2))
-    return (0.0 if hits == 0 else centre - half_width), (1.0 if hits == images else centre + half_width)
+from perf.stats.shares import wilson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

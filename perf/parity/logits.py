@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.records import Figure
+from perf.stats.shares import wilson
 
-from .labels import wilson
 from .rows import Answers, AnyMeasures, Bools, Floats, Rows
 
 LOGITS = Answers(
@@ -88,8 +88,8 @@ class LogitMeasures(AnyMeasures):
         return self.top1_agreement_low, self.top1_agreement_high
 
     @property
-    def agreement_line(self) -> str:
-        return f"top-1 agreement {self.top1_agreement:.2%}"
+    def agreement_name(self) -> str:
+        return "top-1 agreement"
 
     @property
     def disagreement_line(self) -> str:
@@ -133,8 +133,8 @@ class TokenLogitMeasures(AnyMeasures):
         return self.token_agreement_low, self.token_agreement_high
 
     @property
-    def agreement_line(self) -> str:
-        return f"token agreement {self.token_agreement:.2%}"
+    def agreement_name(self) -> str:
+        return "token agreement"
 
     @property
     def disagreement_line(self) -> str:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
+from perf.stats.shares import percent, wilson
 
-from .labels import wilson
 from .rows import Answers, AnyMeasures, Bools, Floats, ratio, share
 
 SCORE_MAP = Answers(
@@ -91,8 +91,12 @@ class MapMeasures(AnyMeasures):
         return self.pixel_agreement_low, self.pixel_agreement_high
 
     @property
+    def agreement_name(self) -> str:
+        return "pixel agreement"
+
+    @property
     def agreement_line(self) -> str:
-        return f"IoU {self.iou:.4f}, {self.pixel_agreement:.2%} of pixels agree"
+        return f"IoU {self.iou:.4f}, {self.agreement_name} {percent(self.pixel_agreement)}"
 
     @property
     def disagreement_line(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 import numpy as np
@@ -53,6 +54,14 @@ ANSWERS: Mapping[Role, Answers] = {
     "feature map": FEATURE_MAP,
     "score map": SCORE_MAP,
 }
+SHARES = frozenset(
+    field.name
+    for kind in MEASURES.values()
+    for names in [{each.name for each in fields(kind)}]
+    for field in fields(kind)
+    if f"{field.name}_low" in names
+)
+"""The measures that are shares of inputs, which have an interval."""
 CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
 

@@ -16,6 +16,7 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 from perf.record.fitted import FittedInputs
+from perf.stats.decision import limit_in_percent, share_against
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
@@ -34,7 +35,7 @@ AGAIN = "make the record again with `corp-deploy verify`"
 CONSTANT_SPREAD = 0.01
 
 LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
-Verdict = Literal["PASS", "FAIL", "UNJUDGED"]
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,10 @@ class ImageSet:
     digest: str
     kind: str = "images"
 
+    @property
+    def noun(self) -> str:
+        return "random inputs" if self.kind == "random" else self.kind
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
@@ -115,11 +120,14 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL when a link or a structural test fails, UNJUDGED when no link had a bound to meet."""
-        statuses = [link.status for link in self.links] + [finding.status for finding in self.structure]
-        if "FAIL" in statuses:
+        """FAIL when a link or a structural test fails, else INCONCLUSIVE when a link's limit lies within its interval,
+        UNJUDGED when no link had a bound to meet.
+        """
+        if any(finding.status == "FAIL" for finding in self.structure):
             return "FAIL"
-        return "UNJUDGED" if all(link.status == "UNJUDGED" for link in self.links) else "PASS"
+        order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
+        statuses = {link.status for link in self.links}
+        return next((status for status in order if status in statuses), "UNJUDGED")
 
     @property
     def compared(self) -> str:
@@ -136,14 +144,15 @@ class Parity:
 
     @property
     def reason(self) -> str:
-        """What it was found on, and what failed."""
-        failed = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
-        failed += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
-        on = f"on {self.images.count} {'random inputs' if self.images.kind == 'random' else self.images.kind}"
+        """What it was found on, and what failed or could not be decided."""
+        unmet = [f"{link.name}: {link.reason}" for link in self.links if link.status == "FAIL"]
+        unmet += [f"{f.test} of {f.candidate}: {f.reason}" for f in self.structure if f.status == "FAIL"]
+        unmet += [f"{link.name}: {link.reason}" for link in self.links if link.status == "INCONCLUSIVE"]
+        on = f"on {self.images.count} {self.images.noun}"
         on += "" if self.fitted is None else self.fitted.clause
         apart = [f"{link.name} merges other tokens on {link.apart}" for link in self.links if link.apart]
         on += f" ({', '.join(apart)}, where similarities are equal to rounding)" if apart else ""
-        return f"{on}: {'; '.join(failed)}" if failed else on
+        return f"{on}: {'; '.join(unmet)}" if unmet else on
 
     @property
     def line(self) -> str:
@@ -173,6 +182,10 @@ def _json_from_link(link: Link) -> dict[str, Any]:
         del row["role"]
     if link.role != "score map":
         del row["tolerance"]["min_iou"]
+    if link.tolerance.min_agreement is None:
+        del row["tolerance"]["confidence"]
+    if not link.tolerance.apart:
+        del row["tolerance"]["apart"]
     for batch in row["batches"]:
         del batch["agreement" if link.role == "logits" else "top1_agreement"]
     return row
@@ -224,8 +237,13 @@ def link(
         else judge(errors, of_some)
         for batch, errors in at.items()
     }
-    failing = [batch for batch, (status, _) in judged.items() if status == "FAIL"]
-    worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
+    failing, undecided = (
+        [batch for batch, (status, _) in judged.items() if status == unmet] for unmet in ("FAIL", "INCONCLUSIVE")
+    )
+    if undecided and not failing:
+        worst = min(undecided, key=lambda batch: (at[batch].agreement or 0.0, -at[batch].relative_error))
+    else:
+        worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
     status, reason = judged[worst]
     return Link(
         name=f"{name} {port.name}" if several else name,
@@ -267,8 +285,7 @@ def _with_ties(judged: tuple[Verdict, str], ties: Ties | None, noun: str) -> tup
 
 def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
-    bound, least = tolerance.max_relative_error, tolerance.min_agreement
-    error = f"relative error {errors.relative_error:.2g}"
+    bound, error = tolerance.max_relative_error, f"relative error {errors.relative_error:.2g}"
     if errors.nonfinite_images:
         return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} {errors.inputs}"
     if errors.spread_ratio < CONSTANT_SPREAD:
@@ -276,8 +293,9 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
         return "FAIL", f"the outputs hardly depend on the {one} (spread {errors.spread_ratio:.1g} of the reference's)"
     if bound is not None and errors.relative_error > bound:
         return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
-    if least is not None and (errors.agreement is None or errors.agreement < least):
-        return "FAIL", f"{errors.agreement_line} under {least:.2%} ({errors.disagreement_line})"
+    agreed, agreement = _agreed(errors, tolerance)
+    if agreed == "FAIL":
+        return "FAIL", f"{agreement} ({errors.disagreement_line})"
     if tolerance.min_iou is not None and (errors.overlap is None or errors.overlap < tolerance.min_iou):
         return "FAIL", f"{errors.agreement_line}; an IoU of {tolerance.min_iou:g} at least was wanted"
     if tolerance.max_decisive_flips is not None and errors.decisive_flips > tolerance.max_decisive_flips:
@@ -285,12 +303,34 @@ def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
             "FAIL",
             f"{errors.decisive_flips} top-1 flips on {errors.inputs} whose margin exceeds {tolerance.margin_noise:.2g}",
         )
+    if agreed == "INCONCLUSIVE":
+        return "INCONCLUSIVE", agreement
     if not tolerance.bounds:
         return "UNJUDGED", f"{error}, {errors.agreement_line}; no limit was set"
+    if agreed == "UNJUDGED" and not replace(tolerance, min_agreement=None).bounds:
+        return "UNJUDGED", f"{error}, {agreement}"
     met = [f"{error} within {bound:.2g}"] if bound is not None else []
-    met += [f"{errors.agreement_line}, at least {least:.2%} wanted"] if least is not None else []
+    met += [agreement] if agreement else []
     met += [f"IoU {errors.overlap:.4f}, at least {tolerance.min_iou:g} wanted"] if tolerance.min_iou is not None else []
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
+
+
+def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
+    """Whether the agreement keeps to its limit, in words; empty without a limit. Where there is no agreement nothing is
+    decided, and what is open here is not judged where it is elsewhere.
+    """
+    least = tolerance.min_agreement
+    if least is None:
+        return "PASS", ""
+    limit = limit_in_percent(least)
+    if errors.agreement is None:
+        return "INCONCLUSIVE", f"{errors.agreement_line}: there is no agreement to hold to the limit, {limit}"
+    decision, words = share_against(
+        errors.agreement, least, count=errors.images, noun=errors.inputs, confidence=tolerance.confidence
+    )
+    if decision == "INCONCLUSIVE" and tolerance.apart:
+        return "UNJUDGED", f"{errors.agreement_name} {words}; {tolerance.apart}"
+    return decision, f"{errors.agreement_name} {words}"
 
 
 def load_parity(path: Path) -> Parity:

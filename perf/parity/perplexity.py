@@ -6,6 +6,7 @@ candidate and its reference are compared on the same ones.
 Shapes: S sequences, T tokens of one, V words; float64 inside.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
+from perf.stats.stats import DEFAULT_CONFIDENCE, TAIL_DRAWS
 
 from .rows import Floats
 
@@ -24,7 +26,7 @@ LEAST_SEQUENCES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """A value with the bounds of its 95 % interval, None for either where there are too few sequences."""
+    """A value with the bounds of its interval, None for either where there are too few sequences."""
 
     value: Figure
     low: float | None
@@ -74,14 +76,17 @@ def of_sequence(
     )
 
 
-def _range(value_S: Floats, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
-    """The mean over sequences, and 95 % of the means of as many drawn with replacement."""
+def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
+    """The mean over sequences, and where this share of the means of as many drawn with replacement lies."""
     value = float(change(value_S.mean(keepdims=True))[0])
+    if confidence == 0:
+        return Range(value=value, low=value, high=value)
     if len(value_S) < LEAST_SEQUENCES or not np.isfinite(value_S).all():
         return Range(value=value, low=None, high=None)
-    drawn = np.random.default_rng(0).integers(0, len(value_S), (DRAWS, len(value_S)))
+    draws = max(DRAWS, math.ceil(2 * TAIL_DRAWS / (1 - confidence)))
+    drawn = np.random.default_rng(0).integers(0, len(value_S), (draws, len(value_S)))
     means = np.sort(change(value_S[drawn].mean(axis=1)))
-    low, high = np.quantile(means, (0.025, 0.975))
+    low, high = np.quantile(means, ((1 - confidence) / 2, (1 + confidence) / 2))
     return Range(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
@@ -101,16 +106,23 @@ class LanguageMeasures:
     kl: Range
 
 
-def measures_of(model: str, rows: list[OfSequence], reference: list[OfSequence], *, tokens: int) -> LanguageMeasures:
-    """Of all sequences, each of so many tokens with a next one."""
+def measures_of(
+    model: str,
+    rows: list[OfSequence],
+    reference: list[OfSequence],
+    *,
+    tokens: int,
+    confidence: float = DEFAULT_CONFIDENCE,
+) -> LanguageMeasures:
+    """Of all sequences, each of so many tokens with a next one; `confidence`: of every interval."""
     nats_S, ours_S = (np.array([row.nats for row in side], dtype=np.float64) for side in (rows, reference))
     return LanguageMeasures(
         model=model,
         sequences=len(rows),
         tokens=tokens * len(rows),
         nats=float(nats_S.mean()),
-        perplexity=_range(nats_S, np.exp),
-        ratio=_range(nats_S - ours_S, np.exp),
-        agreement=_range(np.array([row.agreement for row in rows])),
-        kl=_range(np.array([row.kl for row in rows])),
+        perplexity=_range(nats_S, confidence, np.exp),
+        ratio=_range(nats_S - ours_S, confidence, np.exp),
+        agreement=_range(np.array([row.agreement for row in rows]), confidence),
+        kl=_range(np.array([row.kl for row in rows]), confidence),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from perf.stats.shares import percent
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -19,6 +20,22 @@ class AnyMeasures:
     """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity."""
 
     __slots__ = ()
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of inputs, or of what they have of, that agrees; None where none is defined."""
+        raise NotImplementedError
+
+    @property
+    def agreement_name(self) -> str:
+        """What that share is called."""
+        raise NotImplementedError
+
+    @property
+    def agreement_line(self) -> str:
+        """The share in words, with what else tells how alike the answers are."""
+        assert self.agreement is not None, self
+        return f"{self.agreement_name} {percent(self.agreement)}"
 
     @property
     def overlap(self) -> float | None:

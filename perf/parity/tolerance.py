@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, FloatType
+from ground.quantities import CONFIDENCE
+from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .measures import Measures
 
@@ -18,7 +20,12 @@ CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2, INT8: 0.5, FLOAT8: 0.5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise."""
+    """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise.
+
+    `confidence`: of the interval with which an agreement has to keep to its bound; at 0 the point alone decides, as in
+    records that were written before there was one. Errors are figures of these inputs and have no interval. `apart`:
+    where an agreement is judged that these inputs leave open, in words; here it can only fail.
+    """
 
     rule: str
     max_relative_error: float | None = None
@@ -26,6 +33,8 @@ class Tolerance:
     max_decisive_flips: int | None = None
     margin_noise: float = 0.0
     min_iou: float | None = None
+    confidence: float = 0.0
+    apart: str = ""
 
     def __post_init__(self) -> None:
         if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
@@ -36,6 +45,8 @@ class Tolerance:
             raise BadInput(f"min agreement: got {self.min_agreement}, expected a share in [0, 1], such as 0.99")
         if self.min_iou is not None and not 0 <= self.min_iou <= 1:
             raise BadInput(f"min IoU: got {self.min_iou}, expected a share in [0, 1], such as 0.9")
+        if not CONFIDENCE.holds(self.confidence):
+            raise BadInput(f"confidence: got {self.confidence}, expected {CONFIDENCE}, such as 0.95; 0 for the point")
         if not 0 <= self.margin_noise < math.inf:
             raise BadInput(f"margin noise: got {self.margin_noise}, expected a finite number of 0 or more")
 
@@ -104,7 +115,9 @@ def limits(
     min_agreement: float | None = None,
     max_error: float | None = None,
     min_iou: float | None = None,
+    confidence: float = DEFAULT_CONFIDENCE,
     noise: Measures | None = None,
+    apart: str = "",
 ) -> Tolerance:
     """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
@@ -114,4 +127,6 @@ def limits(
         min_agreement=min_agreement,
         margin_noise=tie,
         min_iou=min_iou,
+        confidence=0.0 if min_agreement is None else confidence,
+        apart="" if min_agreement is None else apart,
     )

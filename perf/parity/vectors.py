@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.records import Figure
+from perf.stats.shares import percent, wilson
 
-from .labels import wilson
 from .rows import Answers, AnyMeasures
 from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour
 from .token_rows import token_figures
@@ -77,10 +77,14 @@ class EmbeddingMeasures(AnyMeasures):
         return None if low is None or high is None else (low, high)
 
     @property
+    def agreement_name(self) -> str:
+        return "agreement of nearest neighbours"
+
+    @property
     def agreement_line(self) -> str:
         if self.neighbour_agreement is None:
             return f"nearest neighbours need {LEAST_INPUTS} inputs, got {self.images}"
-        return f"nearest neighbours agree on {self.neighbour_agreement:.2%}"
+        return f"{self.agreement_name} {percent(self.neighbour_agreement)}"
 
     @property
     def disagreement_line(self) -> str:
@@ -130,13 +134,17 @@ class FeatureMapMeasures(AnyMeasures):
         return None if low is None or high is None else (low, high)
 
     @property
+    def agreement_name(self) -> str:
+        return "agreement of nearest tokens"
+
+    @property
     def agreement_line(self) -> str:
         if self.token_cosine_mean is None:
             return f"cosine {self.cosine_mean:.6f}"
         cosine = f"cosine of tokens {self.token_cosine_mean:.6f} (1 % below {self.token_cosine_q01:.6f})"
         if self.neighbour_agreement is None:
             return cosine
-        return f"{cosine}, nearest tokens agree on {self.neighbour_agreement:.2%}"
+        return f"{cosine}, {self.agreement_name} {percent(self.neighbour_agreement)}"
 
     @property
     def disagreement_line(self) -> str:

@@ -69,8 +69,7 @@ def where(content: Content) -> str:
         parts.append(str(machine.get("gpu") or machine.get("cpu") or ""))
         parts.append(" ".join(str(described[key]) for key in ("backend", "precision") if described.get(key)))
     if content.parity:
-        images = content.parity.images
-        parts.append(f"{images.count:,} {'random inputs' if images.kind == 'random' else images.kind}")
+        parts.append(f"{content.parity.images.count:,} {content.parity.images.noun}")
     if content.bench:
         parts.append(content.bench.created[:10])
     return " · ".join(part for part in parts if part)

@@ -7,9 +7,19 @@ from xml.etree import ElementTree
 
 from .content import Content
 
+TAGS = {
+    "PASS": "system-out",
+    "NOTED": "system-out",
+    "FAIL": "failure",
+    "INCONCLUSIVE": "error",
+    "NOT-COMPARABLE": "error",
+}
+
 
 def junit_from_content(content: Content) -> str:
-    """Links, structural tests and gate rules as test cases: FAIL is a failure, what could not be judged is skipped."""
+    """Links, structural tests and gate rules as test cases, as the gate writes its own: FAIL is a failure, what could
+    not be decided an error, what had no limit is skipped.
+    """
     suites = ElementTree.Element("testsuites", name=content.title)
     links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())
     lines = {"parity": content.parity.line} if content.parity else {}
@@ -26,18 +36,16 @@ def junit_from_content(content: Content) -> str:
 
 
 def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str, str]], line: str | None) -> None:
-    failures = sum(status == "FAIL" for _, status, _ in rows)
-    skipped = sum(status not in ("PASS", "FAIL", "NOTED") for _, status, _ in rows)
-    counts = {"tests": str(len(rows)), "failures": str(failures), "skipped": str(skipped), "errors": "0"}
+    tags = [TAGS.get(status, "skipped") for _, status, _ in rows]
+    totals = {"failures": tags.count("failure"), "skipped": tags.count("skipped"), "errors": tags.count("error")}
+    counts = {"tests": str(len(rows)), **{key: str(total) for key, total in totals.items()}}
     suite = ElementTree.SubElement(parent, "testsuite", {"name": name, **counts})
     if line is not None:
         properties = ElementTree.SubElement(suite, "properties")
         ElementTree.SubElement(properties, "property", {"name": "verdict", "value": line})
-    for case, status, why in rows:
+    for (case, status, why), tag in zip(rows, tags, strict=True):
         element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": case})
-        if status == "FAIL":
-            ElementTree.SubElement(element, "failure", {"message": why})
-        elif status not in ("PASS", "NOTED"):
-            ElementTree.SubElement(element, "skipped", {"message": f"{status}: {why}"})
+        if tag == "system-out":
+            ElementTree.SubElement(element, tag).text = why
         else:
-            ElementTree.SubElement(element, "system-out").text = why
+            ElementTree.SubElement(element, tag, {"message": why if status == "FAIL" else f"{status}: {why}"})

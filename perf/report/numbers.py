@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from perf.stats import shares
 from perf.stats.stats import Interval, Percentile
 
 NOTHING = "–"
@@ -27,13 +28,7 @@ def size(value: float | None) -> str:
 
 def percent(value: float | None, decimals: int = 2) -> str:
     """99.60 %; what is not all is never rounded up to 100 %."""
-    if value is None:
-        return NOTHING
-    if value == 1:
-        return "100 %"
-    step = 10.0 ** -(decimals + 2)
-    shown = 1 - step if 1 - step / 2 <= value < 1 else value
-    return f"{100 * shown:.{decimals}f} %".replace("-", MINUS)
+    return NOTHING if value is None else shares.percent(value, decimals).replace("-", MINUS)
 
 
 def signed_percent(value: float, decimals: int = 1) -> str:

@@ -4,7 +4,7 @@ Legend: R rounds, D bootstrap draws. The calls of a round are an array of their 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,11 @@ from ground.records import Figure
 PERCENTILE_METHOD = (
     "inverted_cdf"  # the smallest sample that at least p % of the samples don't exceed; never interpolated
 )
-MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with 95 % confidence: 1 - 2 / 2**6 = 0.969
 UNBOUNDED = "no interval"
+DEFAULT_CONFIDENCE = 0.95
+MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with that confidence: 1 - 2 / 2**6 = 0.969
+DRAWS = 1000
+TAIL_DRAWS = 10  # of all that are drawn, beyond each end of an interval at least
 Floats = NDArray[np.float64]
 Rounds = Sequence[Floats]
 
@@ -122,44 +125,49 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 
 
 def ratio_of_medians(
-    numerator: Rounds, denominator: Rounds, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    numerator: Rounds, denominator: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
     """How many times larger the numerator's calls are: median over rounds of the ratio of the two medians in a round.
 
     Both sides of a round ran within a fraction of a second, so a load that comes and goes cancels in their ratio, and a
     round it hits half-way is one outlier. The interval is the percentile bootstrap over whole rounds; with fewer than
-    MIN_ROUNDS rounds no interval is honest and the bounds are 0 and infinity.
+    `least_rounds` no interval is honest and the bounds are 0 and infinity. At confidence 0 they are the value.
     """
     pairs = zip(numerator, denominator, strict=True)
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
     value = float(np.median(ratio_R))
-    if len(ratio_R) < MIN_ROUNDS:
-        return Interval(value=value, low=0.0, high=math.inf)
-    drawn_DR = ratio_R[_draws(len(ratio_R), draws, seed)]
-    return _bootstrapped(value, np.median(drawn_DR, axis=1), confidence)
+    return _over_rounds(
+        value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), confidence, draws, seed
+    )
 
 
-def median_interval(rounds: Rounds, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Interval:
+def median_interval(
+    rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
+) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
     return _pooled_interval(median(np.concatenate(rounds)), rounds, 50.0, confidence, draws, seed)
 
 
 def percentile_interval(
-    rounds: Rounds, percent: float, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
     """A percentile of all samples with the bootstrap interval over whole rounds."""
     return _pooled_interval(percentile(np.concatenate(rounds), percent), rounds, percent, confidence, draws, seed)
 
 
 def rate_interval(
-    work_R: Floats, seconds_R: Floats, *, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
     """Work done per second of wall time, total over total, with the bootstrap interval over rounds."""
     value = float(work_R.sum() / seconds_R.sum())
-    if len(work_R) < MIN_ROUNDS:
-        return Interval(value=value, low=0.0, high=math.inf)
-    pick_DR = _draws(len(work_R), draws, seed)
-    return _bootstrapped(value, work_R[pick_DR].sum(axis=1) / seconds_R[pick_DR].sum(axis=1), confidence)
+    return _over_rounds(
+        value,
+        len(work_R),
+        lambda drawn_DR: work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1),
+        confidence,
+        draws,
+        seed,
+    )
 
 
 def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
@@ -193,10 +201,36 @@ def trend_score(values: Sequence[float] | Floats) -> float:
 def _pooled_interval(
     value: float, rounds: Rounds, percent: float, confidence: float, draws: int, seed: int
 ) -> Interval:
-    if len(rounds) < MIN_ROUNDS:
+    return _over_rounds(
+        value, len(rounds), lambda drawn_DR: _drawn_percentiles(rounds, percent, drawn_DR), confidence, draws, seed
+    )
+
+
+def least_rounds(confidence: float) -> int:
+    """The fewest rounds whose range covers the median with this confidence, 1 - 2 / 2**rounds; never under
+    MIN_ROUNDS, below which the bootstrap is of too few.
+    """
+    return max(MIN_ROUNDS, math.ceil(1 - math.log2(1 - confidence) - 1e-9))
+
+
+def _over_rounds(
+    value: float,
+    rounds: int,
+    statistic: Callable[[NDArray[np.int64]], Floats],
+    confidence: float,
+    draws: int,
+    seed: int,
+) -> Interval:
+    """The interval of a statistic of rounds drawn again with repetition; more are drawn where its tails are thin."""
+    if confidence == 0:
+        return Interval(value=value, low=value, high=value)
+    if rounds < least_rounds(confidence):
         return Interval(value=value, low=0.0, high=math.inf)
-    drawn_DR = _draws(len(rounds), draws, seed)
-    return _bootstrapped(value, _drawn_percentiles(rounds, percent, drawn_DR), confidence)
+    draws = max(draws, math.ceil(2 * TAIL_DRAWS / (1 - confidence) - 1e-9))
+    drawn_D = statistic(np.random.default_rng(seed).integers(0, rounds, size=(draws, rounds)))
+    tail_share = (1 - confidence) / 2
+    low, high = np.quantile(drawn_D, [tail_share, 1 - tail_share])
+    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
 def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int64]) -> Floats:
@@ -212,16 +246,6 @@ def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int6
         reached = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
         drawn[index] = pooled[np.searchsorted(reached, percent / 100 * reached[-1] - 1e-9)]
     return drawn
-
-
-def _draws(count: int, draws: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, count, size=(draws, count))
-
-
-def _bootstrapped(value: float, drawn_D: Floats, confidence: float) -> Interval:
-    tail_share = (1 - confidence) / 2
-    low, high = np.quantile(drawn_D, [tail_share, 1 - tail_share])
-    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
 def _log_binomial(count: int, hits: int, share: float) -> float:

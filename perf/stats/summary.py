@@ -11,6 +11,7 @@ from perf.record.runs import Bench, BenchTrial, Block, Row, Status
 from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
 from .repeats import gain_on_repeats
 from .stats import (
+    DEFAULT_CONFIDENCE,
     Floats,
     Interval,
     Percentile,
@@ -100,16 +101,18 @@ class Summary:
         return next((row for row in rows if row.batch == batch), None)
 
 
-def summarise(bench: Bench) -> Summary:
-    """Read the statistics out of a record; the same record always gives the same numbers."""
-    rows = tuple(_row(bench, row, "compute") for row in bench.rows)
+def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
+    """Read the statistics out of a record; the same record always gives the same numbers. `confidence`: of intervals,
+    but for those of `repeats`, which are held to a limit of their own.
+    """
+    rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
     apart = any(block.end_to_end_ms is not None for row in bench.rows for block in row.blocks)
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
     return Summary(
         reference=bench.reference.name,
         candidate=bench.candidate.name,
         rows=rows,
-        end_to_end_rows=tuple(_row(bench, row, "end_to_end") for row in bench.rows) if apart else (),
+        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in bench.rows) if apart else (),
         knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
@@ -140,24 +143,31 @@ def _worth(throughput: Mapping[int, float], batch: int, larger: int, worth_rel: 
     return bool(throughput[larger] > throughput[batch] * (1 + worth_rel) ** doublings)
 
 
-def speedup(blocks: Sequence[Block], reference: str, candidate: str, measure: str = "compute") -> Interval | None:
+def speedup(
+    blocks: Sequence[Block],
+    reference: str,
+    candidate: str,
+    measure: str = "compute",
+    confidence: float = DEFAULT_CONFIDENCE,
+) -> Interval | None:
     """How many times faster the candidate is, None unless both were measured."""
     measure = measure if comparison_measure(blocks) == "compute" else "wall"
     slow, fast = samples(blocks, reference, measure), samples(blocks, candidate, measure)
-    return ratio_of_medians(slow, fast) if len(slow) and len(slow) == len(fast) else None
+    return ratio_of_medians(slow, fast, confidence=confidence) if len(slow) and len(slow) == len(fast) else None
 
 
-def _row(bench: Bench, row: Row, measure: str) -> SummaryRow:
+def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     reference, candidate = bench.reference.name, bench.candidate.name
-    faster = speedup(row.blocks, reference, candidate, measure)
+    faster = speedup(row.blocks, reference, candidate, measure, confidence)
+    again = f"{reference} again"
     disturbed = is_disturbed(row.blocks)
     rounds, whole = {block.round for block in row.blocks}, whole_rounds(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
-        sides={name: _side(bench, row, name, measure) for name in (reference, candidate)},
+        sides={name: _side(bench, row, name, measure, confidence) for name in (reference, candidate)},
         speedup=faster,
-        noise=speedup(row.noise_blocks, reference, f"{reference} again", measure) if row.noise_blocks else None,
+        noise=speedup(row.noise_blocks, reference, again, measure, confidence) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
         rounds=len(whole if disturbed else quiet_spans(row.blocks)),
         dropped_rounds=len(rounds) - len(whole),
@@ -174,7 +184,7 @@ def realised_share(faster: Interval | None, macs_before: int | None, macs_after:
     return (1 - 1 / faster.value) / (1 - macs_after / macs_before)
 
 
-def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
+def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> Side:
     trial = row.trials[name]
     times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
     some, flat = bool(times), np.concatenate([np.empty(0), *times])
@@ -183,12 +193,12 @@ def _side(bench: Bench, row: Row, name: str, measure: str) -> Side:
         status=trial.status,
         message=trial.message,
         samples=len(flat),
-        p50_ms=median_interval(times) if some else None,
+        p50_ms=median_interval(times, confidence=confidence) if some else None,
         p90_ms=tail(flat, 90, always=True) if some else None,
         p95_ms=tail(flat, 95) if some else None,
         p99_ms=tail(flat, 99) if some else None,
         cv=coefficient_of_variation(flat) if some else None,
-        throughput=None if bench.settings.get("flush_l2") else _throughput(row, name),
+        throughput=None if bench.settings.get("flush_l2") else _throughput(row, name, confidence),
         peak_memory_bytes=_believable_peak(bench, trial, name),
         times_ms=tuple(float(ms) for ms in flat),
     )
@@ -201,11 +211,11 @@ def _believable_peak(bench: Bench, trial: BenchTrial, name: str) -> int | None:
     return None if peak is None or (size is not None and peak < size) else peak
 
 
-def _throughput(row: Row, name: str) -> Interval | None:
+def _throughput(row: Row, name: str, confidence: float) -> Interval | None:
     """From the calls themselves on the CPU, where one follows the other; from wall time where calls overlap copies."""
     one_by_one = all(block.lost_ms is not None for block in row.blocks)
     per_call = samples(row.blocks, name, "compute" if one_by_one else "wall")
     if not per_call:
         return None
     images: Floats = np.asarray([row.batch * len(times) for times in per_call], dtype=np.float64)
-    return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]))
+    return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]), confidence=confidence)

@@ -1,0 +1,32 @@
+"""Limits that a number of inputs can never show to be kept, told before any work is done. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+
+from perf.stats.decision import confidence_in_words, limit_in_percent
+from perf.stats.shares import fewest_that_show, most_confidence, percent, share_interval
+
+
+def reaches(least: float, count: int, confidence: float) -> bool:
+    """Whether the interval of all of `count` lies at a least share or above."""
+    return share_interval(1.0, count, confidence).low >= least
+
+
+def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
+    """A sentence for each least share, by its name, that even `count` inputs without exception don't show."""
+    return [
+        _sentence(name, least, count, noun, confidence)
+        for name, least in shares.items()
+        if not reaches(least, count, confidence)
+    ]
+
+
+def _sentence(name: str, least: float, count: int, noun: str, confidence: float) -> str:
+    needed, lowest = fewest_that_show(least, confidence), share_interval(1.0, count, confidence).low
+    more = f"no number of {noun} is enough" if needed is None else f"at least {needed:,} {noun} are needed"
+    lower, looser = math.floor(100 * most_confidence(least, count)) / 100, math.floor(1000 * lowest) / 1000
+    return (
+        f"{name} {limit_in_percent(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
+        f"would leave {percent(lowest)} to 100 % {confidence_in_words(confidence)}; {more}, or a confidence of at most "
+        f"{lower:g}{' (the point alone decides)' * (lower == 0)}, or a limit of at most {looser:g}"
+    )
