@@ -502,7 +502,9 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"
     done("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
-    proof = ("verify", home / "dense", small, "--images", home / "images.npy", "-o", tmp_path / "parity.json")
+    others = tmp_path / "others.npy"
+    np.save(others, tiny.images(24, seed=1))
+    proof = ("verify", home / "dense", small, "--images", others, "-o", tmp_path / "parity.json")
     free = done(*proof, code=3)
     assert "UNJUDGED (0 links judged, 1 measured without a limit) on 24 images" in free.stdout
     assert "nothing was judged: give --min-agreement or --max-error" in free.stderr

@@ -89,8 +89,8 @@ def verify(
 
     Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no link had
     one), `links` hold every figure, `located` names the block where a link breaks, `fitted` tells how many of the
-    inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were not
-    built here unless `trust_engine`; Missing where this machine can't run one.
+    inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were
+    not built here unless `trust_engine`; Missing where this machine can't run one.
     """
     limits = ParityLimits(
         min_agreement=min_agreement,
