@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import corp_deploy
+from calib.store import load as load_moments
+from corp_deploy.api.inputs import opened_inputs
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
@@ -134,6 +136,25 @@ def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
     graph = corp_deploy.export(reduced, tmp_path / "model.onnx", precision="fp16")
     assert (graph.sha256, graph.precision) == (sha256_of_file(home / "model.onnx"), "fp16")
     assert graph.size_bytes == graph.path.stat().st_size
+
+
+def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) -> None:
+    """By the same values; the reduction is not shown those images, and labels are of all."""
+    dense, images = home / "dense", home / "images.npy"
+    calibrated = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, groups="image")
+    held_out = load_moments(tmp_path / "m.held-out.safetensors")
+    with pytest.raises(BadInput, match="groups say which images hold_out takes together; give both, or none"):
+        corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, groups="image")
+    reduced = corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, hold_out=6, groups="image")
+    with opened_inputs(tiny.checkpoint().model, images) as every:
+        was_fitted = ~torch.isin(every.ids, held_out.image_ids).numpy()
+    fitted = np.load(images)[was_fitted]
+    again = corp_deploy.reduce(dense, calibrated, tmp_path / "again", inputs=fitted, macs=0.8)
+    assert sha256_of_file(reduced.path / "model.safetensors") == sha256_of_file(again.path / "model.safetensors")
+    labels = np.arange(24) % 7
+    proof = corp_deploy.verify(dense, reduced, images, labels=labels, hold_out=6, groups="image")
+    assert (proof.images.count, proof.images.digest) == (6, held_out.lineage["images"])
+    assert len(proof.accuracy) == 2
 
 
 def test_what_a_reduction_tells(home: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from numpy.typing import NDArray
 
 from calib.store import load as load_moments
 from corp_deploy.cli import main
@@ -410,13 +411,14 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny.checkpoint(), home / "dense")
     np.save(home / "calibration.npy", tiny.images(12))
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
-    for name, array in {
+    arrays: dict[str, NDArray[Any]] = {
         "small.npy": np.zeros((12, 3, 8, 8), np.float32),
         "three.npy": np.arange(3),
         "beyond.npy": np.arange(9) + 90,
         "shares.npy": np.arange(9.0),
-    }.items():
-        np.save(home / name, np.asarray(array))
+    }
+    for name, array in arrays.items():
+        np.save(home / name, array)
     (home / "folder").mkdir()
     for name in ("words.txt", "broken.onnx", "broken.npz", "score.py", "folder/words.txt", "tables.latency-table.json"):
         (home / name).write_text("three\nsuch\nwords\n")

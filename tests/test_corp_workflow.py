@@ -523,7 +523,7 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     )
     judged = json.loads((tmp_path / "gate.json").read_text())
     assert judged["verdict"] == "PASS"
-    assert [row["verdict"] for row in judged["rules"]] == ["UNJUDGED", "PASS", "PASS"]
+    assert [row["verdict"] for row in judged["rules"]] == ["UNJUDGED", "PASS", "PASS", "PASS"]
     assert judged["rules"][0]["message"].startswith("UNJUDGED (0 links judged, 1 measured without a limit)")
     assert (tmp_path / "t" / "smaller-is-better.json").is_file()
     done("gate", *files, "--fail-if", "size_bytes < dense", code=1)

@@ -24,7 +24,7 @@ from perf.parity.parity import Parity
 from perf.parity.ties import MOST_APART
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
-from .inputs import Array, InputsLike, on_disk, opened_inputs
+from .inputs import Array, InputsLike, on_disk, opened_inputs, parted_inputs
 from .source import ModelLike, PathLike, opened
 
 BATCHES = (1, 7, 32)
@@ -58,6 +58,8 @@ def verify(
     labels: PathLike | Array | None = None,
     samples: int | None = None,
     seed: int = 0,
+    hold_out: int | None = None,
+    groups: str | None = None,
     moments: PathLike | None = None,
     runtimes: Sequence[Runtime] = (),
     heads: Sequence[PathLike] = (),
@@ -76,13 +78,14 @@ def verify(
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
-    against the one before; a reduced model by `min_agreement` (least share of inputs with the same top-1 class, [0, 1])
-    and `max_error` (largest ‖candidate − reference‖ / ‖reference‖ of the outputs), a graph in fewer bits by
-    `half_factor` or `quantised_factor` times the dense model's own error in that type. `labels` are class indices [N],
-    a file or an array; `moments` tell whether these inputs look like those of calibration; `runtimes` judge graphs in
-    OpenVINO too. `heads` are graphs that make maps of the named outputs, held against the dense model's maps by
-    `max_map_error`, `min_iou` and `min_pixels`. `output` gets the record, parity.json, with the figures of every input
-    beside it.
+    against the one before; a reduced model by `min_agreement` (least share of inputs with the same top-1 class, [0,
+    1]) and `max_error` (largest ‖candidate − reference‖ / ‖reference‖ of the outputs), a graph in fewer bits by
+    `half_factor` or `quantised_factor` times the dense model's own error in that type. `labels` are class indices
+    [N], a file or an array; with `hold_out` and `groups` only the inputs judge that `calibrate` by the same values
+    of these, of `samples` and of `seed` left out, and labels are those of all; `moments` tell whether these inputs
+    look like those of calibration; `runtimes` judge graphs in OpenVINO too. `heads` are graphs that make maps of
+    the named outputs, held against the dense model's maps by `max_map_error`, `min_iou` and `min_pixels`. `output`
+    gets the record, parity.json, with the figures of every input beside it.
 
     `min_agreement` and `min_pixels` are met by an interval of this `confidence`, in [0, 0.999]; at 0 the point alone
     decides. Warns before any work of one that so few inputs can never show to be kept.
@@ -110,7 +113,8 @@ def verify(
         dense = stack.enter_context(opened(reference))
         steps = _candidates(candidates, dense, runtimes)
         given = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
-        proof_inputs = _proof_inputs(dense, given, labels)
+        parts = parted_inputs(given, hold_out=hold_out, groups=groups, seed=seed)
+        proof_inputs = _proof_inputs(dense, parts.fitted if parts.held_out is None else parts.held_out, labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(sentence, stacklevel=2)
         proof = prove(

@@ -21,7 +21,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from ground.gpu import require_device
 
-from .inputs import InputsLike, opened_inputs
+from .inputs import InputsLike, opened_inputs, parted_inputs
 from .source import ModelLike, PathLike, opened
 
 ByKind = Mapping[str, str]
@@ -128,6 +128,8 @@ def reduce(
     *,
     inputs: InputsLike | None = None,
     samples: int | None = None,
+    hold_out: int | None = None,
+    groups: str | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     seed: int = 0,
     **options: Unpack[ReduceOptions],
@@ -135,10 +137,11 @@ def reduce(
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
-    loop, a polish, presets that merge, and sparse weights look at. `device` is where systems are solved, in float64; of
-    `inputs`, `samples` are drawn by `seed`, which also orders a polish's. The directory holds model.safetensors and
-    config.json; `load` gives the module, without pruning code. The method is CORP's and GRAIL's by preset, and `best`,
-    the default (see ReduceOptions).
+    loop, a polish, presets that merge, and sparse weights look at. `device` is where systems are solved, in
+    float64; of `inputs`, `samples` are drawn by `seed`, which also orders a polish's, and those are left out that
+    `calibrate` left out by the same `hold_out` and `groups`, so that they may prove the result. The directory holds
+    model.safetensors and config.json; `load` gives the module, without pruning code. The method is CORP's and
+    GRAIL's by preset, and `best`, the default (see ReduceOptions).
 
     Raises BadInput where nothing or contradictory things are asked for, for moments of another model, for options that
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
@@ -149,7 +152,8 @@ def reduce(
     with ExitStack() as stack:
         dense, given = on_device(stack.enter_context(opened(model)), device), None
         if inputs is not None:
-            given = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
+            opened_set = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
+            given = parted_inputs(opened_set, hold_out=hold_out, groups=groups, seed=seed).fitted
         result, planned = reduce_checkpoint(
             dense,
             Path(moments),

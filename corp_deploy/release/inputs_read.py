@@ -94,13 +94,10 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Mis
 def _read_class_names(path: Path, model: nn.Module) -> None:
     names, classes = class_names(path), family_of(model).classes(model)
     require_labels(names, where=str(path))
+    if not classes:
+        raise BadInput(f"{path}: labels name classes, and the model tells none apart; leave them out")
     if len(names) != classes:
-        outputs = (
-            f"the model's {classes} classes; give one for each, a line each"
-            if classes
-            else ("a model that tells no classes apart; leave them out")
-        )
-        raise BadInput(f"{path}: {len(names)} labels for {outputs}")
+        raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
 def _too_good(proving: Images, calibration: Parts[Images]) -> Iterator[str]:

@@ -134,7 +134,7 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
         outputs=(*MODELS["reduced"], *([SAVED_AS_HF] if recipe.reduce.save_as else [])),
         run=command_step(reduce),
         reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
-        outside=(_calibrating(recipe, grouped=recipe.proves_on_own)) if looks else {},
+        outside=_calibrating(recipe, grouped=recipe.proves_on_own) if looks else {},
         settings=_reduction(recipe) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
         command=str(reduce),
     )
