@@ -26,8 +26,8 @@ def out_of_reach(recipe: Recipe) -> list[str]:
 
 def _held_out(recipe: Recipe) -> int | None:
     """How many images the proof is made on."""
-    there, drawn = count_of_images(recipe.held_out.images), recipe.held_out.samples
-    return there if drawn is None or there is None else min(there, drawn)
+    counts = count_of_images(recipe.held_out.images), recipe.held_out.samples
+    return min((count for count in counts if count is not None), default=None)
 
 
 def _of_limits(recipe: Recipe, count: int) -> list[str]:
