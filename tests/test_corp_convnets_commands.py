@@ -97,7 +97,7 @@ def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
 
 def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     chain = (RESNET, home / "reduced", home / "reduced/model.onnx", home / "reduced/model.fp16.onnx")
-    limits = ("--min-agreement", 0.98, "--max-error", 0.1)
+    limits = ("--min-agreement", 0.85, "--max-error", 0.1)
     run("verify", *chain, "--images", home / "held-out.npz", *limits, "-o", home / "parity.json")
     links = json.loads((home / "parity.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4

@@ -10,8 +10,8 @@ CODES = {
     errors.EXIT_FAILED: ("parity or a gate's rule failed", "stop the release; the record says which link or rule"),
     errors.EXIT_BAD_INPUT: ("a mistake in what was given", "read the message: what, where, got, expected, what to do"),
     errors.EXIT_INCONCLUSIVE: (
-        "inconclusive: noise hides the answer, or nothing had a limit to be judged by",
-        "measure longer, on a quieter machine, or give a limit",
+        "inconclusive: a limit lies within the interval of a figure, or nothing had a limit to be judged by",
+        "take more inputs or measure longer, as many as the message says, or give a limit",
     ),
     errors.EXIT_MISSING: ("this machine lacks something", "`corp-deploy doctor` says what and how to get it"),
     errors.EXIT_NOT_COMPARABLE: ("two records that say nothing of one another", "measure both on one machine"),

@@ -43,8 +43,8 @@ class ParityLimits:
 
     `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three
     behind it are of maps that heads apart make, which the first two are not of. `confidence`: of the interval with
-    which shares of inputs have to keep to their limits, 0 where the point alone decides. `apart`: where those are
-    judged that these inputs leave open, in words. Raises BadInput for what is no limit.
+    which shares of inputs have to keep to their limits, 0 where the point alone decides. `elsewhere`: on what
+    those are judged that these inputs leave open. Raises BadInput for what is no limit.
     """
 
     min_agreement: float | None = None
@@ -56,7 +56,7 @@ class ParityLimits:
     min_iou: float | None = None
     min_pixels: float | None = None
     confidence: float = DEFAULT_CONFIDENCE
-    apart: str = ""
+    elsewhere: str = ""
 
     def __post_init__(self) -> None:
         _ = self.of_outputs(), self.of_maps()
@@ -68,7 +68,7 @@ class ParityLimits:
             max_error=self.max_error,
             confidence=self.confidence,
             noise=noise,
-            apart=self.apart,
+            elsewhere=self.elsewhere,
         )
 
     def of_maps(self, noise: Measures | None = None) -> Tolerance:
@@ -79,7 +79,7 @@ class ParityLimits:
             min_iou=self.min_iou,
             confidence=self.confidence,
             noise=noise,
-            apart=self.apart,
+            elsewhere=self.elsewhere,
         )
 
     @property
@@ -96,7 +96,7 @@ class ParityLimits:
     def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
         """For so few inputs that they can only fail a share: what they leave open is judged `elsewhere`."""
         few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
-        return replace(self, apart=f"it is judged on {elsewhere}") if few else self
+        return replace(self, elsewhere=elsewhere) if few else self
 
     def factor(self, held_in: FloatType) -> float:
         """How many times the dense model's own error in this type a link may err."""

@@ -20,6 +20,7 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.report.effort import EffortLine, effort_table
 from perf.report.markdown import markdown_from_table
+from perf.stats.decision import confidence_in_words
 from perf.stats.summary import summarise
 
 from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
@@ -191,7 +192,8 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
-    yield f"* Limits set: agreement at least {limits.min_agreement}, logit error at most {limits.max_error}."
+    sure = f" {confidence_in_words(limits.confidence)}" if limits.has_shares else ""
+    yield f"* Limits set: agreement at least {limits.min_agreement}{sure}, logit error at most {limits.max_error}."
     if limits.head:
         least = f"IoU at least {limits.min_iou}, pixels that agree at least {limits.min_pixels}"
         yield f"* Limits of the heads' maps: error at most {limits.max_map_error}, {least}."

@@ -184,8 +184,8 @@ def _json_from_link(link: Link) -> dict[str, Any]:
         del row["tolerance"]["min_iou"]
     if link.tolerance.min_agreement is None:
         del row["tolerance"]["confidence"]
-    if not link.tolerance.apart:
-        del row["tolerance"]["apart"]
+    if not link.tolerance.elsewhere:
+        del row["tolerance"]["elsewhere"]
     for batch in row["batches"]:
         del batch["agreement" if link.role == "logits" else "top1_agreement"]
     return row
@@ -328,8 +328,8 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     decision, words = share_against(
         errors.agreement, least, count=errors.images, noun=errors.inputs, confidence=tolerance.confidence
     )
-    if decision == "INCONCLUSIVE" and tolerance.apart:
-        return "UNJUDGED", f"{errors.agreement_name} {words}; {tolerance.apart}"
+    if decision == "INCONCLUSIVE" and tolerance.elsewhere:
+        return "UNJUDGED", f"{errors.agreement_name} {words}; it is judged on {tolerance.elsewhere}"
     return decision, f"{errors.agreement_name} {words}"
 
 

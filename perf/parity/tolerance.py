@@ -23,8 +23,8 @@ class Tolerance:
     """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise.
 
     `confidence`: of the interval with which an agreement has to keep to its bound; at 0 the point alone decides, as in
-    records that were written before there was one. Errors are figures of these inputs and have no interval. `apart`:
-    where an agreement is judged that these inputs leave open, in words; here it can only fail.
+    records that were written before there was one. Errors are figures of these inputs and have no interval.
+    `elsewhere`: on what an agreement is judged that these inputs leave open; here it can only fail.
     """
 
     rule: str
@@ -34,7 +34,7 @@ class Tolerance:
     margin_noise: float = 0.0
     min_iou: float | None = None
     confidence: float = 0.0
-    apart: str = ""
+    elsewhere: str = ""
 
     def __post_init__(self) -> None:
         if self.max_relative_error is not None and not 0 <= self.max_relative_error < math.inf:
@@ -117,7 +117,7 @@ def limits(
     min_iou: float | None = None,
     confidence: float = DEFAULT_CONFIDENCE,
     noise: Measures | None = None,
-    apart: str = "",
+    elsewhere: str = "",
 ) -> Tolerance:
     """For the reduced link and the whole chain: what the user set. `noise` (dense FP16) tells ties from real flips."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
@@ -128,5 +128,5 @@ def limits(
         margin_noise=tie,
         min_iou=min_iou,
         confidence=0.0 if min_agreement is None else confidence,
-        apart="" if min_agreement is None else apart,
+        elsewhere="" if min_agreement is None else elsewhere,
     )
