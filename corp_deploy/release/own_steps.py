@@ -24,6 +24,7 @@ from corp_deploy.proof.report_input import json_of_file, lineage_of_model, recor
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.effort import rows_of_efforts
+from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, input_of_graphs
 from corp_deploy.store.model_config import load_model_config
@@ -74,7 +75,7 @@ from .stage_effort import efforts_of
 
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
-    """The trained model as a directory of its own."""
+    """The trained model as a directory of its own. Raises BadInput where its graphs can't take what they are to."""
     table = recipe.model
     dense = load_dense(
         table.model,
@@ -84,6 +85,7 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
         preprocessing=table.preprocessing,
         outputs=table.named_outputs,
     )
+    graph_ports(dense, recipe.export.input)
     save(dense, dirs.into / "dense")
 
 
