@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ground.errors import BadInput
 from perf.bench.sampled import SampledRunner
 from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
@@ -42,4 +43,22 @@ def test_an_unused_runner_says_nothing(tmp_path: Path) -> None:
     found: list[StructuralTest] = []
     with SampledRunner("dense", ModuleRunner(Forgetful(9)), found.append) as runner:
         assert runner.describe()["backend"] == "torch"
+    assert found == []
+
+
+class Scalar(nn.Module):
+    """One number for whatever it is given."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.amax()
+
+
+def test_what_answers_no_input_is_no_model() -> None:
+    found: list[StructuralTest] = []
+    runner = SampledRunner("reduced", ModuleRunner(Scalar(), label="m"), found.append)
+    with (
+        pytest.raises(BadInput, match=r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each"),
+        runner,
+    ):
+        runner.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
     assert found == []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from ground.feeds import Feeds, Outputs, batch_size
+from ground.feeds import Feeds, Outputs, batch_size, checked_answers
 from ground.ports import OutputPort, Port
 from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import Flat
@@ -85,6 +85,9 @@ class SampledRunner:
         return self.runner.describe()
 
     def _compare(self, last_call: _LastCall) -> None:
+        """Raises BadInput where a call didn't answer each input: what was timed is no model."""
         if last_call.answer is not None:
-            name = f"{self.name} at batch {batch_size(last_call.feeds)}"
-            self.heard(timed_run(name, last_call.outputs(), self.runner(last_call.feeds), bound=BOUND))
+            batch = batch_size(last_call.feeds)
+            where = f"{self.name} ({self.runner.describe().get('model', 'in memory')})"
+            timed = checked_answers(last_call.outputs(), batch, where=where)
+            self.heard(timed_run(f"{self.name} at batch {batch}", timed, self.runner(last_call.feeds), bound=BOUND))
