@@ -15,7 +15,7 @@ from ground.errors import BadInput
 
 from .input_set import Batch, ids_and_digest, positions_drawn
 from .shards import shards_from_pattern
-from .sources import ImageShape, Normalise, Source, Transform, array_from_path, folder_from_path
+from .sources import ImageShape, Pixels, Source, Transform, array_from_path, folder_from_path
 
 ARRAYS = (".npy", ".npz", ".safetensors")
 NAMED = 5
@@ -148,7 +148,7 @@ def _identified(source: Source, chosen: Sequence[int]) -> tuple[Tensor, str]:
     return ids_and_digest(map(source.name, chosen), hashes)
 
 
-def _source(text: str, shape: ImageShape, transform: Transform, pixels: Normalise | None) -> Source:
+def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> Source:
     path = Path(text)
     if text.endswith(".tar"):
         return shards_from_pattern(text, shape=shape, transform=transform)
@@ -166,7 +166,7 @@ def open_images(
     *,
     image_shape: ImageShape,
     transform: Transform,
-    pixels: Normalise | None = None,
+    pixels: Pixels | None = None,
     samples: int | None = None,
     seed: int = 0,
     workers: int = 0,
@@ -176,7 +176,8 @@ def open_images(
     array of preprocessed images [N,3,H,W] float32 (.npy memory-mapped; .npz and .safetensors under key `images`).
 
     `transform` turns a PIL image of a folder or shard into [3,H,W] float32; arrays of those are taken as they are, and
-    those of uint8 as `pixels` makes images of them; None refuses those. `samples` of them are drawn by `seed` and read
+    those of uint8 as what `pixels` gives makes images of them, which is asked for once there are any; None refuses
+    those. `samples` of them are drawn by `seed` and read
     in order. `workers` processes decode. Up to `max_bad` unreadable ones are skipped. Reads every image's bytes once to
     identify it. Raises BadInput where there are no images, for a file that is damaged or of another shape or dtype, and
     for too few images.

@@ -26,6 +26,7 @@ MOST_BYTES = 2**28
 KEY = "images"
 Transform = Callable[[Image.Image], Tensor]
 Normalise = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+Pixels = Callable[[], Normalise]
 ImageShape = tuple[int, int, int]
 
 
@@ -149,9 +150,9 @@ def _array_from_safetensors(path: Path) -> NDArray[np.float32]:
         return array
 
 
-def array_from_path(path: Path, *, shape: ImageShape, pixels: Normalise | None = None) -> Array:
-    """[N,3,H,W] float32, or uint8 where `pixels` makes images of those, from .npy (memory-mapped), or from key `images`
-    of .npz or .safetensors.
+def array_from_path(path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Array:
+    """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or from
+    key `images` of .npz or .safetensors.
     """
     regular(path)
     try:
@@ -170,4 +171,5 @@ def array_from_path(path: Path, *, shape: ImageShape, pixels: Normalise | None =
         or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"
         expected = f"float32 [N,{','.join(map(str, shape))}], already preprocessed{or_pixels}"
         raise BadInput(f"{path}: got {array.dtype} {list(array.shape)}, expected {expected}")
-    return Array(path=path, images_N3HW=array, shape=shape, pixels=pixels)
+    normalise = None if pixels is None or array.dtype != np.uint8 else pixels()
+    return Array(path=path, images_N3HW=array, shape=shape, pixels=normalise)

@@ -86,6 +86,17 @@ def checked_feeds(feeds: Feeds, ports: Sequence[Port], *, where: str, batch: int
     return {port.name: np.ascontiguousarray(feeds[port.name]) for port in ports}
 
 
+def checked_answers(answers: Outputs, batch: int, *, where: str) -> Outputs:
+    """The answers to so many inputs. Raises BadInput where one has not a row for each."""
+    wrong = [f"{name} {list(each.shape)}" for name, each in answers.items() if each.shape[:1] != (batch,)]
+    if wrong:
+        raise BadInput(
+            f"{where}: gives {', '.join(wrong)} to a batch of {batch}, expected a row for each input, [{batch}, ...]; "
+            "export the model with the batch in front of its outputs"
+        )
+    return answers
+
+
 def shown_shape(port: Port, batch: int | None = None) -> str:
     """`[B, 3, 32, 32]`, a size that is free as `?`."""
     sizes = ("?" if size < 0 else str(size) for size in port.shape)

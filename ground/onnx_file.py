@@ -1,7 +1,8 @@
 """ONNX files from anybody: parsed, and refused for what would lead their next reader elsewhere, before it opens them.
 
 Weights outside of the file lie below its directory, are no links and end where their file ends; no tensor promises more
-numbers than are there; functions end; no operator carries an engine or code. What a graph computes is not judged.
+numbers than are there; every element type is one; functions end; no operator carries an engine or code. What a graph
+computes is not judged.
 """
 
 import graphlib
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from .errors import BadInput
 from .files import below, regular
+from .onnx_types import TEXT, bits_of, require_type, types_of_node, types_of_value
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-    from onnx import GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, ValueInfoProto
 
 # A protocol buffer ends there; weights of larger models lie in files of their own.
 MOST_BYTES = 2**31 - 1
@@ -25,10 +27,7 @@ MOST_NODES = 1_000_000
 FOREIGN = ("EPContext", "PyOp", "PythonOp", "PythonOpGrad")
 _KEYS = ("location", "offset", "length", "checksum")
 _NATURAL = re.compile(r"[0-9]{1,18}")
-# Bits of a number, by ONNX's codes of types; texts have none.
-_BITS = {1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64, 15: 128, 16: 16,
-         17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2}  # fmt: skip
-_TEXT, _EXTERNAL = 8, 1
+_EXTERNAL = 1
 _FunctionKey = tuple[str, str, str]
 
 
@@ -43,12 +42,27 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     proto = _parsed(path)
     where = str(path)
     _refuse_no_text(proto, where)
+    _refuse_unknown_types(proto, where)
     _refuse_foreign(proto, where)
     _refuse_endless(proto, where)
     outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
     if outside and weights:
         onnx.load_external_data_for_model(proto, str(path.parent))
     return proto
+
+
+def invalidity(proto: "ModelProto", *, full: bool = False) -> str:
+    """What onnx.checker has against a graph, of its types and shapes too where `full`; empty for a valid one."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(proto, full_check=full)
+    except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
+        return "it is not valid, and names what is no text in UTF-8"
+    # Of types that ONNX has not it raises ValueError.
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def _parsed(path: Path) -> "ModelProto":
@@ -83,6 +97,25 @@ def _refuse_no_text(message: "Message", where: str) -> None:
             elif not isinstance(one, str):
                 what = f"{message.DESCRIPTOR.name}.{field.name}"
                 raise BadInput(f"{where}: {what} holds {one[:40]!r}, which is no text in UTF-8; export it again")
+
+
+def _refuse_unknown_types(proto: "ModelProto", where: str) -> None:
+    """Raise BadInput for an element type that is none, wherever one is named: libraries fail at its name."""
+    for value in _values(proto):
+        for number in types_of_value(value.type):
+            require_type(number, f"{where}: the tensor {value.name[:100]!r}")
+    for tensor in tensors_of(proto):
+        require_type(tensor.data_type, f"{where}: weight {tensor.name[:100]!r}", named=tensor.ByteSize() > 0)
+    for node in _every_node(proto):
+        for name, number in types_of_node(node):
+            require_type(number, f"{where}: {name[:40]!r} of the node {node.name[:100]!r} ({node.op_type[:40]})")
+
+
+def _values(proto: "ModelProto") -> "Iterator[ValueInfoProto]":
+    for graph in _graphs(proto):
+        yield from (*graph.input, *graph.output, *graph.value_info)
+    for function in proto.functions:
+        yield from function.value_info
 
 
 def _nodes(nodes: "Iterable[NodeProto]") -> "Iterator[NodeProto]":
@@ -170,15 +203,20 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     held = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
     if min(tensor.dims, default=0) < 0:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is no shape")
-    numbers = math.prod(tensor.dims)
-    if tensor.data_type == _TEXT:
-        return outside
-    if outside or tensor.HasField("raw_data"):
-        fits = numbers * _BITS.get(tensor.data_type, 1) <= 8 * held
+    if tensor.HasField("segment"):
+        raise BadInput(f"{where} is a segment of a larger one, which nothing reads; export it again")
+    numbers, bits = math.prod(tensor.dims), bits_of(tensor.data_type)
+    needed = -(-numbers * (bits or 1) // 8)
+    if tensor.data_type == TEXT:
+        fits = outside or numbers <= len(tensor.string_data)
+    elif outside or tensor.HasField("raw_data"):
+        fits = needed <= held
     else:
         fits = numbers <= 8 * _spelled_out(tensor)
     if not fits:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
+    if tensor.HasField("raw_data") and bits is not None and held != needed:
+        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, {needed} bytes, and {held} are there; export it again")
     return outside
 
 

@@ -326,3 +326,20 @@ def test_ratios_and_shares_come_out_whole_again() -> None:
 
 def test_every_class_that_is_read_is_compared() -> None:
     assert set(CLASSES) == {*hf_towers.TOWERS, "CLIPModel", "SiglipModel"}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, None),
+        ({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3}, None),
+        ({"image_mean": [0.1], "image_std": 0.5}, ([0.1], [0.5])),
+        ({"do_normalize": False}, ([0.0], [1.0])),
+    ],
+)
+def test_a_mean_of_three_colours_is_not_a_grey_towers(tmp_path: Path, content: Any, expected: Any) -> None:
+    hf_towers.write_tower(tmp_path, "ViTModel", num_channels=1)
+    if content is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, **content}))
+    spec = image_spec(_load(tmp_path).model).as_json()
+    assert ((spec["mean"], spec["std"]) if "mean" in spec else None) == expected

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import corp_deploy
 from corp_deploy.cli import main
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import family_of, image_spec, sites_of
 from corp_deploy.families.own_modules import architecture_of, build
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
@@ -22,7 +22,8 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny
@@ -225,8 +226,6 @@ def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None
 def test_weights_of_the_users_names_are_taken(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from corp_deploy.store.dense_model import load_dense
-
     (tmp_path / "net.py").write_text(SOURCE)
     trained = net()
     with torch.no_grad():
@@ -323,6 +322,55 @@ def test_arguments_are_kept_and_a_failing_function_is_told(tmp_path: Path) -> No
     assert "layers.2.mix" in invoked("inspect", *model, '{"depth": 3}').output
     said = invoked("inspect", *model, '{"width": 3}', code=2).stderr
     assert "net.py: build() fails (TypeError" in said
+
+
+GREY = """
+from torch import nn
+
+import corp_deploy
+
+
+def build():
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 4))
+    return corp_deploy.sites(nn.Sequential(layers), inputs=(1, 8, 8), mlps={"0": ("1", "3")})
+
+
+def timms():
+    import timm
+
+    return timm.create_model("test_vit", in_chans=1)
+"""
+
+
+def test_a_grey_module_has_the_mean_that_is_said_and_no_other(tmp_path: Path) -> None:
+    """Also where an earlier version wrote that of three colours beside it."""
+    (tmp_path / "grey.py").write_text(GREY)
+    name = f"module:{tmp_path / 'grey.py'}:build"
+    with trusting_code(True):
+        spec = image_spec(load_dense(name, weights=None, kwargs={}).model)
+        assert not {"mean", "std"} & spec.as_json().keys()
+        given = Preprocessing(mean=(0.1,), std=(0.2,))
+        taken = load_dense(name, weights=None, kwargs={}, preprocessing=given)
+        assert image_spec(taken.model).as_json()["mean"] == [0.1]
+        save(load_dense(name, weights=None, kwargs={}), tmp_path / "dense")
+        path = tmp_path / "dense" / "config.json"
+        config = json.loads(path.read_text())
+        config["input"]["preprocessing"] |= {"mean": [0.485, 0.456, 0.406], "std": [0.5] * 3}
+        path.write_text(json.dumps(config))
+        assert image_spec(load_checkpoint(tmp_path / "dense").model).as_json() == spec.as_json()
+    with pytest.raises(BadInput, match="mean has 3 numbers, expected 1"):
+        corp_deploy.sites(nn.Linear(8, 8), inputs=(1, 8, 8), mlps={}, mean=(0.1, 0.2, 0.3))
+
+
+def test_a_preprocessing_that_would_be_ignored_or_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "grey.py").write_text(GREY)
+    given = ("--trust-code", "--mean", "0.1", "--crop-pct", "1")
+    said = invoked("inspect", "--model", f"module:{tmp_path / 'grey.py'}:timms", *given, code=2).stderr
+    assert "timms: the function gives a model of a known family, which has its preprocessing itself" in said
+    assert "drop --mean, --crop-pct" in said
+    colours = ("--trust-code", "--std", "0.1,0.2,0.3")
+    said = invoked("inspect", "--model", f"module:{tmp_path / 'grey.py'}:build", *colours, code=2).stderr
+    assert "std has 3 numbers, expected 1: one for each channel" in said
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:

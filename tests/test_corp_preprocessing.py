@@ -2,6 +2,8 @@
 
 import json
 import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,24 @@ from safetensors.torch import save_file
 from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.proof.chain import prove
+from corp_deploy.proof.inputs import random_inputs
+from corp_deploy.proof.link_rules import ParityLimits
+from corp_deploy.proof.timed_inputs import TimedInputs, feeds_to_time
+from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
-from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store import checkpoint as directories
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.inputs import images_for_model, images_for_port
+from corp_deploy.store.module_model import checkpoint_from_module
+from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from ground.errors import BadInput
+from ground.feeds import only
+from ground.ports import Port
 from tests import tiny
 
 KEYS = tiny.ARCHITECTURE.kwargs
@@ -186,6 +199,8 @@ def test_as_many_numbers_as_channels(home: Path) -> None:
     result = run("inspect", *named(home), "--mean", "0.1,0.2")
     assert result.exit_code == 2
     assert "mean has 2 numbers, expected 1 or 3" in result.stderr
+    with pytest.raises(BadInput, match="mean has 3 numbers, expected 1: one for each channel"):
+        Preprocessing(mean=(0.1, 0.2, 0.3)).for_channels(1)
     with pytest.raises(BadInput, match="crop_mode is 'middle'"):
         Preprocessing(crop_mode="middle")
 
@@ -257,3 +272,186 @@ def test_a_recipe_refuses_what_the_commands_refuse(line: str, said: str, tmp_pat
     path.write_text("\n".join(kept).replace("[model]", f"[model]\n{line}"))
     with pytest.raises(BadInput, match=said.replace("[", r"\[")):
         load_recipe(path)
+
+
+UNFIT = {"mean", "std"}
+
+
+def of_channels(folder: Path, channels: int, prepared: Preprocessing | None = None) -> Checkpoint:
+    """A name whose preset is of three channels with the weights of another number of them, and what it may be fed."""
+    arguments = {**KEYS, "in_chans": channels, "depth": 1}
+    save_file(tiny.checkpoint(**arguments).model.state_dict(), folder / "w.safetensors")
+    np.savez(folder / "images.npz", images=np.resize(tiny.images(8), (8, channels, 32, 32)))
+    np.savez(folder / "pixels.npz", images=np.full((8, channels, 32, 32), 51, np.uint8))
+    return load_dense(NAME, weights=folder / "w.safetensors", kwargs=arguments, preprocessing=prepared)
+
+
+def words_of(folder: Path, channels: int) -> tuple[object, ...]:
+    kwargs = json.dumps({**KEYS, "in_chans": channels, "depth": 1})
+    return "--model", NAME, "--weights", folder / "w.safetensors", "--model-kwargs", kwargs
+
+
+def refused_by(channels: int) -> str:
+    """What is said wherever pixels are to be normalised."""
+    of = f"{channels} channel{'s'[: channels > 1]}"
+    return (
+        f"pixels can't be normalised for a model of {of}: its mean, 0.5 0.5 0.5, is of 3 channels and its std, "
+        f"0.5 0.5 0.5, is of 3 channels; give --mean and --std for {of}"
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_a_preset_of_other_channels_is_neither_applied_nor_written(channels: int, tmp_path: Path) -> None:
+    taken = of_channels(tmp_path, channels)
+    assert not UNFIT & image_spec(taken.model).as_json().keys()
+    assert image_spec(taken.model).as_line() == f"{channels}x32x32, bicubic, crop 0.9 (center), no mean, no std"
+    note = json.loads(metadata_of_checkpoint(taken)["corp_deploy.preprocessing"])
+    assert note == image_spec(taken.model).as_json()
+    directories.save(taken, tmp_path / "dense")
+    recorded = json.loads((tmp_path / "dense" / "config.json").read_text())["input"]["preprocessing"]
+    assert recorded == note
+    again = load_checkpoint(tmp_path / "dense").model
+    assert images_for_model(again, tmp_path / "images.npz").count == 8
+    with pytest.raises(BadInput) as refused:
+        images_for_model(again, tmp_path / "pixels.npz")
+    assert str(refused.value).startswith(f"{tmp_path / 'pixels.npz'}: {refused_by(channels)}")
+    assert f"images [N,{channels},32,32] float32, preprocessed" in str(refused.value)
+    given = of_channels(tmp_path, channels, Preprocessing(mean=(0.2,), std=(0.5,)))
+    (batch,) = images_for_model(given.model, tmp_path / "pixels.npz").batches(8)
+    assert batch.abs().max() < 1e-6
+    half = of_channels(tmp_path, channels, Preprocessing(mean=(0.2,)))
+    assert "mean" in image_spec(half.model).as_json()
+    with pytest.raises(BadInput, match=r"its std, 0.5 0.5 0.5, is of 3 channels"):
+        images_for_model(half.model, tmp_path / "pixels.npz")
+
+
+def test_one_number_of_a_preset_is_of_the_channels_that_it_names(tmp_path: Path) -> None:
+    """A snapshot's for all of its own channels, and for no others that are asked for."""
+    for channels, size, kwargs, expected in (
+        (3, 3, {}, [0.5] * 3),
+        (1, 1, {}, [0.5]),
+        (3, 1, {"in_chans": 3}, None),
+    ):
+        config = {"mean": [0.5], "std": [0.5], "input_size": [size, 32, 32], "fixed_input_size": True}
+        own = {name: value for name, value in KEYS.items() if name not in ("num_classes", "img_size")}
+        snapshot = {"architecture": NAME, "num_classes": 7, "pretrained_cfg": config, "model_args": own}
+        (tmp_path / "config.json").write_text(json.dumps(snapshot))
+        save_file(tiny.checkpoint(in_chans=channels).model.state_dict(), tmp_path / "model.safetensors")
+        taken = load_dense(str(tmp_path), weights=None, kwargs=kwargs)
+        assert image_spec(taken.model).as_json().get("mean") == expected
+        directories.save(taken, tmp_path / "dense")
+        assert image_spec(load_checkpoint(tmp_path / "dense").model).as_json().get("mean") == expected
+    with pytest.raises(BadInput, match=r"photos: pixels can't be normalised .* its mean, 0.5, is of 1 channel"):
+        images_for_model(taken.model, folder_of_one(tmp_path / "photos"))
+
+
+def folder_of_one(folder: Path) -> Path:
+    folder.mkdir()
+    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    return folder
+
+
+def test_a_module_of_other_channels_is_taken_as_it_is() -> None:
+    model = tiny.timm_model("test_vit", in_chans=1)
+    assert not UNFIT & image_spec(checkpoint_from_module(model).model).as_json().keys()
+
+
+def test_records_of_earlier_versions_hold_the_mean_that_was_never_applied(tmp_path: Path) -> None:
+    """A directory, a graph's note and moments of a grey model, each with a mean of three numbers."""
+    directories.save(of_channels(tmp_path, 1), tmp_path / "dense")
+    path = tmp_path / "dense" / "config.json"
+    config = json.loads(path.read_text())
+    earlier = config["input"]["preprocessing"] | {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3}
+    path.write_text(json.dumps(config | {"input": {"shape": [1, 32, 32], "preprocessing": earlier}}))
+    model = load_checkpoint(tmp_path / "dense").model
+    assert not UNFIT & image_spec(model).as_json().keys()
+    words = ("calibrate", "--model", tmp_path / "dense", "--images", tmp_path / "images.npz", "--batch-size", 8)
+    assert run(*words, "-o", tmp_path / "m.safetensors").exit_code == 0
+    moments = load(tmp_path / "m.safetensors")
+    older = replace(moments, lineage={**moments.lineage, "preprocessing": json.dumps(earlier, sort_keys=True)})
+    require_same_model(model, older)
+    for other in ({**earlier, "crop_pct": 0.5}, [1], {**earlier, "input_size": 3}):
+        text = json.dumps(other)
+        with pytest.raises(BadInput, match="taken with another preprocessing"):
+            require_same_model(model, replace(moments, lineage={**moments.lineage, "preprocessing": text}))
+    port, note = Port(name="images", shape=(1, 32, 32)), json.dumps(earlier)
+    drawn: dict[str, Any] = {"where": "m.onnx", "samples": None, "seed": 0}
+    assert images_for_port(port, note, tmp_path / "images.npz", **drawn).count == 8
+    with pytest.raises(BadInput, match=r"pixels.npz: .* its mean, 0.1 0.2 0.3, is of 3 channels"):
+        images_for_port(port, note, tmp_path / "pixels.npz", **drawn)
+    pixels = images_for_port(replace(port, dtype="uint8"), note, tmp_path / "pixels.npz", **drawn)
+    assert next(iter(pixels.batches(8))).unique().tolist() == [51.0]
+
+
+def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    of_channels(tmp_path, 1)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    model, out, pixels = words_of(tmp_path, 1), tmp_path / "out.onnx", ("--images", tmp_path / "pixels.npz")
+    for words, said in (
+        (("calibrate", *model, *pixels, "--max-bad", 8, "-o", tmp_path / "m.safetensors"), "pixels.npz: "),
+        (("export", *model, *pixels, "--precision", "fp32,int8", "-o", out), "pixels.npz: "),
+        (("export", *model, "--precision", "fp32,fp16", "--input", "uint8", "-o", out), "input uint8: "),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.count(said + refused_by(1)) == 1
+        assert "exporting" not in result.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert result.stderr.endswith("where the model is named with its weights, or leave --input away\n")
+
+
+def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_path: Path) -> None:
+    of_channels(tmp_path, 1)
+    table = ", ".join(f"{name} = {value}" for name, value in {**KEYS, "in_chans": 1, "depth": 1}.items())
+    (tmp_path / "r.toml").write_text(
+        f'[model]\nmodel = "{NAME}"\nweights = "w.safetensors"\nkwargs = {{ {table} }}\n'
+        '[calibration]\nimages = "images.npz"\n[held_out]\nimages = "images.npz"\n[reduce]\nmlp = 0.5\n'
+        '[export]\ninput = "uint8"\n'
+    )
+    result = run("release", tmp_path / "r.toml", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert refused_by(1) in result.stderr
+    assert not (tmp_path / "out" / "dense").exists()
+
+
+def test_grey_arrays_are_timed_and_proved_with(tmp_path: Path) -> None:
+    """What takes float32 arrays asks for no mean."""
+    grey = of_channels(tmp_path, 1)
+    directories.save(grey, tmp_path / "dense")
+    timed, ports = TimedInputs(images=tmp_path / "images.npz"), image_spec(grey.model).ports
+    assert only(feeds_to_time(timed, ports, [tmp_path / "dense"], 2)).shape == (2, 1, 32, 32)
+    with pytest.raises(BadInput, match=r"pixels.npz: pixels can't be normalised"):
+        feeds_to_time(TimedInputs(images=tmp_path / "pixels.npz"), ports, [tmp_path / "dense"], 2)
+    with pytest.raises(BadInput, match="random pixels: pixels can't be normalised"):
+        random_inputs(grey, 2, 0, pixels=True)
+    assert random_inputs(grey, 2, 0).count == 2
+
+
+def test_moments_of_another_model_are_refused_before_anything_is_proved(home: Path) -> None:
+    dense = tiny.checkpoint(seed=1)
+    inputs = random_inputs(dense, 2, 0)
+
+    def never(*_: object) -> None:
+        raise AssertionError("it was run")
+
+    with pytest.raises(BadInput, match="taken on another model"):
+        prove(dense, [], inputs, batches=[1], limits=ParityLimits(), moments=load(home / "m.safetensors"),
+              answered=never)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overlay", "said"),
+    [
+        ({"mean": 0.5}, "mean: got 0.5, expected a list or null"),
+        ({"std": ["a"]}, "std[0]: got 'a', expected a number"),
+        ({"classifier": 5}, "classifier: got 5, expected a text or a list"),
+        ({"input_size": [3, "a", 4]}, "input_size[1]: got 'a', expected a whole number"),
+        ({"input_size": None}, "the key 'input_size' is missing"),
+    ],
+)
+def test_an_overlay_of_the_configuration_is_typed(overlay: Mapping[str, object], said: str, home: Path) -> None:
+    kwargs = json.dumps({**KEYS, "pretrained_cfg_overlay": overlay})
+    result = run("inspect", "--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", kwargs)
+    assert result.exit_code == 2, result.output
+    assert f"its pretrained_cfg: {said}" in result.stderr
+    assert "check --model-kwargs" in result.stderr

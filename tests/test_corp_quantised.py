@@ -297,3 +297,12 @@ def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precisi
                   "-o", tmp_path / "other.plan")  # fmt: skip
     assert refused.exit_code == 2
     assert "called fp16 but" in refused.output
+
+
+def test_ranges_of_a_grey_model_are_taken_of_its_arrays(tmp_path: Path) -> None:
+    """No mean of one channel is known, and none is needed."""
+    save(tiny.checkpoint(in_chans=1, depth=1), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", tiny.images(8)[:, :1])
+    words = ["--precision", "int8", "--scales", "max", "--images", tmp_path / "images.npy"]
+    ran("export", "--model", tmp_path / "dense", *words, "-o", tmp_path / "m.onnx")
+    assert facts_of_onnx(tmp_path / "m.onnx").precision == "int8"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from corp_deploy.families.family import image_spec, sites_of
+from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests import tiny
@@ -94,3 +95,19 @@ def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:
     torch.save(tiny.checkpoint().model.state_dict(), tmp_path / "w.pth")
     with pytest.raises(BadInput, match="no names of torchvision's weights"):
         load_dense("torchvision:vit_b_16", weights=tmp_path / "w.pth", kwargs=VIT)
+
+
+def test_what_torchvision_does_to_colours_is_not_done_to_other_channels(tmp_path: Path) -> None:
+    theirs = vit()
+    theirs.conv_proj = torch.nn.Conv2d(1, 48, 8, stride=8)
+    torch.save(theirs.state_dict(), tmp_path / "w.pth")
+    grey = {**VIT, "in_chans": 1}
+    spec = image_spec(load_dense("torchvision:vit_b_16", weights=tmp_path / "w.pth", kwargs=grey).model)
+    assert spec.shape == (1, 32, 32)
+    assert not {"mean", "std"} & spec.as_json().keys()
+    given = Preprocessing(mean=(0.1,), std=(0.3,))
+    taken = load_dense("torchvision:vit_b_16", weights=tmp_path / "w.pth", kwargs=grey, preprocessing=given)
+    assert image_spec(taken.model).as_json()["std"] == [0.3]
+    rgb = Preprocessing(mean=(0.1, 0.2, 0.3))
+    with pytest.raises(BadInput, match="mean has 3 numbers, expected 1"):
+        load_dense("torchvision:vit_b_16", weights=tmp_path / "w.pth", kwargs=grey, preprocessing=rgb)

@@ -3,23 +3,31 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
 from corp_deploy.cli import main
+from corp_deploy.proof.candidates import candidate_from_path
+from corp_deploy.proof.heads import HeadRequest, opened_heads
+from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_input import NORMALISED
 from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.store.sparse_graph import PREFIX, SPARSITY, require_sparse_graph
+from export.engine.audit import audit_fusion
 from export.graph.check import check_onnx, load_onnx
 from ground.errors import BadInput
 from ground.onnx_file import read_onnx
+from ground.onnx_types import bits_of
+from ground.ports import OutputPort
 from perf.parity.rounding import round_file
 from perf.runners.graph_borders import borders_of_onnx
 from perf.runners.onnx import OnnxRunner, onnx_precision
+from tests import tiny
 from tests.export_served import write_onnx
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -227,3 +235,341 @@ def test_commands_end_with_exit_code_2(graph: ModelProto, tmp_path: Path) -> Non
         assert done.exit_code == 2, done.output
         assert "leads out of its directory" in done.stderr
         assert sorted(each.name for each in tmp_path.iterdir()) == ["in"]
+
+
+def tensor_of(number: int) -> TypeProto:
+    return helper.make_tensor_type_proto(number, [4])
+
+
+def of_value(make: Callable[[TypeProto], TypeProto]) -> Callable[[ModelProto, int], None]:
+    """The graph's input of such a type."""
+
+    def change(proto: ModelProto, number: int) -> None:
+        proto.graph.input[0].type.CopyFrom(make(tensor_of(number)))
+
+    return change
+
+
+def of_output(proto: ModelProto, number: int) -> None:
+    proto.graph.output[0].type.tensor_type.elem_type = number
+
+
+def of_named_value(proto: ModelProto, number: int) -> None:
+    proto.graph.value_info.add(name="x").type.CopyFrom(tensor_of(number))
+
+
+def of_inner_value(proto: ModelProto, number: int) -> None:
+    value = helper.make_value_info("w", tensor_of(number))
+    branch = helper.make_graph([], "b", [], [value])
+    proto.graph.node.append(helper.make_node("If", ["x"], ["z"], "i", then_branch=branch, else_branch=branch))
+
+
+def of_weight(proto: ModelProto, number: int) -> None:
+    proto.graph.initializer[0].data_type = number
+
+
+def of_constant(proto: ModelProto, number: int) -> None:
+    in_attribute(proto, TensorProto(name="c", data_type=number, dims=[1], raw_data=bytes(8)))
+
+
+def of_sparse_weight(proto: ModelProto, number: int) -> None:
+    in_sparse(proto, TensorProto(name="s", data_type=number, dims=[1], raw_data=bytes(8)))
+
+
+def of_cast(proto: ModelProto, number: int) -> None:
+    proto.graph.node.append(helper.make_node("Cast", ["y"], ["z"], "c", to=number))
+
+
+def of_function(proto: ModelProto, number: int) -> None:
+    cast = helper.make_node("Cast", ["a"], ["b"], "c", to=number)
+    proto.functions.append(helper.make_function("f", "F", ["a"], ["b"], [cast], [helper.make_opsetid("", 20)]))
+
+
+def of_attribute(proto: ModelProto, number: int) -> None:
+    node = helper.make_node("Optional", [], ["z"], "o")
+    node.attribute.append(helper.make_attribute("type", tensor_of(number)))
+    proto.graph.node.append(node)
+
+
+def key_of_map(proto: ModelProto, number: int) -> None:
+    proto.graph.input[0].type.CopyFrom(helper.make_map_type_proto(number, tensor_of(1)))
+
+
+TYPED: dict[str, Callable[[ModelProto, int], None]] = {
+    "an input": of_value(lambda kind: kind),
+    "a sequence": of_value(helper.make_sequence_type_proto),
+    "an optional": of_value(helper.make_optional_type_proto),
+    "an optional sequence": of_value(
+        lambda kind: helper.make_optional_type_proto(helper.make_sequence_type_proto(kind))
+    ),
+    "a map": of_value(lambda kind: helper.make_map_type_proto(TensorProto.INT64, kind)),
+    "a map's key": key_of_map,
+    "a sparse input": of_value(lambda kind: helper.make_sparse_tensor_type_proto(kind.tensor_type.elem_type, [4])),
+    "an output": of_output,
+    "a value": of_named_value,
+    "a value inside": of_inner_value,
+    "a weight": of_weight,
+    "a constant": of_constant,
+    "a sparse weight": of_sparse_weight,
+    "a cast": of_cast,
+    "a function's cast": of_function,
+    "an attribute": of_attribute,
+}
+
+
+@pytest.mark.parametrize("number", [99, -5, 2**31 - 1])
+@pytest.mark.parametrize("place", TYPED)
+def test_an_element_type_is_one_of_onnx(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
+    TYPED[place](graph, number)
+    said = rf"m.onnx: .* is of the element type {number}, which ONNX has not; expected 1 \(float32\) to \d+ "
+    refused_by_all(written(graph, tmp_path), said)
+
+
+def test_a_weight_says_its_type(graph: ModelProto, tmp_path: Path) -> None:
+    of_weight(graph, 0)
+    refused_by_all(written(graph, tmp_path), "weight 'w' is of the element type 0")
+
+
+def test_bits_of_element_types_are_what_onnx_packs() -> None:
+    for name, number in TensorProto.DataType.items():
+        if number not in (TensorProto.UNDEFINED, TensorProto.STRING):
+            packed = helper.make_tensor("x", number, [8], np.zeros(8))
+            raw = numpy_helper.from_array(numpy_helper.to_array(packed)).raw_data
+            assert len(raw) == bits_of(number), name
+
+
+def cast(graph: ModelProto, number: int) -> ModelProto:
+    """Its output of another type."""
+    graph.graph.node[0].output[0] = "z"
+    graph.graph.node.append(helper.make_node("Cast", ["z"], ["y"], "c", to=number))
+    of_output(graph, number)
+    return graph
+
+
+def sequence_output(graph: ModelProto) -> ModelProto:
+    graph.graph.node[0].output[0] = "z"
+    graph.graph.node.append(helper.make_node("SequenceConstruct", ["z"], ["y"], "c"))
+    graph.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(helper.make_tensor_type_proto(1, None)))
+    return graph
+
+
+def optional_output(graph: ModelProto) -> ModelProto:
+    graph.graph.node[0].output[0] = "z"
+    graph.graph.node.append(helper.make_node("Optional", ["z"], ["y"], "c"))
+    graph.graph.output[0].type.CopyFrom(helper.make_optional_type_proto(helper.make_tensor_type_proto(1, None)))
+    return graph
+
+
+def no_output(graph: ModelProto) -> ModelProto:
+    del graph.graph.output[:]
+    return graph
+
+
+def only_a_break(graph: ModelProto) -> ModelProto:
+    graph.graph.node[0].output[0] = graph.graph.output[0].name = "fusion_break.y"
+    return graph
+
+
+UNREAD: dict[str, tuple[Callable[[ModelProto], ModelProto], str]] = {
+    "string": (lambda graph: cast(graph, TensorProto.STRING), "y: string"),
+    "bfloat16": (lambda graph: cast(graph, TensorProto.BFLOAT16), "y: bfloat16"),
+    "float8": (lambda graph: cast(graph, TensorProto.FLOAT8E5M2), "y: float8e5m2"),
+    "int4": (lambda graph: cast(graph, TensorProto.INT4), "y: int4"),
+    "a sequence": (sequence_output, r"y: seq(\(tensor\(float\)\)|uence)"),
+    "an optional": (optional_output, r"y: optional(\(tensor\(float\)\))?"),
+    "none": (no_output, "none"),
+    "a fusion break": (only_a_break, "none"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+    change, said = UNREAD[kind]
+    path = written(change(graph), tmp_path)
+    for read in (borders_of_onnx, READERS["runner"]):
+        with pytest.raises(BadInput, match=rf"m.onnx: expected outputs that are tensors of float32, .*; found {said}$"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(TensorProto.STRING, "string"), (TensorProto.DOUBLE, "double"), (TensorProto.INT8, "int8")]
+)
+def test_inputs_that_nothing_feeds_are_refused_by_their_types(
+    graph: ModelProto, tmp_path: Path, number: int, name: str
+) -> None:
+    graph.graph.node[0].input[0] = "z"
+    graph.graph.node.insert(0, helper.make_node("Cast", ["x"], ["z"], "c", to=TensorProto.FLOAT))
+    graph.graph.input[0].type.tensor_type.elem_type = number
+    path = written(graph, tmp_path)
+    with pytest.raises(BadInput, match=rf"expected inputs .* of float32, .*; found x: tensor\({name}\)"):
+        READERS["runner"](path)
+    with pytest.raises(
+        BadInput, match=rf"expected inputs .* of float32, .*; found x: {facts_of_onnx(path).inputs[0].dtype} "
+    ):
+        borders_of_onnx(path)
+
+
+def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, tmp_path: Path) -> None:
+    graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
+    with pytest.raises(BadInput, match=r"expected inputs with a batch in front, got x: sequence \[\]"):
+        facts_of_onnx(written(graph, tmp_path))
+
+
+@pytest.mark.parametrize("size", [-1, 0])
+def test_a_size_that_is_none_is_open(graph: ModelProto, tmp_path: Path, size: int) -> None:
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = size
+    path = written(graph, tmp_path)
+    assert facts_of_onnx(path).batch is None
+    assert borders_of_onnx(path).batch is None
+
+
+def more_bytes(proto: ModelProto) -> None:
+    proto.graph.initializer[0].raw_data += bytes(4)
+
+
+def segment(proto: ModelProto) -> None:
+    proto.graph.initializer[0].segment.begin = 3
+
+
+def few_texts(proto: ModelProto) -> None:
+    proto.graph.initializer.add(name="t", data_type=TensorProto.STRING, dims=[2**40], string_data=[b"a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (more_bytes, r"weight 'w' is \[4, 4\], 64 bytes, and 68 are there"),
+        (segment, "weight 'w' is a segment of a larger one"),
+        (few_texts, r"weight 't' is \[1099511627776\], and its numbers are not all there"),
+    ],
+)
+def test_a_weight_is_what_libraries_read(
+    graph: ModelProto, tmp_path: Path, change: Callable[[ModelProto], None], said: str
+) -> None:
+    change(graph)
+    refused_by_all(written(graph, tmp_path), said)
+
+
+def without_inputs(proto: ModelProto) -> None:
+    del proto.graph.node[0].input[:]
+
+
+def without_outputs(proto: ModelProto) -> None:
+    del proto.graph.node[0].output[:]
+
+
+def contradicted(proto: ModelProto) -> None:
+    """A weight that is among the inputs too, and of another type there."""
+    proto.graph.input.append(helper.make_tensor_value_info("w", TensorProto.INT64, [4, 4]))
+
+
+def fp8(proto: ModelProto, **attributes: Any) -> None:
+    """Its weight in FP8, with a scale for each column."""
+    weight = TensorProto(name="q", data_type=TensorProto.FLOAT8E4M3FN, dims=[4, 4], raw_data=bytes(16))
+    proto.graph.initializer[0].CopyFrom(weight)
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones(4, np.float32), "s"))
+    proto.graph.node.insert(0, helper.make_node("DequantizeLinear", ["q", "s"], ["w"], "d", **attributes))
+
+
+def computed_scales(proto: ModelProto) -> None:
+    fp8(proto, axis=1)
+    proto.graph.node[0].input[1] = "t"
+    proto.graph.node.insert(0, helper.make_node("Identity", ["s"], ["t"], "i"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_inputs, "onnx.checker: "),
+        (without_outputs, "onnx.checker: "),
+        (contradicted, "types or shapes are not those of its nodes"),
+        (lambda proto: fp8(proto, axis=7), "d: its scales of FP8 are not stored in the graph"),
+        (computed_scales, "d: its scales of FP8 are not stored in the graph"),
+    ],
+)
+def test_a_graph_that_can_not_be_rounded_is_refused(
+    graph: ModelProto, tmp_path: Path, change: Callable[[ModelProto], None], said: str
+) -> None:
+    change(graph)
+    path = written(graph, tmp_path)
+    with pytest.raises(BadInput, match=rf"m.onnx: .*{said}.*export it again"):
+        round_file(path, path.with_suffix(".rounded"))
+    assert not path.with_suffix(".rounded").exists()
+
+
+def test_scales_of_fp8_stand_on_the_second_axis_where_none_is_named(graph: ModelProto, tmp_path: Path) -> None:
+    fp8(graph)
+    path = written(graph, tmp_path)
+    round_file(path, path.with_suffix(".onnx.rounded"))
+    with OnnxRunner(path.with_suffix(".onnx.rounded")) as runner:
+        assert runner({"x": np.ones((2, 4), np.float32)})["y"].tolist() == [[0.0] * 4] * 2
+
+
+def reduced(operator: str, **attributes: Any) -> Callable[[ModelProto], None]:
+    """The output behind such a node."""
+
+    def change(proto: ModelProto) -> None:
+        proto.graph.node[0].output[0] = "z"
+        proto.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), "axes"))
+        reads = {"Concat": ["z", "z"], "MatMul": ["x", "t"]}.get(operator, ["z", "axes"])
+        if operator == "MatMul":
+            proto.graph.node.append(helper.make_node("Transpose", ["x"], ["t"], "t", perm=[1, 0]))
+        proto.graph.node.append(helper.make_node(operator, reads, ["y"], "r", **attributes))
+        proto.graph.output[0].type.tensor_type.ClearField("shape")
+
+    return change
+
+
+ROWLESS = {
+    "no batch": (reduced("ReduceMax", keepdims=0), r"gives y \[4\] to a batch of 3"),
+    "twice the batch": (reduced("Concat", axis=0), r"gives y \[6, 4\] to a batch of 3"),
+}
+
+
+@pytest.mark.parametrize("kind", ROWLESS)
+def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+    change, said = ROWLESS[kind]
+    change(graph)
+    path, ports = written(graph, tmp_path), [OutputPort(name="y", role="logits")]
+    feeds = {"x": np.ones((3, 4), np.float32)}
+    expected = rf"m.onnx.* {said}, expected a row for each input, \[3, \.\.\.\]"
+    with candidate_from_path(path).opened(ports) as run, pytest.raises(BadInput, match=expected):
+        run(feeds)
+    backbone = [OutputPort(name="x", role="embedding")]
+    with opened_heads(HeadRequest(paths=(path,)), backbone) as heads:
+        whole = heads.behind(lambda fed: {"x": fed["x"]}, 3)
+        with pytest.raises(BadInput, match=expected):
+            whole(feeds)
+
+
+def test_an_audit_refuses_a_graph_without_a_batch(graph: ModelProto, tmp_path: Path) -> None:
+    graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
+    path = written(graph, tmp_path)
+    with pytest.raises(BadInput, match="this graph will not do for tensorrt-rtx"):
+        audit_fusion(path, path, backend="tensorrt-rtx")
+
+
+def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) -> None:
+    both, out = tmp_path / "both", tmp_path / "out"
+    for name in ("dense", "reduced"):
+        save(tiny.checkpoint(depth=1), both / name)
+    dense, good, bad = both / "dense", both / "dense" / "model.onnx", both / "reduced" / "model.onnx"
+    proto = onnx.load(str(write_onnx(good, shape=(3, 32, 32), classes=7)))
+    proto.graph.input[0].type.tensor_type.elem_type = 99
+    bad.write_bytes(proto.SerializeToString())
+    for words in (
+        ["verify", dense, bad, "--random", 2, "-o", out],
+        ["verify", dense, bad, "--random", 2, "-o", out, "--runtime", "openvino"],
+        ["verify", dense, good, "--random", 2, "-o", out, "--head", bad],
+        ["verify", good, bad, "--random", 2, "-o", out, "--other-graph"],
+        ["verify", bad, "--random", 2, "--write-golden", out],
+        ["bench", good, bad, "-o", out],
+        ["bench", good, bad, "-o", out, "--backend", "openvino"],
+        ["build", bad, "-o", tmp_path / "m.plan"],
+        ["audit", bad, good],
+        ["package", both, "-o", out, "--name", "vit"],
+    ):
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code == 2, (words, done.output)
+        assert "the tensor 'images' is of the element type 99, which ONNX has not" in done.stderr, words
+        assert [each.name for each in tmp_path.iterdir()] == ["both"]

@@ -162,6 +162,11 @@ def test_a_missing_field_is_named() -> None:
         parity_from_value(raw, where="parity.json")
 
 
+def test_answers_of_other_sizes_are_refused_with_who_gave_them() -> None:
+    with pytest.raises(BadInput, match=r"b: gives logits \[40, 3\] where a gives \[40, 10\], expected the same sizes"):
+        linked(REF[:, :3])
+
+
 def test_the_side_file_has_one_figure_per_image() -> None:
     arrays = figures(REF, {"reduced": REF * 1.5, "fp16": REF})
     assert arrays["reduced.relative_error"] == pytest.approx(np.full(40, 0.5))

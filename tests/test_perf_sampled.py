@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from ground.errors import BadInput
 from perf.bench.station import Station
 from perf.runners.module import ModuleRunner
 
@@ -42,3 +43,20 @@ def test_what_was_bound_and_not_timed_says_nothing() -> None:
         station = Station("dense", (runner,), None, None)
         station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
         assert station.tests() == []
+
+
+class Scalar(nn.Module):
+    """One number for whatever it is given."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.amax()
+
+
+def test_what_answers_no_input_is_no_model() -> None:
+    with ModuleRunner(Scalar(), label="m") as runner:
+        station = Station("reduced", (runner,), None, None)
+        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
+        with pytest.raises(
+            BadInput, match=r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each"
+        ):
+            station.tests()

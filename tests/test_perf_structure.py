@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, rows_of
 from perf.parity import structure
 from perf.parity.structure import StructuralTest
@@ -182,3 +183,15 @@ def test_of_several_outputs_the_worst_is_named() -> None:
     finite = structure.outputs("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
     assert [(each.test, each.status) for each in finite][2] == ("finite", "FAIL")
     assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"
+
+
+def test_answers_of_other_sizes_in_another_batch_are_refused() -> None:
+    """Such as every input against every other one."""
+
+    def against_each_other(images: Array) -> Array:
+        rows = sound(images)
+        product: Array = rows @ rows.T
+        return product
+
+    with pytest.raises(BadInput, match=r"r: gives logits \[8, 8\] .* gave \[8, 1\] in another batch"):
+        structure.batch_sizes("r", {b: in_batches(against_each_other, b) for b in (1, 8)}, bound=1e-5)

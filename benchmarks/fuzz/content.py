@@ -9,8 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import onnx
 import tomli_w
 import torch
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from PIL import Image
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as safetensors_from
@@ -20,6 +22,22 @@ from calib import store
 Values = tuple[Callable[[bytes], Any], Callable[[Any], bytes]]
 JSON: Values = (json.loads, lambda value: json.dumps(value).encode())
 TOML: Values = (lambda content: tomllib.loads(content.decode()), lambda value: tomli_w.dumps(value).encode())
+
+
+def _graph_from(content: bytes) -> Any:
+    return MessageToDict(onnx.load_model_from_string(content), preserving_proto_field_name=True)
+
+
+def _content_of_graph(value: Any) -> bytes:
+    """Raises ValueError for what no graph can hold."""
+    try:
+        content: bytes = ParseDict(value, onnx.ModelProto()).SerializeToString()
+    except ParseError as error:
+        raise ValueError(str(error)) from error
+    return content
+
+
+GRAPH: Values = (_graph_from, _content_of_graph)
 
 
 def pictures() -> dict[str, bytes]:

@@ -24,6 +24,7 @@ from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model, labels_from_path
+from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx
 from export.graph.ports import ports_of_graph
@@ -35,8 +36,11 @@ from ground.onnx_file import read_onnx
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
+from perf.parity.rounding import round_file
+from perf.runners.graph_borders import borders_of_onnx
 
 from .content import (
+    GRAPH,
     JSON,
     TOML,
     Values,
@@ -111,7 +115,7 @@ def made_home(home: Path) -> None:
         (home / "photographs" / name).write_bytes(content)
     for words in (
         ("calibrate", "--model", "model", "--images", "images.npy", "-o", "moments.safetensors"),
-        ("export", "--model", "model", "-o", "model.onnx"),
+        ("export", "--model", "model", "-o", "model.onnx", "--precision", "fp32,fp16"),
     ):
         done = CliRunner().invoke(
             main, [str(home / word) if "." in word or word == "model" else word for word in words]
@@ -175,6 +179,11 @@ def _read_graph(path: Path) -> object:
     return check_onnx(path), ports_of_graph(proto)
 
 
+def _round_graph(path: Path) -> object:
+    round_file(path, path.with_suffix(".rounded"))
+    return path
+
+
 def readers(home: Path) -> Readers:
     """By name, of what `made_home` made."""
     model = load_checkpoint(home / "model").model
@@ -183,6 +192,7 @@ def readers(home: Path) -> Readers:
     weights = (home / "model" / "model.safetensors").read_bytes()
     moments = (home / "moments.safetensors").read_bytes()
     state = timm.create_model("vit_tiny_patch16_224", **TINY.kwargs).state_dict()
+    graphs = [(home / name).read_bytes() for name in ("model.onnx", "model.fp16.onnx")]
     photographs, three = pictures(), images_for_model(model, home / "three.npy")
 
     def images(path: Path) -> object:
@@ -239,7 +249,12 @@ def readers(home: Path) -> Readers:
                 read=_read_config_pbtxt(home),
             ),
         ],
-        "ONNX graphs": [Format(name="m.onnx", whole=[(home / "model.onnx").read_bytes()], read=_read_graph)],
+        "ONNX graphs": [
+            Format(name=f"{name}.onnx", whole=graphs, read=read, values=GRAPH)
+            for name, read in {
+                "checked": _read_graph, "facts": facts_of_onnx, "borders": borders_of_onnx, "rounded": _round_graph,
+            }.items()
+        ],
         "images": [
             *(Format(name=name, whole=[content], read=pictured) for name, content in photographs.items()),
             Format(name="i.npy", whole=[npy_bytes(pixels), npy_bytes(pixels.astype(np.uint8))], read=images),

@@ -45,12 +45,12 @@ def sites(
     Everything that is said is tried on a random image. Raises BadInput for names that are none, for
     layers between which channels are mixed, and for what is no softmax attention of these heads.
     """
-    prepared = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+    given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
     return named_sites(
         model,
         inputs=inputs,
         mlps=mlps or {},
         attentions=attentions or {},
         role=output,
-        preprocessing=prepared,
+        preprocessing=given.for_channels(inputs[0]),
     )

@@ -214,6 +214,7 @@ def export_command(
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
     from corp_deploy.families.family import sites_of
+    from corp_deploy.store.graph_input import graph_ports
     from corp_deploy.views.graphs import graph_lines
 
     rows: list[dict[str, Any]] = []
@@ -221,6 +222,7 @@ def export_command(
         checkpoint = model.load(out)
         uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
         EXPORT_HEADS.refuse([(model.model, "uneven" if uneven else "even")], explicit_options())
+        graph_ports(checkpoint, graphs.graph_input)
         quantised = None
         if precision.quantised:
             quantised = QuantisedGraphs(checkpoint, precision.inputs, quantisation, graphs, _yardstick(precision))

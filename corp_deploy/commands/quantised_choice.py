@@ -88,14 +88,14 @@ class QuantisedGraphs:
         graphs: GraphChoice,
         yardstick: YardstickChoice,
     ) -> None:
-        self._checkpoint, self._inputs, self._chosen = checkpoint, inputs, chosen
+        self._checkpoint, self._source, self._chosen = checkpoint, inputs.open(checkpoint), chosen
         self._graphs, self._yardstick = graphs, yardstick
 
     @cached_property
     def _feeds(self) -> "Feeds":
         from corp_deploy.proof.inputs import inputs_from_set
 
-        return inputs_from_set(self._inputs.open(self._checkpoint)).feeds
+        return inputs_from_set(self._source).feeds
 
     @cached_property
     def _fed(self) -> "Feeds":

@@ -80,11 +80,22 @@ class ImageSpec(InputSpec, Protocol):
 
     @property
     def normalisation(self) -> Normalisation:
-        """What the transform does to pixels once they are resized and cropped."""
+        """What the transform does to pixels once they are resized and cropped. Raises BadInput as
+        require_normalisation does.
+        """
+        ...
+
+    @property
+    def normalisation_refusal(self) -> str:
+        """What mean and std are known instead, empty where those of the model's channels are."""
+        ...
+
+    def require_normalisation(self, *, where: str, instead: str = "") -> None:
+        """Raises BadInput where no mean or no std of the model's channels is known. `instead`: what to do without."""
         ...
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """An RGB image of PIL -> float32 [C,H,W]."""
+        """An RGB image of PIL -> float32 [C,H,W]. Raises BadInput as require_normalisation does."""
         ...
 
 

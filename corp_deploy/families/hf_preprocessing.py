@@ -91,10 +91,8 @@ def _family(content: Mapping[str, Any], model: VisionModel, where: str) -> str:
 
 def _read(content: Mapping[str, Any], family: str, model: VisionModel, where: str) -> _Processor:
     entries = {key: value for key, value in content.items() if value is not None}
-    # The defaults' means are of three colours.
-    grey = {} if model.config.num_channels == 3 else {"image_mean": 0.5, "image_std": 0.5}
     try:
-        return msgspec.convert({**_PROCESSORS[family], **grey, **entries}, _Processor)
+        return msgspec.convert({**_PROCESSORS[family], **entries}, _Processor)
     except msgspec.ValidationError as error:
         raise BadInput(f"{where}: not the preparation of a {model.architecture}: {str(error)[:300]}") from None
 
@@ -145,7 +143,7 @@ def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, 
 def _values(
     entry: tuple[float, ...] | float | None, identity: float, processor: _Processor, model: VisionModel
 ) -> tuple[float, ...]:
-    """One for each channel."""
+    """One for each channel, or those of a preparation for other images."""
     values = identity if entry is None or not processor.do_normalize else entry
     values = values if isinstance(values, tuple) else (values,)
     return values * model.config.num_channels if len(values) == 1 else values

@@ -145,7 +145,7 @@ def depth(model: nn.Module) -> int:
 def input_spec(model: nn.Module) -> ImageSpec:
     """As it was said with the sites, else as most classifiers of ImageNet."""
     naming = _naming(model)
-    prepared = _PREPARED | naming.preprocessing.for_channels(naming.shape[0]).settings
+    prepared = _PREPARED | naming.preprocessing.spread(naming.shape[0]).settings
     return ImageSpec(shape=naming.shape, config={**prepared, "input_size": naming.shape})
 
 

@@ -40,12 +40,16 @@ class Preprocessing:
 
     def for_channels(self, channels: int) -> "Preprocessing":
         """One mean and std for each channel. Raises BadInput when there are neither as many nor a single one."""
-        mean = None if self.mean is None else _spread("mean", self.mean, channels)
-        std = None if self.std is None else _spread("std", self.std, channels)
-        return replace(self, mean=mean, std=std)
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) not in (1, channels):
+                expected = "1" if channels == 1 else f"1 or {channels}"
+                raise BadInput(f"{name} has {len(values)} numbers, expected {expected}: one for each channel")
+        return self.spread(channels)
+
+    def spread(self, channels: int) -> "Preprocessing":
+        """A single mean and std as one for each channel, others as they are."""
+        return replace(self, mean=_spread(self.mean, channels), std=_spread(self.std, channels))
 
 
-def _spread(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    if len(values) not in (1, channels):
-        raise BadInput(f"{name} has {len(values)} numbers, expected 1 or {channels}: one for each channel")
-    return values * (channels // len(values))
+def _spread(values: tuple[float, ...] | None, channels: int) -> tuple[float, ...] | None:
+    return values * channels if values is not None and len(values) == 1 else values

@@ -1,6 +1,10 @@
-"""How timm prepares images for a model."""
+"""How timm prepares images for a model.
 
-from collections.abc import Callable, Mapping
+A mean and a std have one number for each channel. Those of a preset for other images, such as the three colours of a
+name's tag for a model of grey ones, are never applied, and never written as the model's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +18,14 @@ from ground.records import record_from_text, record_from_value
 
 from .preprocessing import Preprocessing
 
+BY_CHANNEL = ("mean", "std")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing."""
+    """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing, in which
+    the mean and the std may be of other images.
+    """
 
     shape: tuple[int, int, int]
     config: Mapping[str, Any]
@@ -29,40 +37,79 @@ class ImageSpec:
 
     @property
     def normalisation(self) -> Normalisation:
-        """What is done to pixels, by channel. Raises BadInput where the preprocessing has other channels."""
-        mean, std = (self._by_channel(name) for name in ("mean", "std"))
+        """What is done to pixels, by channel. Raises BadInput as require_normalisation does."""
+        self.require_normalisation(where="the model's preprocessing")
+        mean, std = (tuple(map(float, self.config[name])) for name in BY_CHANNEL)
         return Normalisation(mean=mean, std=std)
 
-    def _by_channel(self, name: str) -> tuple[float, ...]:
-        values, channels = tuple(map(float, self.config[name])), self.shape[0]
-        if len(values) not in (1, channels):
-            raise BadInput(
-                f"{name} has {len(values)} numbers, expected {channels}: one for each channel; give --{name}"
-            )
-        return values * (channels // len(values))
+    def require_normalisation(self, *, where: str, instead: str = "") -> None:
+        """Raises BadInput where no mean or no std of the model's channels is known. `instead`: what to do without."""
+        if not self.normalisation_refusal:
+            return
+        channels, height, width = self.shape
+        arrays = f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed"
+        raise BadInput(
+            f"{where}: pixels can't be normalised for a model of {_channels(channels)}: {self.normalisation_refusal}; "
+            f"give --mean and --std for {_channels(channels)} where the model is named with its weights, or "
+            f"{instead or arrays}"
+        )
+
+    @property
+    def normalisation_refusal(self) -> str:
+        """What mean and std are known instead, empty where those of the model's channels are."""
+        own = self._fitting
+        return "" if all(name in own for name in BY_CHANNEL) else " and ".join(map(self._known, BY_CHANNEL))
+
+    def _known(self, name: str) -> str:
+        values = self.config.get(name)
+        return f"its {name}, {_shown(values)}, is of {_channels(len(values))}" if values else f"it has no {name}"
+
+    @property
+    def _fitting(self) -> dict[str, Any]:
+        return fitting(self.config, self.shape[0])
 
     def as_line(self) -> str:
         """The preprocessing for people."""
-        config = self.config
-        mean, std = (" ".join(f"{value:.4g}" for value in config[name]) for name in ("mean", "std"))
+        config = self._fitting
         size = "x".join(map(str, self.shape))
         crop = f"{config['interpolation']}, crop {config['crop_pct']:g} ({config['crop_mode']})"
-        return f"{size}, {crop}, mean {mean}, std {std}"
+        values = [f"{name} {_shown(config[name])}" if name in config else f"no {name}" for name in BY_CHANNEL]
+        return f"{size}, {crop}, {', '.join(values)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The preprocessing as plain JSON values, in one order."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self.config.items())}
+        """The preprocessing as plain JSON values, in one order; no mean and no std of other channels."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self._fitting.items())}
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]."""
+        """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]. Raises as `normalisation` does."""
+        self.require_normalisation(where="pictures")
         transform: Callable[[Any], Tensor] = timm.data.create_transform(**self.config, is_training=False)
         return transform
 
 
+def fitting(settings: Mapping[str, Any], channels: int | None) -> dict[str, Any]:
+    """A preprocessing without a mean or a std of other channels than these."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list | tuple) and len(value) == channels
+
+    return {name: value for name, value in settings.items() if name not in BY_CHANNEL or fits(value)}
+
+
+def _channels(count: int) -> str:
+    return f"{count} channel{'s'[: count > 1]}"
+
+
+def _shown(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
+
+
 def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) -> ImageSpec:
-    """What `as_json` wrote, as the text that a graph carries. Raises BadInput for another."""
+    """What `as_json` wrote, as the text that a graph carries; of older graphs with a mean of other channels. Raises
+    BadInput for another.
+    """
     again = "export the model again"
     settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
     known = {name: value for name, value in settings.items() if name != "input_size"}
-    prepared = record_from_value(known, Preprocessing, where=f"{where}: its preprocessing").for_channels(shape[0])
+    prepared = record_from_value(known, Preprocessing, where=f"{where}: its preprocessing").spread(shape[0])
     return ImageSpec(shape=shape, config={"input_size": shape, **prepared.settings})

@@ -4,8 +4,9 @@ the port it answers on. Nothing here knows where a model's sites are.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import timm
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import shown
+from ground.records import record_from_value
 
 from .architecture import MOST_PARAMETERS, Architecture
 from .maps import Grid
@@ -23,7 +25,7 @@ from .timm_build import built
 from .timm_convnets import conversion_of, with_conv_blocks
 from .timm_hierarchies import Hierarchy, with_token_blocks
 from .timm_hybrid import with_conv_backbone
-from .timm_images import ImageSpec
+from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
 from .timm_pointwise import with_token_mlps
@@ -31,6 +33,14 @@ from .timm_response import with_response_norms
 from .timm_windows import with_inner_windows
 
 State = Mapping[str, Tensor]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=16_384)]
+
+
+class _Configured(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a pretrained_cfg beside its preprocessing."""
+
+    input_size: tuple[_Size, _Size, _Size]
+    classifier: str | tuple[str, ...] | None = None
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
@@ -84,7 +94,12 @@ def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
 def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
     """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
     arguments = {"num_classes": classes(model), "img_size": list(size)}
-    return arguments if channels(model) == 3 else arguments | {"in_chans": channels(model)}
+    if channels(model) != 3:
+        return arguments | {"in_chans": channels(model)}
+    config = image_spec(model, size).config
+    # In place of those of other channels the name's own, of three colours, would be taken.
+    others = {name: list(config[name]) for name in BY_CHANNEL if len(config[name]) != 3}
+    return arguments | ({"pretrained_cfg_overlay": others} if others else {})
 
 
 def _classifiers(model: nn.Module) -> tuple[str, ...]:
@@ -167,6 +182,13 @@ def _built(architecture: Architecture) -> nn.Module:
     return model
 
 
+def _require_configured(model: nn.Module, name: str) -> None:
+    """Raise BadInput for a pretrained_cfg, which arguments may overlay, that can't be read."""
+    where = f"--model {shown(name)}: its pretrained_cfg"
+    record_from_value(_config(model), _Configured, where=where, remedy="check --model-kwargs")
+    record_from_value(_config(model), Preprocessing, where=where, remedy="check --model-kwargs")
+
+
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
     an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens,
@@ -183,6 +205,7 @@ def build(architecture: Architecture) -> nn.Module:
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture).eval()
+    _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
     own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(with_conv_backbone(model)))))
     return with_conv_blocks(with_token_blocks(own, configured_size(model)), configured_size(model))

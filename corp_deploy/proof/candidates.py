@@ -18,7 +18,7 @@ from corp_deploy.store.fitted import fitted_of_lineage, fitted_of_path
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_of, batch_size, feeds_of_ports, rows_of
+from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_answers, feeds_of_ports, rows_of
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
@@ -115,8 +115,9 @@ class Candidate:
 
             def run(feeds: Feeds) -> Outputs:
                 answers = runner(feeds_of_ports(self.fed(feeds, runner.inputs), runner.inputs))
+                checked = checked_answers(answers, batch_size(feeds), where=self.label)
                 return (
-                    {expected[0]: answers[names[0]]} if len(names) == 1 else {name: answers[name] for name in expected}
+                    {expected[0]: checked[names[0]]} if len(names) == 1 else {name: checked[name] for name in expected}
                 )
 
             yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)

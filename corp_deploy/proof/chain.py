@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
+from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
@@ -241,8 +242,10 @@ def prove(
     dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, `heads`
     links of the maps that they make of every step's outputs. `done` is told how many candidates are finished,
     `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises BadInput for
-    inputs, labels, heads or limits that don't fit.
+    inputs, labels, heads or limits that don't fit, and for moments of another model.
     """
+    if moments is not None:
+        require_same_model(dense.model, moments)
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
     if limits.min_agreement is not None:
         for port in ports:

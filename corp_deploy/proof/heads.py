@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, checked_feeds, feeds_of_ports
+from ground.feeds import Feeds, Outputs, batch_size, checked_answers, checked_feeds, feeds_of_ports
 from ground.files import sha256_of_file
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
@@ -51,8 +51,11 @@ class OpenHead:
         ports = self.runner.inputs
         feeds = feeds_of_ports({name: answers[name] for name in self.reads}, ports)
         checked = checked_feeds(feeds, ports, where=f"head {self.path}")
-        own = outputs_at(self.runner, checked, self.runner.fixed_batch or batch)
+        own = outputs_at(self._run, checked, self.runner.fixed_batch or batch)
         return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
+
+    def _run(self, feeds: Feeds) -> Outputs:
+        return checked_answers(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

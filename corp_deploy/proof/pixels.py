@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corp_deploy.families.family import family_of, image_spec
+from corp_deploy.families.family import ImageSpec, family_of, image_spec
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.graph_input import GraphInput, graph_ports
 from ground.errors import BadInput
@@ -19,9 +19,9 @@ def take_pixels(ports: Sequence[Port]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pixels:
-    """What images are made of: pixels that a model normalises so, or of no model of images, then None."""
+    """What images are made of: pixels as the images of `spec` are normalised; None of no model of images."""
 
-    normalisation: Normalisation | None = None
+    spec: ImageSpec | None = None
 
     def fed(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> Feeds:
         """The feeds for these ports: pixels where they take those, else as they are."""
@@ -35,9 +35,10 @@ class Pixels:
             self._known(where).require_pixels(only(feeds), where=where)
 
     def _known(self, where: str) -> Normalisation:
-        if self.normalisation is None:
+        if self.spec is None:
             raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
-        return self.normalisation
+        self.spec.require_normalisation(where=where)
+        return self.spec.normalisation
 
 
 NO_PIXELS = Pixels()
@@ -47,7 +48,7 @@ def pixels_of(checkpoint: Checkpoint) -> Pixels:
     """Those that the images of a model are made of."""
     model = checkpoint.model
     of_images = family_of(model).input_spec(model).medium == "images"
-    return Pixels(normalisation=image_spec(model).normalisation if of_images else None)
+    return Pixels(spec=image_spec(model) if of_images else None)
 
 
 def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:

@@ -11,7 +11,6 @@ from calib.moments import Moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
-from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import merging_of_moments
 from ground.errors import BadInput
@@ -31,11 +30,8 @@ def _stats(moments: Moments, name: str) -> Stats:
 
 def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
     """Compare the inputs with the calibration at every site that the moments hold, tokens merged as they were then;
-    None for too few of them.
-
-    Raises BadInput for moments of another model.
+    None for too few of them. The moments are of this model.
     """
-    require_same_model(dense.model, moments)
     count = batch_size(feeds)
     if count < PARTS:
         return None

@@ -1,29 +1,26 @@
 """What is fed to models while they are timed: images or texts of a file, or noise, which costs the same time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from calib.fingerprints import Fingerprints
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import Batch, InputSet
 from calib.inputs import Inputs, named
+from calib.sources import Normalise, Pixels
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
 from ground.errors import BadInput
 from ground.feeds import Feeds, noise_of_ports
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
-
-
-def _no_picture(picture: object) -> torch.Tensor:
-    raise AssertionError(picture)  # arrays are taken as they are
 
 
 def listed(ports: Sequence[Port]) -> str:
@@ -82,20 +79,20 @@ def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple
     """Up to `count` of a file, as the port takes them; pixels are normalised as the first model directory says."""
     channels, height, width = port.shape
     directory = next((each for each in models if each.is_dir()), None)
-    pixels: Callable[[NDArray[np.uint8]], NDArray[np.float32]] | None = None
+    pixels: Pixels | None = None
     if port.dtype == PIXEL:
-        pixels = _as_float
+        pixels = unnormalised
     elif directory is not None:
-        pixels = image_spec(model_of_directory(directory).model).normalisation.images
-    source = open_images(path, image_shape=(channels, height, width), transform=_no_picture, pixels=pixels)
+        pixels = partial(_of_directory, directory, path)
+    source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
     images: NDArray[np.float32] = named(batch.inputs)["input"].numpy()
     whole = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
     return whole, Fingerprints.of(batch.ids, batch.inputs)
 
 
-def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return pixels.astype(np.float32)
+def _of_directory(directory: Path, path: Path) -> Normalise:
+    return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 
 def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:

@@ -7,7 +7,7 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.site import Site
-from corp_deploy.store.inputs import MERGING, merging_text, model_digest, preprocessing_text
+from corp_deploy.store.inputs import MERGING, fitting_text, merging_text, model_digest, preprocessing_text
 from ground.errors import BadInput
 
 from .kinds import kind_of
@@ -57,7 +57,7 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
             f"{digest[:16]}...); calibrate this model, or give the weights the moments were taken with"
         )
     here, there = preprocessing_text(model), moments.lineage.get("preprocessing", "none")
-    if here != there:
+    if here not in (there, fitting_text(there)):
         raise BadInput(
             f"the moments were taken with another preprocessing: theirs is {there}, this model's is {here}; calibrate "
             "again, or give the same name, --mean, --std, --crop-pct, --interpolation and --crop-mode as for calibrate"

@@ -15,6 +15,7 @@ from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.heads import HeadRequest, opened_heads
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from export.graph.precision import kept_modules
 from export.triton.package import require_labels
@@ -121,6 +122,9 @@ def read_inputs(
     if dense is None:
         return
     model = dense.model
+    if "dense" in names:
+        with mistakes.at("export.input"):
+            graph_ports(dense, recipe.export.input)
     if "reduce" in names:
         _read_reduction(recipe, dense, mistakes)
     if "export.dense" in names and recipe.export.keep_fp32:

@@ -185,6 +185,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         )
     built, prepared = config.built, f"{where}: input.preprocessing"
     recorded = record_from_value(config.input.preprocessing, Preprocessing, where=prepared)
+    recorded = recorded.spread(config.input.shape[0]) if config.input.shape else recorded
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = _resized(dense_from_architecture(architecture), config.sites, where)

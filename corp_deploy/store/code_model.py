@@ -46,6 +46,18 @@ def _own_names(model: nn.Module, state: State) -> State:
     return {own(name): tensor for name, tensor in state.items()}
 
 
+def _refuse_unfit(model: nn.Module, preprocessing: Preprocessing, text: str) -> None:
+    """Raise BadInput for a mean or a std of other channels, and for any preprocessing of a model that has its own."""
+    if isinstance(model, NamedSites):
+        preprocessing.for_channels(model.naming.shape[0])
+    elif preprocessing.settings:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
+        raise BadInput(
+            f"--model {text:.200}: the function gives a model of a known family, which has its preprocessing itself; "
+            f"drop {options}, and let the function set it"
+        )
+
+
 def load_from_code(
     text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
@@ -56,6 +68,7 @@ def load_from_code(
     code = _code(text)
     architecture = architecture_of(code, kwargs, preprocessing)
     model = dense_from_architecture(architecture)
+    _refuse_unfit(model, preprocessing, text)
     notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model",)
     if weights is not None:
         read = read_weights(weights, ema=ema)

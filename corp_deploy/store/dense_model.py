@@ -73,7 +73,9 @@ def with_weights(
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
-    """The model just built with these weights, and where weights and preprocessing come from."""
+    """The model just built with these weights, and where weights and preprocessing come from; `preprocessing` goes
+    before what `asked` has of its own.
+    """
     built, others = _of_other_classes(built, asked, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fitted(built, read, asked.kwargs)
@@ -100,13 +102,13 @@ def _from_torchvision(
     expected = timm_library.names_of_weights(dense_from_architecture(own)) if twin.kind == "in order" else {}
     state = torchvision_names.state_from_torchvision(read.state, twin, expected, where=str(weights))
     side = torchvision_names.sides(state)
-    asked = own if side is None else replace(own, kwargs={"img_size": side, **own.kwargs})
-    settings = {**torchvision_names.preprocessing_of(twin, side).settings, **preprocessing.settings}
+    sized = own if side is None else replace(own, kwargs={"img_size": side, **own.kwargs})
+    asked = replace(sized, preprocessing=torchvision_names.preprocessing_of(twin, side))
     as_for = f" for {twin.weights}" if twin.weights else ""
     note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does{as_for}"
     named = replace(read, state=state, notes=(*read.notes, note))
     built = dense_from_architecture(asked)
-    return with_weights(built, asked, named, Preprocessing(**settings), lambda _: "torchvision's of these weights")
+    return with_weights(built, asked, named, preprocessing, lambda _: "torchvision's of these weights")
 
 
 def model_of_directory(directory: Path) -> Checkpoint:

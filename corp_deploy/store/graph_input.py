@@ -32,12 +32,15 @@ class ExportForm:
 
 
 def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, ...]:
-    """What the graph takes. Raises BadInput for uint8 of a model that takes no images."""
+    """What the graph takes. Raises BadInput for uint8 of a model that takes no images, or is not known to normalise
+    them.
+    """
     spec = family_of(checkpoint.model).input_spec(checkpoint.model)
     if graph_input == "float32":
         return spec.ports
     if spec.medium != "images" or len(spec.ports) != 1:
         raise BadInput(f"input uint8 is for models of images, this one takes {spec.medium}; leave --input away")
+    image_spec(checkpoint.model).require_normalisation(where=f"input {graph_input}", instead="leave --input away")
     return tuple(replace(port, dtype=graph_input) for port in spec.ports)
 
 
@@ -52,7 +55,7 @@ def export_form(
     """The exportable form of a model. `graph_input` uint8: pixels [B,C,H,W], resized and cropped as its preprocessing
     says; `quantised`: INT8 or FP8 is made of it.
 
-    Raises BadInput for uint8 of a model that takes no images.
+    Raises BadInput as graph_ports does.
     """
     ports = graph_ports(checkpoint, graph_input)
     model = family_of(checkpoint.model).exportable(checkpoint.model, geometry=geometry)

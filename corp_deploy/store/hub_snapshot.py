@@ -107,7 +107,8 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
     named = pretrained.fixed_input_size is False and pretrained.input_size is not None
     if (pretrained.fixed_input_size or named) and not kwargs.get("dynamic_img_size"):
         kwargs.setdefault("img_size", sides)
-    return snapshot.architecture, kwargs, record_from_value(entries, Preprocessing, where=where, remedy=again)
+    prepared = record_from_value(entries, Preprocessing, where=where, remedy=again).spread(channels)
+    return snapshot.architecture, kwargs, prepared
 
 
 def weights_of_snapshot(directory: Path) -> Path:

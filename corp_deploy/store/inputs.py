@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import InputSet
+from calib.sources import Normalise
 from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
 from corp_deploy.families.family import ImageSpec, family_of, image_spec, sequence_spec, text_spec
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.timm_images import image_spec_of_note
+from corp_deploy.families.timm_images import fitting, image_spec_of_note
 from ground.arrays import array_from_file
 from ground.errors import BadInput
 from ground.files import text_from_file
 from ground.pixels import PIXEL
 from ground.ports import Port
-from ground.records import record_from_bytes
+from ground.records import record_from_bytes, record_from_text
 
 from .checkpoint import Checkpoint
 from .model_config import MergingEntry
@@ -39,16 +40,15 @@ def images_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
     """Open images at the model's input shape, folders through timm's evaluation transform; pixels [N,C,H,W] uint8
-    are normalised. Raises calib's BadInput, and
-    one for folders where the model takes no RGB.
+    are normalised. Raises calib's BadInput, one for folders where the model takes no RGB, and one for folders and
+    pixels of a model that is not known to normalise them.
     """
     spec = image_spec(model)
-    _refuse_rgb(path, spec.shape)
     return open_images(
         path,
         image_shape=spec.shape,
-        transform=spec.transform(),
-        pixels=partial(_image_of_pixels, spec),
+        transform=_transform_of_folder(spec, path) if _holds_pictures(path) else no_picture,
+        pixels=partial(normalising, spec, where=str(path)),
         samples=samples,
         seed=seed,
         workers=workers,
@@ -72,34 +72,50 @@ def images_for_port(
             "what it takes, or --random"
         )
     shape = (port.shape[0], port.shape[1], port.shape[2])
-    if not array:
-        _refuse_rgb(path, shape)
     prepared = None if preprocessing is None else image_spec_of_note(preprocessing, shape, where=where)
+    transform = no_picture if prepared is None or array else _transform_of_folder(prepared, path)
+    opened = partial(open_images, path, image_shape=shape, samples=samples, seed=seed)
     if port.dtype == PIXEL:
-        reads = partial(_pixels_of_picture, prepared)
-        return open_images(path, image_shape=shape, transform=reads, pixels=_as_float, samples=samples, seed=seed)
-    reads = partial(_image_of_picture, prepared)
-    pixels = None if prepared is None else partial(_image_of_pixels, prepared)
-    return open_images(path, image_shape=shape, transform=reads, pixels=pixels, samples=samples, seed=seed)
+        reads = no_picture if prepared is None or array else partial(_pixels_of_picture, prepared, transform)
+        return opened(transform=reads, pixels=unnormalised)
+    pixels = None if prepared is None else partial(normalising, prepared, where=str(path))
+    return opened(transform=transform, pixels=pixels)
 
 
-def _image_of_picture(prepared: ImageSpec | None, picture: Any) -> Tensor:
-    assert prepared is not None, picture  # arrays are taken as they are
-    return prepared.transform()(picture)
+def no_picture(picture: object) -> Tensor:
+    """In place of a transform, where arrays are taken as they are."""
+    raise AssertionError(picture)
 
 
-def _pixels_of_picture(prepared: ImageSpec | None, picture: Any) -> Tensor:
+def _holds_pictures(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".tar"
+
+
+def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]:
+    """Raises BadInput for a model that takes no RGB, or is not known to normalise it."""
+    _refuse_rgb(path, spec)
+    spec.require_normalisation(where=str(path))
+    return spec.transform()
+
+
+def _pixels_of_picture(prepared: ImageSpec, transform: Callable[[Any], Tensor], picture: Any) -> Tensor:
     """What the transform normalises, as values 0 to 255."""
-    assert prepared is not None, picture
-    return torch.from_numpy(_as_float(prepared.normalisation.pixels(prepared.transform()(picture).numpy())))
+    return torch.from_numpy(_as_float(prepared.normalisation.pixels(transform(picture).numpy())))
+
+
+def unnormalised() -> Normalise:
+    """Pixels as they are, in float32."""
+    return _as_float
 
 
 def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return pixels.astype(np.float32)
 
 
-def _image_of_pixels(prepared: ImageSpec, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return prepared.normalisation.images(pixels)
+def normalising(spec: ImageSpec, *, where: str) -> Normalise:
+    """What makes images of pixels. Raises BadInput for a model that is not known to normalise them."""
+    spec.require_normalisation(where=where)
+    return spec.normalisation.images
 
 
 def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts | Sequences:
@@ -131,18 +147,31 @@ def text_or_images(model: nn.Module) -> str:
     return f"{medium}: give --{medium}"
 
 
-def _refuse_rgb(path: Path, shape: tuple[int, int, int]) -> None:
-    channels, height, width = shape
-    if channels != 3 and (path.is_dir() or path.suffix == ".tar"):
+def _refuse_rgb(path: Path, spec: ImageSpec) -> None:
+    channels, height, width = spec.shape
+    refusal = spec.normalisation_refusal
+    pixels = f"; pixels can't be normalised: {refusal}" if refusal else ", or uint8"
+    if channels != 3:
         raise BadInput(
             f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
-            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed, or uint8"
+            f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed{pixels}"
         )
 
 
 def preprocessing_text(model: nn.Module) -> str:
     """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
     return json.dumps(family_of(model).input_spec(model).as_json(), sort_keys=True)
+
+
+def fitting_text(text: str) -> str:
+    """The same as it is written now: of older records without a mean and a std of other channels than the model's."""
+    try:
+        settings = record_from_text(text, dict[str, Any], where="a preprocessing")
+    except BadInput:
+        return text  # which is compared as it is
+    size = settings.get("input_size")
+    channels = size[0] if isinstance(size, list) and size else None
+    return json.dumps(fitting(settings, channels), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:

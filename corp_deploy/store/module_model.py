@@ -1,5 +1,6 @@
 """A model that is in memory already: timm's, as timm.create_model gives it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.errors import BadInput
+from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture
 from .dense_model import with_weights
@@ -33,10 +35,6 @@ def _architecture(model: nn.Module, config: dict[str, Any]) -> Architecture:
     except BadInput:  # of a library's own form, which its family takes apart while it is built
         shape = tuple(config["input_size"])
     return Architecture(name=name, kwargs=timm_library.input_and_classes(model, (shape[1], shape[2])))
-
-
-def _plain(setting: Any) -> Any:
-    return tuple(setting) if isinstance(setting, list) else setting
 
 
 def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
@@ -76,12 +74,12 @@ def checkpoint_from_module(model: nn.Module) -> Checkpoint:
     settings = dict(config) if config else {}
     if not settings.get("architecture"):
         raise BadInput(f"model is {type(model).__name__}, expected a module that timm.create_model made; {INSTEAD}")
-    asked = _architecture(model, settings)
+    own = record_from_value(settings, Preprocessing, where="model: its pretrained_cfg", remedy=INSTEAD)
+    asked = replace(_architecture(model, settings), preprocessing=own)
     state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    own: dict[str, Any] = {name: _plain(settings.get(name)) for name in Preprocessing.__dataclass_fields__}
-    read, preprocessing = Weights(path=WHERE, state=state), Preprocessing(**own)
+    read = Weights(path=WHERE, state=state)
     try:
-        built = with_weights(dense_from_architecture(asked), asked, read, preprocessing, lambda _: "the module's own")
+        built = with_weights(dense_from_architecture(asked), asked, read, Preprocessing(), lambda _: "the module's own")
     except BadInput as error:
         raise BadInput(f"{error}; {INSTEAD}") from None
     _require_same(model, built.model)

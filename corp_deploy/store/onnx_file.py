@@ -120,7 +120,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
     carried = {entry.key: entry.value for entry in proto.metadata_props}
     inputs, _ = ports_of_graph(proto)
     if not inputs or not all(port.shape for port in inputs):
-        listed = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs) or "none"
+        listed = ", ".join(f"{port.name}: {port.dtype} {list(port.shape)}" for port in inputs) or "none"
         raise BadInput(f"{path}: expected inputs with a batch in front, got {listed}; it is no model to be served")
     batches = [port.shape[0] for port in inputs if isinstance(port.shape[0], int)]
     return GraphFacts(

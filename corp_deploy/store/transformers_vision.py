@@ -115,11 +115,11 @@ def load_vision(
     file = weights_of_transformers(directory)
     preparation = _preparation(directory, model)
     sides = _sides(model, changes, preparation)
-    asked = {**preparation.prepared.preprocessing.settings, **(preprocessing or Preprocessing()).settings}
+    given = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
     architecture = Architecture(
         name=timm_name(model),
         kwargs=timm_arguments(model, sides),
-        preprocessing=Preprocessing(**asked).for_channels(model.config.num_channels),
+        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **given.settings}),
     )
     read = read_weights(file)
     mapped = state_from_transformers(read.state, model, where=str(file))

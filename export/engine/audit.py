@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.graph.check import load_onnx
-from export.graph.ports import graph_inputs
+from export.graph.ports import ports_of_graph
 from ground.errors import Missing
 
 from .build import build_engine
@@ -122,8 +122,8 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
 def _audited_engine(
     path: Path, choices: BuildOptions, library: Library | None, progress: Progress | None
 ) -> tuple[AuditedEngine, str]:
-    static = not graph_inputs(load_onnx(path))[0].type.tensor_type.shape.dim[0].dim_param
-    if static:
+    inputs, _ = ports_of_graph(load_onnx(path))
+    if all(isinstance(size, int) for port in inputs for size in port.shape[:1]):
         choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
     engine = build_engine(path, choices, library=library, progress=progress)
     if engine.fusion is None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from onnx import ModelProto, ValueInfoProto
 
 from ground.errors import BadInput
+from ground.onnx_types import dtype_of
 from ground.ports import OutputPort, Port, Role
 
-from .ports import dtype_name, graph_inputs, graph_outputs, noted_inputs, noted_outputs
+from .ports import graph_inputs, graph_outputs, noted_inputs, noted_outputs
 
 _RANKS: Mapping[Role, int | None] = {
     "logits": 2,
@@ -74,8 +75,8 @@ def _side_reasons(side: str, values: Sequence[ValueInfoProto], borders: Sequence
 
 
 def _tensor_reasons(value: ValueInfoProto, border: Border) -> Iterator[str]:
-    if dtype_name(value) != border.dtype:
-        yield f"{border.name} must be {border.dtype}, got {dtype_name(value)}"
+    if dtype_of(value) != border.dtype:
+        yield f"{border.name} must be {border.dtype}, got {dtype_of(value)}"
     dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
     fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
     if not fixed or border.rank not in (None, len(dims)):

@@ -9,7 +9,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto
 
 from ground.errors import BadInput
-from ground.onnx_file import read_onnx, tensors_of
+from ground.onnx_file import invalidity, read_onnx, tensors_of
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_of, precision_named
 
@@ -93,14 +93,8 @@ def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
 
 
 def _validity_reasons(proto: ModelProto) -> Iterator[str]:
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        yield f"onnx.checker: {' '.join(str(error).split())}"
-    except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
-        yield "onnx.checker: it is not valid, and names what is no text in UTF-8"
-    except ValueError as error:  # of types that ONNX has not
-        yield f"onnx.checker: {' '.join(str(error).split())}"
+    if reason := invalidity(proto, full=True):
+        yield f"onnx.checker: {reason}"
 
 
 def _name_reasons(proto: ModelProto) -> Iterator[str]:

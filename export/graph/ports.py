@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, ValueInfoProto
 
+from ground.onnx_types import dtype_of
 from ground.ports import LOGITS, OutputPort, Port, Role, image_port, is_fusion_break
 from ground.records import Positive, record_from_text
 
 T = TypeVar("T")
 INPUTS_KEY, OUTPUTS_KEY = "export.inputs", "export.outputs"
-_NUMPY_NAMES = {"float": "float32", "double": "float64"}  # the others are called by ONNX as by numpy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +70,10 @@ def noted_outputs(proto: ModelProto) -> list[OutputPort]:
     return [LOGITS] if text is None else _read(text, list[OutputPort], OUTPUTS_KEY)
 
 
-def dtype_name(value: ValueInfoProto) -> str:
-    """numpy's name of the element type."""
-    name = str(TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
-    return _NUMPY_NAMES.get(name, name)
-
-
 def _graph_port(value: ValueInfoProto) -> GraphPort:
-    shape = tuple(dim.dim_param or dim.dim_value or "?" for dim in value.type.tensor_type.shape.dim)
-    return GraphPort(name=value.name, dtype=dtype_name(value), shape=shape)
+    dims = value.type.tensor_type.shape.dim
+    shape = tuple(dim.dim_param or (dim.dim_value if dim.dim_value > 0 else "?") for dim in dims)
+    return GraphPort(name=value.name, dtype=dtype_of(value), shape=shape)
 
 
 def _is_images(inputs: Sequence[Port]) -> bool:

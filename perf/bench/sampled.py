@@ -6,7 +6,7 @@ call that returned early. Runners timed by the host's clock hand their outputs o
 
 from dataclasses import dataclass, field, replace
 
-from ground.feeds import Feeds, batch_size
+from ground.feeds import Feeds, batch_size, checked_answers
 from perf.parity.structure import StructuralTest, timed_run
 from perf.runners.protocol import HostBound, Runner
 from perf.timing.laps import Bound
@@ -33,8 +33,12 @@ class Sample:
         return replace(self.bound, call=keeping)
 
     def test(self, name: str) -> StructuralTest | None:
-        """The last answer against that of a plain call, which is made here; None where nothing was timed."""
+        """The last answer against that of a plain call, which is made here; None where nothing was timed. Raises
+        BadInput where a call didn't answer each input: what was timed is no model.
+        """
         if self._answer is None:
             return None
-        where = f"{name} at batch {batch_size(self.feeds)}"
-        return timed_run(where, self.bound.outputs(self._answer), self.runner(self.feeds), bound=BOUND)
+        batch = batch_size(self.feeds)
+        where = f"{name} ({self.runner.describe().get('model', 'in memory')})"
+        timed = checked_answers(self.bound.outputs(self._answer), batch, where=where)
+        return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)

@@ -222,6 +222,11 @@ def link(
     ties: dict[int, Ties] = {}
     at: dict[int, Measures] = {}
     for batch, rows in sorted(candidate_by_batch.items()):
+        if rows.shape[1:] != reference_rows.shape[1:]:
+            raise BadInput(
+                f"{candidate}: gives {port.name} {list(rows.shape)} where {reference} gives "
+                f"{[len(rows), *reference_rows.shape[1:]]}, expected the same sizes; export it from the same model"
+            )
         expected = reference_rows[: len(rows)]
         if choices is not None and tolerance.max_relative_error is not None:
             errors_N = relative_errors(expected, rows, role=port.role)

@@ -16,9 +16,10 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
-from ground.onnx_file import read_onnx
+from ground.onnx_file import invalidity, read_onnx
 from ground.precision import BY_ONNX, FLOAT8, HALVES
 
+AGAIN = "export it again"
 NARROW = tuple(each.onnx for each in HALVES)
 SINGLE = TensorProto.FLOAT
 # These hand on values as they are, which are rounded already.
@@ -27,8 +28,11 @@ MOVES = {"Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice"
 
 
 def element_types(model: ModelProto) -> dict[str, int]:
-    """The element type of every value in the graph that has a name."""
-    graph = shape_inference.infer_shapes(model).graph
+    """The element type of every value in the graph that has a name. Raises BadInput where nodes contradict it."""
+    try:
+        graph = shape_inference.infer_shapes(model).graph
+    except shape_inference.InferenceError as error:
+        raise BadInput(f"the graph's types or shapes are not those of its nodes ({error!s:.200}); {AGAIN}") from None
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     return types | {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
 
@@ -88,13 +92,21 @@ def _to_fp8(node: NodeProto) -> Iterator[NodeProto]:
 
 
 def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
-    """A dequantisation of FP8 as a product, and its scales along their axis where there are several."""
-    scale = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[1])
+    """A dequantisation of FP8 as a product, and its scales along their axis where there are several. Raises BadInput
+    where those are not stored, or not as many as the axis is long.
+    """
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    scale, matrix = stored.get(node.input[1]), stored.get(node.input[0])
     times = helper.make_node("Mul", node.input[:2], node.output, name=node.name)
-    if not scale.dims:
+    if scale is not None and not scale.dims:
         return times, None
-    shape = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[0]).dims
-    axis = next(attribute.i for attribute in node.attribute if attribute.name == "axis")
+    shape = () if matrix is None else tuple(matrix.dims)
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    if scale is None or not 0 <= axis < len(shape) or tuple(scale.dims) != (shape[axis],):
+        raise BadInput(
+            f"{node.name or node.output[0]}: its scales of FP8 are not stored in the graph, one or one for each place "
+            f"of an axis, so it can't be rounded as it is typed; {AGAIN}"
+        )
     along = [-1 if place == axis else 1 for place in range(len(shape))]
     times.input[1] = f"{node.output[0]}/scale"
     values: Any = numpy_helper.to_array(scale).astype("float32").reshape(along)
@@ -109,5 +121,14 @@ def _widened(tensor: TensorProto) -> TensorProto:
 
 
 def round_file(source: Path, target: Path) -> None:
-    """Write the rounded form of the graph in `source`, for a runner that takes a file. Raises BadInput as above."""
-    onnx.save(rounded_graph(read_onnx(source)), str(target))
+    """Write the rounded form of the graph in `source`, for a runner that takes a file. Raises BadInput as above, and
+    for what is no valid graph.
+    """
+    proto = read_onnx(source)
+    if reason := invalidity(proto):
+        raise BadInput(f"{source}: onnx.checker: {reason}; {AGAIN}")
+    try:
+        rounded = rounded_graph(proto)
+    except BadInput as error:
+        raise BadInput(f"{source}: {error}") from None
+    onnx.save(rounded, str(target))

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, noun_of, rows_of
 from ground.records import Figure
 
@@ -37,7 +38,7 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     """One input in every slot of a batch gives one answer: no slot is off the median by over `bound` (relative)."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
-    off = _deviation(answers, medians)
+    off = _deviation(candidate, answers, medians)
     reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.text}, {bound:.2g} allowed"
     if bad := off.over(bound):
         reason += f"; slots {_some(bad)} differ from the median slot"
@@ -51,7 +52,7 @@ def permutation(
     count = batch_size(feeds)
     order_N = np.random.default_rng(seed).permutation(count)
     straight = run(feeds) if straight is None else straight
-    off = _deviation(run(rows_of(feeds, order_N)), rows_of(straight, order_N))
+    off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
     reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
     if bad := sorted(int(order_N[place]) for place in off.over(bound)):
         reason += f"; {noun_of(feeds)} {_some(bad)}"
@@ -69,7 +70,7 @@ def batch_sizes(
     tests = []
     for batch in sorted(by_batch.keys() - {first}):
         count = batch_size(by_batch[batch])
-        off = _deviation(by_batch[batch], rows_of(by_batch[first], slice(count)))
+        off = _deviation(candidate, by_batch[batch], rows_of(by_batch[first], slice(count)))
         bad = len(off.over(bound))
         reason = f"batch {batch} against {first}: the answers differ by {off.text}, {bound:.2g} allowed"
         reason += f"; {bad} of {count} {noun}" if bad else ""
@@ -86,7 +87,7 @@ def outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[S
 
 def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
     """Outputs sampled inside a timed run equal those that were verified on the same inputs."""
-    off = _deviation(timed, verified)
+    off = _deviation(candidate, timed, verified)
     reason = (
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
         f"{bound:.2g} allowed"
@@ -144,15 +145,22 @@ class _Deviation:
         return [place for place, off in enumerate(self.off_N) if not off <= bound]
 
 
-def _deviation(answers: Outputs, expected: Outputs) -> _Deviation:
+def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
+    """Raises BadInput for answers of other sizes, which are none to the inputs one by one."""
     assert answers.keys() == expected.keys(), (list(answers), list(expected))
+    for name, rows in answers.items():
+        if rows.shape != expected[name].shape:
+            raise BadInput(
+                f"{candidate}: gives {name} {list(rows.shape)} to inputs to which it gave "
+                f"{list(expected[name].shape)} in another batch, expected the same sizes in every batch; export the "
+                "model with the batch in front of its outputs, and fixed sizes behind it"
+            )
     by_output = {name: _row_deviation(rows, expected[name]) for name, rows in answers.items()}
     worst = max(by_output, key=lambda name: by_output[name].max()) if len(by_output) > 1 else ""
     return _Deviation(off_N=np.maximum.reduce(list(by_output.values())), worst=worst)
 
 
 def _row_deviation(rows: Array, expected: Array) -> NDArray[np.float64]:
-    assert rows.shape == expected.shape, (rows.shape, expected.shape)
     finite_N = _finite(rows) & _finite(expected)
     rows_NF, expected_NF = (
         np.where(finite_N[:, None], side.reshape(len(side), -1), 0).astype(np.float64) for side in (rows, expected)

@@ -18,7 +18,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
-from .graph_borders import OUTPUTS_NOTE, role_of_rank, roles_of_note
+from .graph_borders import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
 from .memory import DeviceMemory, Gauge, resident_gauge
 from .protocol import HostBound
 
@@ -30,13 +30,6 @@ PROVIDERS: dict[Provider, str] = {
 }
 # What it says of a graph that a provider doesn't take whole where the CPU may not have the rest.
 LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
-DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(bool)": "bool",
-    "tensor(uint8)": "uint8",
-}
 
 
 @dataclass(slots=True)
@@ -181,18 +174,17 @@ class OnnxRunner:
 
     def _input_ports(self) -> tuple[Port, ...]:
         nodes = self._session.get_inputs()
-        if not nodes or any(node.type not in DTYPES or not node.shape for node in nodes):
+        if not nodes or any(_dtype(node.type) not in FED or not node.shape for node in nodes):
             got = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
-            types = ", ".join(DTYPES.values())
-            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {types}; found {got}")
-        return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=DTYPES[node.type]) for node in nodes)
+            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {got}")
+        return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=_dtype(node.type)) for node in nodes)
 
     def _output_ports(self) -> tuple[OutputPort, ...]:
+        nodes = [node for node in self._session.get_outputs() if not is_fusion_break(node.name)]
+        require_read({node.name: _dtype(node.type) for node in nodes}, self.path)
         roles = roles_of_note(self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]"), self.path)
         return tuple(
-            OutputPort(name=node.name, role=roles.get(node.name, role_of_rank(len(node.shape))))
-            for node in self._session.get_outputs()
-            if not is_fusion_break(node.name)
+            OutputPort(name=node.name, role=roles.get(node.name, role_of_rank(len(node.shape)))) for node in nodes
         )
 
     def _providers(self) -> list[tuple[str, dict[str, str]]]:
@@ -240,6 +232,12 @@ class OnnxRunner:
                     f"got {list(shape)}"
                 )
         return {name: (batch, *shape[1:]) for name, shape in shapes.items()}
+
+
+def _dtype(kind: str) -> str:
+    """numpy's name of a tensor's type as ONNX Runtime tells it, `seq(tensor(float))` and the like as they are."""
+    name = kind.removeprefix("tensor(").removesuffix(")") if kind.startswith("tensor(") else kind
+    return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
