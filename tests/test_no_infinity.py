@@ -114,12 +114,12 @@ def test_no_infinity_is_printed(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["bench", "bench-decoder", "report.html", "report.md", "report.csv"])
-def test_what_there_was_no_time_for_is_said_so(what: str) -> None:
+def test_what_there_was_no_time_for_is_named(what: str) -> None:
     assert "out of time" in EVERY[what]()
 
 
 @pytest.mark.parametrize("what", ["bench --json", "bench-decoder --json", "sweep", "gate.md", "report.md"])
-def test_the_time_that_it_takes_is_told(what: str) -> None:
+def test_the_time_that_it_takes_is_shown(what: str) -> None:
     assert WHY in EVERY[what]()
 
 

@@ -265,7 +265,7 @@ def test_all_that_batch_sizes_cost_is_within_their_time_limit(
     assert bool(record.warnings) or row.stop != "out of time"
 
 
-def test_a_batch_size_without_time_is_said_so_and_the_others_are_measured_as_alone() -> None:
+def test_a_batch_size_without_time_is_reported_and_the_others_are_measured_as_alone() -> None:
     clock, log = FakeClock(), list[int]()
     plan = replace(PLAN, time_limit_s=3.0)
     dense, reduced = (lambda batch: 10.0 * batch), (lambda batch: 8.0 * batch)
@@ -305,16 +305,16 @@ def test_the_time_that_is_advised_is_enough() -> None:
     assert not any("A/A" in warning for warning in again.warnings)
 
 
-def test_an_audit_or_an_a_a_run_without_time_is_left_out_and_said_so() -> None:
+def test_an_audit_or_an_a_a_run_without_time_is_left_out_with_a_warning() -> None:
     plan = replace(ENDLESS, time_limit_s=5.0, audit_rounds=8)
     record = measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, uneven=wandering)
     row = summarise(record).rows[0]
     assert row.speedup is not None
     assert row.speedup.is_bounded
     assert (row.noise, row.repeats) == (None, {})
-    told = " ".join(record.warnings)
-    assert "batch 8, no time for the A/A run" in told
-    assert "batch 8, reduced: no time to try it on varied batches" in told
+    warnings = " ".join(record.warnings)
+    assert "batch 8, no time for the A/A run" in warnings
+    assert "batch 8, reduced: no time to try it on varied batches" in warnings
 
 
 def test_a_slow_first_call_is_no_reason_not_to_measure() -> None:
@@ -322,7 +322,7 @@ def test_a_slow_first_call_is_no_reason_not_to_measure() -> None:
     assert record.rows[0].stop == "narrow"
 
 
-def test_a_first_call_that_takes_all_the_time_is_told_without_a_guess() -> None:
+def test_a_first_call_that_takes_all_the_time_is_reported_without_a_guess() -> None:
     record = measured(lambda b: 5.0, lambda b: 4.0, uneven=lambda call: 2000.0 if call == 0 else 1.0)
     assert [row.stop for row in record.rows] == ["out of time"] * 2  # the larger batch size is tried for itself
     assert "binding it and its first call took 10 s of 5; give a longer --time-limit" in record.warnings[0]

@@ -33,7 +33,7 @@ class Speed:
 
     @property
     def speedups(self) -> Mapping[int, Interval | None]:
-        """Dense over reduced median time by batch size; None where one of them could not run."""
+        """Dense over reduced median time by batch size; None where one could not run or there was no time."""
         return {row.batch: row.speedup for row in self.summary.rows}
 
     @property

@@ -111,7 +111,7 @@ plan_options = value_options(
         default=20.0,
         show_default=True,
         help="Seconds per batch size, at most, with loading, warm-up and A/A run; a call under way is not broken off. "
-        "What there is no time for is said to be unmeasured.",
+        "A batch size that takes longer is reported as not measured.",
     ),
     click.option(
         "--half-width",

@@ -25,7 +25,7 @@ from .station import Station
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
-OPENING_SHARE = 1 / 2  # of the time limit, at most: opening that takes longer is told, and nothing more can be done
+OPENING_SHARE = 1 / 2  # of the time limit, at most: where opening takes longer, a warning says that it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
