@@ -243,6 +243,10 @@ def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.replace("hold_out = 4\n", ""))
     release = ("release", recipe, "-o", tmp_path / "out")
+    planned = run(*release, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "on 9 images, 5 of which the model was fitted to" in " ".join(planned.stderr.split())
+    assert not (tmp_path / "out").exists()
     done = run(*release)
     assert done.exit_code == 1, done.output
     assert "fitted_images > 0" in done.stdout
