@@ -362,7 +362,7 @@ def test_opening_is_part_of_the_time_in_equal_shares() -> None:
     assert limited(0.0, made_s=3.0)[0] == pytest.approx(5.0, abs=0.4)
     took_s, record = limited(9000.0)
     assert took_s == pytest.approx(18.0 + 2 * 2.0, abs=0.4)
-    assert record.warnings[0].startswith("exporting and loading took 18 s of the 8 s that 2 batch sizes have")
+    assert record.warnings[0].startswith("exporting and loading took 18 s, and --time-limit 4 allows 8 s for all")
 
 
 def test_one_subject_alone_is_held_to_the_limit_too() -> None:

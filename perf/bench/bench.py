@@ -195,8 +195,8 @@ def _wrong(tests: Sequence[StructuralTest]) -> Iterator[str]:
 def _long_opening(opening_s: float, count: int, plan: Plan) -> Iterator[str]:
     if opening_s > OPENING_SHARE * plan.time_limit_s * count:
         yield (
-            f"exporting and loading took {opening_s:.2g} s of the {plan.time_limit_s * count:g} s that "
-            f"{count} batch sizes have at --time-limit {plan.time_limit_s:g}; each had half of its own all the same"
+            f"exporting and loading took {opening_s:.2g} s, and --time-limit {plan.time_limit_s:g} allows "
+            f"{plan.time_limit_s * count:g} s for all; each batch size had half of its own none the less"
         )
 
 
