@@ -256,5 +256,9 @@ def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path
     assert "Judged on images: " in card
     assert "5 of which the model was fitted to" in card
     assert "5 of which the model was fitted to" in (tmp_path / "out" / "report.html").read_text()
+    again = np.concatenate([images[:2], tiny.images(7, seed=2)])
+    np.savez(tmp_path / "held-out.npz", images=again, labels=np.arange(9) % 7)
+    planned = run(*release, "--dry-run")  # the calibration is done by now
+    assert "on 9 images, 2 of which the model was fitted to" in " ".join(planned.stderr.split())
     recipe.write_text(recipe.read_text().replace('"params >= dense"', '"params >= dense", "fitted_images > 5"'))
     assert run(*release).exit_code == 0

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from calib.fingerprints import no_ids
 from calib.images import Images
 from calib.parts import Parts, parts_of
+from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_from_choice
@@ -28,6 +30,7 @@ from perf.record.fitted import FittedInputs
 from .calls import range_samples
 from .incremental import Stage
 from .mistakes import Mistakes
+from .names import MOMENTS
 from .opened import open_dense, open_proof_images
 from .reach import out_of_reach
 from .recipe import Recipe
@@ -101,9 +104,16 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
-def _too_good(proving: Images, calibration: Parts[Images]) -> Iterator[str]:
+def _fitted_ids(root: Path, calibration: Parts[Images] | None) -> Tensor:
+    """Of the images that will be fitted to, or were where the calibration is done."""
+    if calibration is not None:
+        return calibration.fitted.ids
+    return load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
+
+
+def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
     """A warning where the model will be judged on images that it was fitted to."""
-    same = int(torch.isin(proving.ids, calibration.fitted.ids).sum())
+    same = int(torch.isin(proving.ids, fitted_ids).sum())
     fitted = FittedInputs(judging=proving.count, same=same)
     if fitted.found:
         yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
@@ -135,10 +145,7 @@ def read_inputs(
     proving = _proof_images(recipe, model, calibration, mistakes) if proves else None
     if proving is not None:
         _read_proof(recipe, model, proving, mistakes)
-        for sentence in out_of_reach(recipe, proving.count):
-            warn(sentence)
-    if proving is not None and calibration is not None:
-        for sentence in _too_good(proving, calibration):
+        for sentence in (*out_of_reach(recipe, proving.count), *_too_good(proving, _fitted_ids(root, calibration))):
             warn(sentence)
     if any(label.startswith("parity.head") for label in labels):
         with mistakes.at("parity.head"), opened_heads(HeadRequest(paths=recipe.parity.head), output_ports(model)):
