@@ -89,12 +89,12 @@ def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = Fa
     Raises BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
     """
     ports = input_ports(dense.model)
-    spec = pixels_of(dense).spec
-    if not pixels or spec is None:
+    made_of = pixels_of(dense)
+    if not pixels or made_of.spec is None:
         return noise_inputs(ports, count, seed)
-    spec.require_normalisation(where="random pixels")
+    normalisation = made_of.normalisation("random pixels")
     noise = noise_inputs([replace(port, dtype=PIXEL) for port in ports], count, seed)
-    return replace(noise, feeds={name: spec.normalisation.images(each) for name, each in noise.feeds.items()})
+    return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
 
 
 def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:

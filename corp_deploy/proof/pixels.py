@@ -27,17 +27,18 @@ class Pixels:
         """The feeds for these ports: pixels where they take those, else as they are."""
         if not take_pixels(ports) or only(feeds).dtype == PIXEL:
             return feeds
-        return {ports[0].name: self._known(where).pixels(only(feeds))}
+        return {ports[0].name: self.normalisation(where).pixels(only(feeds))}
 
     def require(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> None:
         """Raises BadInput where ports take pixels and the images were not made of any."""
         if take_pixels(ports) and only(feeds).dtype != PIXEL:
-            self._known(where).require_pixels(only(feeds), where=where)
+            self.normalisation(where).require_pixels(only(feeds), where=where)
 
-    def _known(self, where: str) -> Normalisation:
+    def normalisation(self, where: str) -> Normalisation:
+        """Raises BadInput for a model of no images, and for one that is not known to normalise them."""
         if self.spec is None:
             raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
-        self.spec.require_normalisation(where=where)
+        self.spec.require_normalisation(where=where, instead="take a graph that takes float32")
         return self.spec.normalisation
 
 
