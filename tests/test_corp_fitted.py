@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from calib.fingerprints import FingerprintsText
+from calib.fingerprints import Fingerprints, FingerprintsText
 from calib.store import load
 from corp_deploy.store.checkpoint import save
-from corp_deploy.store.fitted import fitted_of_path
+from corp_deploy.store.fitted import fitted_of_lineage
+from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
 from tests.test_calib_fingerprints import photographs
 from tests.test_corp_cli import run
@@ -49,6 +51,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def fitted_to(directory: Path) -> Fingerprints:
+    known = fitted_of_lineage(load_model_config(directory).lineage, where=str(directory))
+    assert known is not None
+    return known
+
+
 def verified(home: Path, output: Path, images: str, *candidates: object, extra: tuple[object, ...] = ()) -> Any:
     words = ("verify", home / "dense", *candidates, "--images", home / images, "--batch", "2", "--max-error", 10)
     done = run(*words, "-o", output, *extra)
@@ -72,19 +80,28 @@ def test_verify_tells_how_many_images_were_fitted_to(
     assert ("look like images that it was fitted to" in " ".join(done.stderr.split())) == (alike > 0)
 
 
-def test_a_graph_is_known_by_its_directory_and_anything_by_moments(home: Path, tmp_path: Path) -> None:
-    graph = home / "reduced" / "model.onnx"
-    verified(home, tmp_path / "beside.json", "mixed.npy", graph)
-    assert json.loads((tmp_path / "beside.json").read_text())["fitted"]["same"] == 3
-    alone = shutil.copy(graph, tmp_path / "model.onnx")
-    verified(home, tmp_path / "alone.json", "mixed.npy", alone)
-    assert "fitted" not in json.loads((tmp_path / "alone.json").read_text())
-    moments = ("--moments", home / "moments.safetensors")
-    verified(home, tmp_path / "moments.json", "mixed.npy", alone, extra=moments)
-    assert json.loads((tmp_path / "moments.json").read_text())["fitted"]["same"] == 3
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')  # of somebody else
-    verified(home, tmp_path / "foreign.json", "mixed.npy", alone)
-    assert "fitted" not in json.loads((tmp_path / "foreign.json").read_text())
+def test_a_graph_carries_digests_and_anything_is_known_by_moments(home: Path, tmp_path: Path) -> None:
+    alone = shutil.copy(home / "reduced" / "model.onnx", tmp_path / "model.onnx")
+    for extra, expected in (((), (3, 0)), (("--moments", home / "moments.safetensors"), (3, 1))):
+        verified(home, tmp_path / "parity.json", "mixed.npy", alone, extra=extra)
+        record = json.loads((tmp_path / "parity.json").read_text())["fitted"]
+        assert (record["same"], record["alike"]) == expected
+    other = tmp_path / "dense.onnx"
+    shutil.copy(home / "dense" / "model.onnx", other)
+    verified(home, tmp_path / "parity.json", "mixed.npy", other)
+    assert "fitted" not in json.loads((tmp_path / "parity.json").read_text())
+
+
+def test_a_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> None:
+    graph = onnx.load(home / "reduced" / "model.onnx")
+    (entry,) = [each for each in graph.metadata_props if each.key.endswith("lineage")]
+    for text, message in (('{"fitted": 3}', "lineage.fitted"), ("[]", "its metadata"), ("{", "its metadata")):
+        entry.value = text
+        onnx.save(graph, tmp_path / "broken.onnx")
+        words = ("verify", home / "dense", tmp_path / "broken.onnx", "--images", home / "others.npy")
+        done = run(*words, "-o", tmp_path / "parity.json")
+        assert done.exit_code == 2, done.output
+        assert message in " ".join(done.stderr.split())
 
 
 def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
@@ -108,7 +125,7 @@ def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> N
 def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
     quick = ("--time-limit", 0.2, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
-    for images, found in (("mixed.npy", {"same": 3, "alike": 1}), ("left-out.npy", NONE), (None, None)):
+    for images, found in (("mixed.npy", {"same": 3, "alike": 0}), ("left-out.npy", NONE), (None, None)):
         fed = () if images is None else ("--images", home / images)
         done = run("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
         assert done.exit_code == 0, done.output
@@ -147,9 +164,7 @@ def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) ->
     held_out = ("--held-out", home / "moments.held-out.safetensors")
     assert run(*reduce, *budget, *held_out, "-o", tmp_path / "apart").exit_code == 0
     assert run(*reduce, *budget, "-o", tmp_path / "all").exit_code == 0
-    apart, every = fitted_of_path(tmp_path / "apart"), fitted_of_path(tmp_path / "all")
-    assert apart is not None
-    assert every is not None
+    apart, every = fitted_to(tmp_path / "apart"), fitted_to(tmp_path / "all")
     left_out = load(home / "moments.held-out.safetensors").image_ids
     assert not torch.isin(left_out, apart.ids).any()
     assert torch.isin(left_out, every.ids).all()
@@ -174,9 +189,7 @@ def test_a_model_that_is_reduced_again_keeps_what_it_was_fitted_to(home: Path, t
     assert run("calibrate", *model, "--images", home / "others.npy", "-o", moments).exit_code == 0
     words = ("reduce", *model, "--moments", moments, "--attn", 0.5, "--align", "head=8", "-o", tmp_path / "again")
     assert run(*words).exit_code == 0
-    again = fitted_of_path(tmp_path / "again")
-    assert again is not None
-    assert len(again) == 8 + 9
+    assert len(fitted_to(tmp_path / "again")) == 8 + 9
 
 
 def test_a_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:

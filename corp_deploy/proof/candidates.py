@@ -14,7 +14,7 @@ from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.fitted import fitted_of_lineage, fitted_of_path
+from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
@@ -47,7 +47,7 @@ class Candidate:
     of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
     held to it. `runtime`: what runs a graph where that is not ONNX Runtime; `as_typed`: whether that keeps its kernels
     of INT8 away. `inputs`: of a graph or an engine what it takes, `pixels` what images are made of, for one that takes
-    those.
+    those. `fitted`: the inputs that it was fitted to, where it tells.
     """
 
     label: str
@@ -66,13 +66,7 @@ class Candidate:
     as_typed: bool = False
     inputs: tuple[Port, ...] = ()
     pixels: Pixels = NO_PIXELS
-
-    @property
-    def fitted(self) -> Fingerprints | None:
-        """The inputs that it was fitted to, as far as the model directory tells that it is or lies in."""
-        if self.checkpoint is not None:
-            return fitted_of_lineage(self.checkpoint.lineage, where=str(self.path))
-        return fitted_of_path(self.path)
+    fitted: Fingerprints | None = None
 
     @property
     def takes_pixels(self) -> bool:
@@ -166,6 +160,7 @@ def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
 
 
 def _from_directory(path: Path, shown: Path) -> Candidate:
+    checkpoint = model_of_directory(path)
     return Candidate(
         label=f"{path.name} torch fp32",
         name=path.name,
@@ -173,7 +168,8 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
         path=path,
         shown=shown,
         held_in=FLOAT32,
-        checkpoint=model_of_directory(path),
+        checkpoint=checkpoint,
+        fitted=fitted_of_lineage(checkpoint.lineage, where=str(path)),
     )
 
 
@@ -247,6 +243,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         rest=facts.rest,
         weight_bits=facts.weight_bits,
         inputs=facts.inputs,
+        fitted=facts.fitted,
     )
 
 

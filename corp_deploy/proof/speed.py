@@ -13,7 +13,7 @@ from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.fitted import fitted_inputs, fitted_of_path
+from corp_deploy.store.fitted import fitted_inputs, fitted_of_lineage
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
 from ground.errors import BadInput
@@ -76,7 +76,7 @@ def _from_onnx(name: str, path: Path, running: RunOptions) -> Contender:
         size_bytes=path.stat().st_size,
         sha256=sha256_of_file(path),
     )
-    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch)
+    return Contender(subject=subject, inputs=facts.inputs, static_batch=facts.batch, fitted=facts.fitted)
 
 
 def _graph_runner(path: Path, running: RunOptions) -> Callable[[], Runner]:
@@ -134,7 +134,8 @@ def _from_engine(name: str, path: Path, running: RunOptions) -> Contender:
         Port(name=value.name, shape=tuple(int(size) for size in value.shape[1:]), dtype=value.dtype)
         for value in record.inputs
     )
-    return Contender(subject=subject, inputs=inputs, static_batch=None)
+    fitted = None if facts is None else facts.fitted
+    return Contender(subject=subject, inputs=inputs, static_batch=None, fitted=fitted)
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
@@ -185,6 +186,13 @@ def _contender(
     if path.suffix == ".onnx":
         return _from_onnx(name, path, running)
     checkpoint = model_of_directory(path)
+    fitted = fitted_of_lineage(checkpoint.lineage, where=str(path))
+    return replace(_of_directory(name, path, checkpoint, running, scratch, batches), fitted=fitted)
+
+
+def _of_directory(
+    name: str, path: Path, checkpoint: Checkpoint, running: RunOptions, scratch: Path, batches: Sequence[int]
+) -> Contender:
     if running.backend == "torch":
         if not (path / WEIGHTS).is_file():  # a snapshot, whose weights may be of another kind or in several files
             path = scratch / name / path.name
@@ -255,6 +263,6 @@ def measure(
                 progress=progress,
                 made_s=perf_counter() - began_s,
             )
-    fitted = fitted_inputs(timed.fingerprints, map(fitted_of_path, (dense, reduced)), noun=timed.noun)
+    fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.noun)
     seen = () if fitted is None or not fitted.found else (fitted.warning,)
     return replace(measured, warnings=(*measured.warnings, *seen), fitted=fitted)

@@ -1,15 +1,13 @@
-"""Which inputs a model was fitted to: kept in its config.json, and looked for among those that judge it."""
+"""Which inputs a model was fitted to: kept in its config.json and its graphs, and looked for among those that judge."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from calib.fingerprints import Fingerprints, FingerprintsText
 from ground.records import record_from_value
 from perf.record.fitted import FittedInputs
 
-from .hub_snapshot import config_of_directory, is_ours
-from .model_config import CONFIG, FITTED, load_model_config
+from .model_config import FITTED
 
 
 def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints | None:
@@ -19,12 +17,11 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
     return record_from_value(lineage[FITTED], FingerprintsText, where=f"{where}: lineage.{FITTED}").fingerprints
 
 
-def fitted_of_path(path: Path) -> Fingerprints | None:
-    """The same of a model directory, or of a graph or an engine that lies in one; None for others."""
-    directory = path if path.is_dir() else path.parent
-    if not (directory / CONFIG).is_file() or not is_ours(config_of_directory(directory)):
-        return None
-    return fitted_of_lineage(load_model_config(directory).lineage, where=str(directory / CONFIG))
+def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entry as a graph carries it, which goes further than its model: digests alone, not what images look
+    like.
+    """
+    return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 
 def fitted_inputs(

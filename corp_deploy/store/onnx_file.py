@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.head_attention import Geometry
@@ -24,6 +25,7 @@ from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
 from .checkpoint import Checkpoint
+from .fitted import fitted_of_lineage, ids_of_lineage
 from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
 from .sparse_graph import PREFIX as PREFIX
@@ -46,7 +48,8 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
         "depth": family.depth(checkpoint.model),
         "widths": widths,
         "preprocessing": family.input_spec(checkpoint.model).as_json(),
-        "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED},
+        "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED}
+        | ids_of_lineage(checkpoint.lineage),
         **({SPARSITY: dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
     }
     return {
@@ -98,7 +101,8 @@ def export_checkpoint(
 class GraphFacts:
     """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
     None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end, `weight_bits` how
-    many bits its weights use; `normalised`: of a graph that takes pixels, where it normalises them.
+    many bits its weights use; `normalised`: of a graph that takes pixels, where it normalises them; `fitted`: what its
+    model was fitted to, where it tells.
     """
 
     precision: str
@@ -112,6 +116,7 @@ class GraphFacts:
     weight_bits: int = 8
     fusion_breaks: tuple[str, ...] = ()
     normalised: str | None = None
+    fitted: Fingerprints | None = None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -135,7 +140,14 @@ def facts_of_onnx(path: Path) -> GraphFacts:
         weight_bits=7 if carried.get("export.weight_bits") == "7" else 8,
         fusion_breaks=tuple(carried.get(NOTE, "").split()),
         normalised=_where_normalised(carried),
+        fitted=_fitted(carried, path),
     )
+
+
+def _fitted(carried: Mapping[str, str], path: Path) -> Fingerprints | None:
+    where = f"{path}: its metadata"
+    lineage = record_from_text(carried.get(f"{PREFIX}lineage", "{}"), dict[str, Any], where=where)
+    return fitted_of_lineage(lineage, where=where)
 
 
 def _where_normalised(carried: Mapping[str, str]) -> str | None:
