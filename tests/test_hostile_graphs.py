@@ -20,6 +20,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.store.sparse_graph import PREFIX, SPARSITY, require_sparse_graph
 from export.engine.audit import audit_fusion
 from export.graph.check import check_onnx, load_onnx
+from export.triton.signature import signature_from_onnx
 from ground.errors import BadInput
 from ground.onnx_file import read_onnx
 from ground.onnx_types import bits_of
@@ -540,6 +541,11 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
         whole = heads.behind(lambda fed: {"x": fed["x"]}, 3)
         with pytest.raises(BadInput, match=expected):
             whole(feeds)
+
+
+def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="takes x and gives nothing, expected inputs and outputs"):
+        signature_from_onnx(written(only_a_break(graph), tmp_path))
 
 
 def test_an_audit_refuses_a_graph_without_a_batch(graph: ModelProto, tmp_path: Path) -> None:

@@ -85,9 +85,14 @@ class Signature:
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Reads the graph's borders; BadInput when the file is no ONNX, or when no server could batch its inputs."""
+    """Reads the graph's borders; BadInput when the file is no ONNX, takes or gives nothing, or when no server could
+    batch its inputs.
+    """
     proto = load_onnx(path)
     inputs, outputs = ports_of_graph(proto)
+    if not inputs or not outputs:
+        took, gave = (", ".join(port.name for port in side) or "nothing" for side in (inputs, outputs))
+        raise BadInput(f"{path}: takes {took} and gives {gave}, expected inputs and outputs; export it again")
     batches = {port.shape[0] for port in inputs if port.shape}
     if len(batches) > 1:
         named = ", ".join(f"{port.name} {list(port.shape)}" for port in inputs)
