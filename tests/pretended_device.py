@@ -141,6 +141,8 @@ class _Module:
     is_autocast_enabled = staticmethod(lambda: False)
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
+    get_rng_state = staticmethod(lambda device: torch.empty(0, dtype=torch.uint8))
+    set_rng_state: Callable[[torch.Tensor, int], None] = staticmethod(lambda state, device: None)
     manual_seed_all: Callable[[int], None] = staticmethod(lambda seed: None)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])

@@ -148,6 +148,8 @@ def test_options_become_one_value() -> None:
         "seed": 5,
         "workers": 0,
         "max_bad": 0,
+        "hold_out": None,
+        "groups": None,
     }
     assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
     help_text = CliRunner().invoke(command, ["--help"]).stdout

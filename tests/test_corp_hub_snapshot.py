@@ -165,6 +165,7 @@ def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path:
         ({"architecture": "a\nb"}, "got keys architecture"),
         (CONFIG | {"model_args": [1]}, "model_args: got a list of 1, expected a JSON object"),
         (CONFIG | {"pretrained_cfg": PRETRAINED | {"input_size": 224}}, "input_size: got 224, expected a list"),
+        (CONFIG | {"pretrained_cfg": PRETRAINED | {"input_size": [10**12, 8, 8], "mean": [0.5]}}, "input_size"),
         (CONFIG | {"pretrained_cfg": PRETRAINED | {"mean": "x"}}, "mean: got 'x', expected a list"),
         (CONFIG | {"pretrained_cfg": PRETRAINED | {"std": [0.0, 1.0, 1.0]}}, "std is"),
         (CONFIG | {"architecture": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),

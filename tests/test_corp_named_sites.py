@@ -271,7 +271,7 @@ model = "module:net.py:build"
 [calibration]
 images = "images.npy"
 [held_out]
-images = "images.npy"
+images = "held-out.npy"
 [reduce]
 mlp = 0.5
 align_mlp = 8
@@ -294,6 +294,7 @@ def test_a_recipe_names_code_which_the_command_has_to_trust(tmp_path: Path) -> N
     (tmp_path / "net.py").write_text(SOURCE)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     np.save(tmp_path / "images.npy", tiny.images(48))
+    np.save(tmp_path / "held-out.npy", tiny.images(8, seed=1))
     given = ("release", tmp_path / "recipe.toml", "-o", tmp_path / "out")
     said = invoked(*given, code=2).stderr
     assert "model.model: net.py is code, which would be run to make the model: read it, and give --trust-code" in said

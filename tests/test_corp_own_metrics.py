@@ -275,8 +275,8 @@ def test_a_time_limit_without_a_measure_is_refused() -> None:
 def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     """Graphs of uint8, samples, server configuration, manifest, card, report and gate from one recipe."""
     (home / "score.py").write_text(QUIET)
-    photographs = np.random.default_rng(0).integers(0, 256, (14, 3, 32, 32), dtype=np.uint8)
-    np.save(home / "calibration.npy", photographs)
+    photographs = np.random.default_rng(0).integers(0, 256, (22, 3, 32, 32), dtype=np.uint8)
+    np.save(home / "calibration.npy", photographs[8:])
     np.savez(home / "held-out.npz", images=photographs[:8], labels=np.arange(8) % 7)
     recipe = PLAIN.replace('["fp32"]\n', '["fp32"]\ninput = "uint8"\n').replace("samples = 9", "samples = 8")
     asked = f"[parity]\nmetric = ['hits={sys.executable} score.py {{outputs}}']\nmetric_files = ['score.py']\n"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -70,11 +70,14 @@ def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     )
 
 
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+
+
 class _Pretrained(msgspec.Struct, frozen=True, kw_only=True):
     """timm's configuration of an architecture; mean, std and the like are read beside it."""
 
     num_classes: int | None = None
-    input_size: tuple[int, int, int] | None = None
+    input_size: tuple[_Size, _Size, _Size] | None = None
     fixed_input_size: bool | None = None
 
 

@@ -75,7 +75,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
     """The shape behind the batch, and how what a user has becomes that: all of it, as JSON values."""
 
-    shape: tuple[int, ...] = ()
+    shape: tuple[Annotated[int, Meta(ge=1, le=2**20)], ...] = ()
     preprocessing: dict[str, Any]
 
 
