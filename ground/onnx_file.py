@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # A protocol buffer ends there; weights of larger models lie in files of their own.
 MOST_BYTES = 2**31 - 1
 MOST_NODES = 1_000_000
+MOST_NUMBERS = 2**40  # of an input or an output
+LATEST_OPSET = 10_000  # of any domain; those of ONNX itself are two dozen
 # A whole engine, or a function of a running Python, as a node.
 FOREIGN = ("EPContext", "PyOp", "PythonOp", "PythonOpGrad")
 _KEYS = ("location", "offset", "length", "checksum")
@@ -43,6 +45,8 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     where = str(path)
     _refuse_no_text(proto, where)
     _refuse_unknown_types(proto, where)
+    _refuse_versions(proto, where)
+    _refuse_sizes(proto, where)
     _refuse_foreign(proto, where)
     _refuse_endless(proto, where)
     outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
@@ -51,12 +55,14 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     return proto
 
 
-def invalidity(proto: "ModelProto", *, full: bool = False) -> str:
-    """What onnx.checker has against a graph, of its types and shapes too where `full`; empty for a valid one."""
+def invalidity(graph: "ModelProto | Path", *, full: bool = False) -> str:
+    """What onnx.checker has against a graph, or one in a file that was read before, of its types and shapes too where
+    `full`; empty for a valid one.
+    """
     import onnx
 
     try:
-        onnx.checker.check_model(proto, full_check=full)
+        onnx.checker.check_model(str(graph) if isinstance(graph, Path) else graph, full_check=full)
     except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
         return "it is not valid, and names what is no text in UTF-8"
     # Of types that ONNX has not it raises ValueError.
@@ -164,6 +170,25 @@ def tensors_of(proto: "ModelProto") -> "Iterator[TensorProto]":
 def _parts(sparse: "Iterable[SparseTensorProto]") -> "Iterator[TensorProto]":
     for tensor in sparse:
         yield from (tensor.values, tensor.indices)
+
+
+def _refuse_sizes(proto: "ModelProto", where: str) -> None:
+    """Raise BadInput for an input or an output that no memory holds: a runtime makes room for it, or fails at it."""
+    for value in (*proto.graph.input, *proto.graph.output):
+        sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if math.prod(size for size in sizes if size > 0) > MOST_NUMBERS:
+            raise BadInput(
+                f"{where}: the tensor {value.name[:100]!r} is {sizes[:8]}, {MOST_NUMBERS} numbers at most are taken; "
+                "export it again"
+            )
+
+
+def _refuse_versions(proto: "ModelProto", where: str) -> None:
+    """Raise BadInput for a version that no set of operators has: a runtime goes through all that lie before it."""
+    for entry in (*proto.opset_import, *(each for function in proto.functions for each in function.opset_import)):
+        if not 0 <= entry.version <= LATEST_OPSET:
+            named = f"the operators {entry.domain[:100] or 'ai.onnx'!r} of version {entry.version}"
+            raise BadInput(f"{where}: imports {named}, expected 0 to {LATEST_OPSET}; export it again")
 
 
 def _refuse_foreign(proto: "ModelProto", where: str) -> None:

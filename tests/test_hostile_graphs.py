@@ -416,12 +416,34 @@ def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, t
         facts_of_onnx(written(graph, tmp_path))
 
 
-@pytest.mark.parametrize("size", [-1, 0])
-def test_a_size_that_is_none_is_open(graph: ModelProto, tmp_path: Path, size: int) -> None:
-    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = size
+def test_an_input_fits_into_some_memory(graph: ModelProto, tmp_path: Path) -> None:
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**62
+    refused_by_all(written(graph, tmp_path), r"the tensor 'x' is \[4611686018427387904, 4\], 1099511627776 numbers at")
+
+
+def test_a_size_below_none_is_open(graph: ModelProto, tmp_path: Path) -> None:
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -7
     path = written(graph, tmp_path)
     assert facts_of_onnx(path).batch is None
     assert borders_of_onnx(path).batch is None
+
+
+def test_a_batch_of_none_is_fed_nothing(graph: ModelProto, tmp_path: Path) -> None:
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 0
+    path = written(graph, tmp_path)
+    assert borders_of_onnx(path).batch == 0
+    with OnnxRunner(path) as runner, pytest.raises(BadInput, match=r"takes x \[0, 4\], got \[1, 4\]"):
+        runner({"x": np.ones((1, 4), np.float32)})
+
+
+@pytest.mark.parametrize("version", [-1, 2**62])
+def test_a_set_of_operators_has_a_version_that_is_reached(graph: ModelProto, tmp_path: Path, version: int) -> None:
+    said = rf"imports the operators 'ai.onnx' of version {version}, expected 0 to 10000"
+    graph.opset_import[0].version = version
+    refused_by_all(written(graph, tmp_path), said)
+    of_function(graph, TensorProto.INT8)
+    graph.opset_import[0].version, graph.functions[0].opset_import[0].version = 20, version
+    refused_by_all(written(graph, tmp_path), said)
 
 
 def more_bytes(proto: ModelProto) -> None:

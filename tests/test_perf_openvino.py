@@ -175,6 +175,16 @@ def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("openvino")
+def test_a_graph_that_is_not_valid_never_reaches_it(tmp_path: Path) -> None:
+    """Of a convolution that reads nothing it ends the process."""
+    broken = onnx.load(str(graph(tmp_path / "m.onnx")))
+    broken.graph.node.append(helper.make_node("Conv", [], ["z"], "c"))
+    onnx.save(broken, str(tmp_path / "m.onnx"))
+    with pytest.raises(BadInput, match=r"m.onnx: OpenVINO cannot load it: not valid: .* export it again"):
+        OpenVinoRunner(tmp_path / "m.onnx").__enter__()
+
+
+@pytest.mark.usefixtures("openvino")
 def test_a_fixed_batch_is_the_only_one_it_takes(tmp_path: Path) -> None:
     with OpenVinoRunner(graph(tmp_path / "m.onnx", batch=3)) as runner:
         assert runner.fixed_batch == 3

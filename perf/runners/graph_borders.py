@@ -71,7 +71,7 @@ def role_of_rank(rank: int) -> Role:
 def _sizes(value: Any) -> tuple[int, ...]:
     """With the batch in front; -1 where a size is open."""
     dims = value.type.tensor_type.shape.dim
-    return tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in dims)
+    return tuple(max(dim.dim_value, -1) if dim.WhichOneof("value") == "dim_value" else -1 for dim in dims)
 
 
 def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> tuple[Port, ...]:
