@@ -24,15 +24,19 @@ def no_hashes() -> Tensor:
 
 
 def _text(numbers: Tensor) -> str:
-    return base64.b64encode(numbers.numpy().astype("<i8").tobytes()).decode()
+    return base64.urlsafe_b64encode(numbers.numpy().astype("<i8").tobytes()).decode()
 
 
 def _numbers(text: str) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), dtype="<i8").astype(np.int64))
+    return torch.from_numpy(
+        np.frombuffer(base64.b64decode(text, altchars=b"-_", validate=True), dtype="<i8").astype(np.int64)
+    )
 
 
 class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of both as base64 of little-endian 64-bit integers."""
+    """The numbers of both as base64 of little-endian 64-bit integers, by the alphabet without a slash: a text with one
+    passes for a path of the machine.
+    """
 
     ids: str
     hashes: str = ""

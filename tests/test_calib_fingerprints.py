@@ -100,6 +100,9 @@ def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
     assert torch.equal(again.ids, both.ids)
     assert torch.equal(again.hashes_M2, hashed.hashes_M2)
     assert not len(Fingerprints.joined([]))
+    slashes = Fingerprints(ids=torch.tensor([-1, -(2**48)])).as_json()["ids"]
+    assert "/" not in slashes
+    assert "_" in slashes, "in its place"
     assert hashed.sorted().ids.tolist() == [-3, 5]
     assert torch.equal(hashed.sorted().hashes_M2, hashed.hashes_M2.flip(0))
 
