@@ -4,9 +4,10 @@ BIN := .venv/bin
 DEMO_DIR ?= demo-out
 
 # torch's own threads only get in each other's way when tests run side by side.
-test: export OMP_NUM_THREADS = 1
+test test-slow test-all: export OMP_NUM_THREADS = 1
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 
-.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test lint clean
+.PHONY: setup locked lock sbom wheel dist lowest highest docs demo real test test-slow test-all lint clean
 
 setup: .venv/ready .venv/triton/ready
 
@@ -82,8 +83,16 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The quick tests: all but those that bear the marker `slow`, whose reasons are in tests/quick.py. At most five minutes.
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
+	$(PYTEST) -m "not slow"
+
+# What `test` leaves out.
+test-slow: setup
+	$(PYTEST) -m slow
+
+test-all: lint
+	$(PYTEST)
 
 clean:
 	rm -rf .venv $(DEMO_DIR) build dist *.egg-info

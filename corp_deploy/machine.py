@@ -1,5 +1,6 @@
 """What this machine has, and which commands each lack disables."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -96,8 +97,9 @@ class Capability:
     remedy: str = ""
 
 
+@functools.cache
 def _version(package: str) -> str:
-    """The installed version, or nothing."""
+    """The installed version, or nothing; read once, as each reading parses all that the package says of itself."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -121,6 +121,7 @@ def test_every_option_of_a_command_is_there_or_said_to_be_the_commands_own(name:
     assert options - parameters - SAID_ELSEWHERE == OF_COMMANDS[name]
 
 
+@pytest.mark.slow("graph")
 def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
     dense, images = home / "dense", home / "images.npy"
     calibration = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, batch_size=5)
@@ -138,6 +139,7 @@ def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
     assert graph.size_bytes == graph.path.stat().st_size
 
 
+@pytest.mark.slow("models")
 def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) -> None:
     """By the same values; the reduction is not shown those images, and labels are of all."""
     dense, images = home / "dense", home / "images.npy"
@@ -224,6 +226,7 @@ def test_a_limit_on_a_share_is_met_by_an_interval(home: Path) -> None:
             corp_deploy.verify(home / "nowhere", home / "dense", images, **(asked | refused))
 
 
+@pytest.mark.slow("graph", "measurement")
 def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
     quick: dict[str, Any] = {"time_limit": 2.0, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
     corp_deploy.export(home / "dense", tmp_path / "dense.onnx")
@@ -237,6 +240,7 @@ def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
     run("gate", tmp_path / "bench.json", "--fail-if", "size_bytes > dense * 2")
 
 
+@pytest.mark.slow("graph")
 def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
     images = tiny.images(8)
     mixed = corp_deploy.export(home / "dense", tmp_path / "m.onnx", precision="mixed", keep_fp32=["blocks.1"])
@@ -320,6 +324,7 @@ def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:
     assert '"mean": [0.1, 0.1, 0.1]' in calibration.record["lineage"]["preprocessing"]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
 def test_a_module_of_timms_in_memory(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

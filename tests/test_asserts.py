@@ -59,6 +59,7 @@ def work_in_asserts(source: str, computed: set[str]) -> Iterator[str]:
                     yield f"line {node.lineno}: {ast.unparse(each)}"
 
 
+@pytest.mark.slow("models")
 def test_no_assert_does_work() -> None:
     computed = properties()
     found = {str(path.relative_to(ROOT)): list(work_in_asserts(path.read_text(), computed)) for path in FILES}
@@ -117,6 +118,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow("process")
 def test_the_pipeline_makes_the_same_bytes_under_O(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimised, plain = inputs_in(tmp_path / "optimised"), inputs_in(tmp_path / "plain")
     subprocess.run(

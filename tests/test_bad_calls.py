@@ -446,6 +446,7 @@ def bad_arrays(folder: Path, key: str) -> Iterator[Path]:
     yield folder / "cut.npz"
 
 
+@pytest.mark.slow("models")
 def test_images_that_are_no_arrays(home: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", tiny.images(1)[:0])
     save_file({"images": torch.zeros(2, 3, 32, 32).to(torch.float8_e8m0fnu)}, tmp_path / "e8m0.safetensors")
@@ -468,6 +469,7 @@ LABELS = (
 )
 
 
+@pytest.mark.slow("models")
 def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None:
     for index, labels in enumerate(LABELS):
         np.save(tmp_path / f"labels{index}.npy", labels)
@@ -591,6 +593,7 @@ def edited(results: Path, folder: Path, name: str, path: str, value: object) -> 
     return folder
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("path", BENCH_CHANGES)
 def test_an_edited_bench_record(results: Path, tmp_path: Path, path: str) -> None:
     shutil.copytree(results, tmp_path / "r")

@@ -31,6 +31,7 @@ def subject(scratch: Path) -> polish.Subject:
     )
 
 
+@pytest.mark.slow("models")
 def test_rows_are_made_by_both_curves_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "SUBJECTS", {"tiny": subject})
     output = tmp_path / "budgets.json"

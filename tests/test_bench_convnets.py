@@ -15,6 +15,7 @@ from corp_deploy.store.dense_model import model_of_directory
 from tests import small_convnets
 
 
+@pytest.mark.slow("training")
 def test_every_way_is_measured_once_at_equal_widths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convnets, "SEEDS", (0,))
     record = Record(tmp_path / "record.json", convnets.KIND, {"calibration_images": 64})
@@ -35,6 +36,7 @@ def test_every_way_is_measured_once_at_equal_widths(tmp_path: Path, monkeypatch:
     assert "means of 1 choices of images" in text
 
 
+@pytest.mark.slow("training")
 def test_shares_removed_are_those_of_the_models_that_are_made() -> None:
     """Against the MACs of the narrower model itself."""
     own = small_convnets.checkpoint("resnet18d")

@@ -43,6 +43,7 @@ def test_a_row_that_went_through_keeps_the_bounds(row: dict[str, Any]) -> None:
     assert engines["reduced"]["sites"] == engines["dense"]["sites"]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("row", GONE, ids=lambda row: row["name"])
 def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Path) -> None:
     if row["source"] != "timm" and find_spec(row["source"]) is None:
@@ -54,6 +55,7 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})
 
 
+@pytest.mark.slow("graph")
 def test_the_chain_finds_what_a_row_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = [row for row in ROWS if row["name"] == "deit_tiny_patch16_224"]
     monkeypatch.setattr(chain, "PRECISIONS", ("fp32",))

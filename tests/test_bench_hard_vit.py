@@ -53,6 +53,7 @@ def test_figures_of_a_pair_of_models() -> None:
     assert hard_vit.figures(dense, dense, labels)["points"] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow("training")
 def test_it_trains_reduces_by_every_method_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = hard_training.ARCHITECTURE
     monkeypatch.setattr(hard_training, "ARCHITECTURE", replace(whole, kwargs={**whole.kwargs, "depth": 1}))

@@ -12,6 +12,7 @@ from benchmarks.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.procedural_images import CLASSES, made
 
 
+@pytest.mark.slow("training")
 def test_a_quick_run_writes_a_record_and_its_page(tmp_path: Path) -> None:
     methods.main(["--quick", "--threads", "1", "--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "out")])
     record = json.loads((tmp_path / "out" / "methods.json").read_text())

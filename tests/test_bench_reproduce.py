@@ -76,6 +76,7 @@ def test_cells_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_images[-1][1] == TABLES["2"](subject()).rows[0][12]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(("key", "rows"), [("fig2", 2), ("fig5", 4), ("grail2", 7), ("6", 2), ("deploy", 1)])
 def test_figures_and_audits(key: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "STEPS", (0.25, 0.5))
@@ -120,6 +121,7 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.slow("graph")
 def test_sparse_weights_are_timed_where_anything_is() -> None:
     timed = replace(subject(), bench="onnxruntime", batches=(2, 3), time_limit=2.0)
     (row,) = TABLES["deploy"](timed).rows

@@ -159,6 +159,7 @@ def test_calibration_is_measured_whole_beside_the_faster_bare_pass_and_names_the
     assert calibration_sentence({**record, "environment": {"threads": 2}}) == ""
 
 
+@pytest.mark.slow("graph")
 def test_a_proof_is_told_in_passes_and_memory(tmp_path: Path) -> None:
     kwargs = ["--model", tiny.ARCHITECTURE.name, "--model-kwargs", json.dumps(tiny.ARCHITECTURE.kwargs)]
     result = CliRunner().invoke(

@@ -277,6 +277,7 @@ def test_shares_cover_every_image_once() -> None:
         assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
 
+@pytest.mark.slow("process")
 @pytest.mark.parametrize(("size", "fate", "options"), [(2, "", SYSTEM), (3, "weighted", WEIGHTED)])
 def test_several_processes_give_the_moments_of_one(
     path: Path, tmp_path: Path, size: int, fate: str, options: Options
@@ -287,6 +288,7 @@ def test_several_processes_give_the_moments_of_one(
     assert_close(load(output), calibrated(path, options=options))
 
 
+@pytest.mark.slow("process")
 def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path: Path) -> None:
     output = tmp_path / "moments.safetensors"
     (alive, message), (killed, _) = exits_of(__name__, 2, path, output, "killed")
@@ -296,6 +298,7 @@ def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path:
     assert not output.exists()
 
 
+@pytest.mark.slow("process")
 def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) -> None:
     images = np.load(path)
     images[-1] = np.nan

@@ -115,6 +115,7 @@ def test_one_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert np.array_equal(found, to_nearest_even(exact))
 
 
+@pytest.mark.slow("graph")
 def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> None:
     model = load_checkpoint(home / "dense").model
     exportable, images = family_of(model).exportable(model), tiny.images(16)
@@ -156,6 +157,7 @@ def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
     assert not [test for test in parity["structure"] if test["test"] == "headroom"]
 
 
+@pytest.mark.slow("graph")
 def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
     broken = load_checkpoint(home / "dense")
     with torch.no_grad():  # two weights that differ by less than bfloat16 tells, times what is nearly the same
@@ -183,6 +185,7 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
     assert facts_of_onnx(healthy).precision == "bf16"
 
 
+@pytest.mark.slow("graph")
 def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
     ran("export", "--model", home / "dense", "--precision", "bf16,mixed-bf16", "--keep-fp32", "blocks.1.mlp",
         "-o", tmp_path / "m.onnx")  # fmt: skip
@@ -217,6 +220,7 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     assert json.loads(audited.stdout)["targets"][0]["passed"]
 
 
+@pytest.mark.slow("graph")
 def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1))
     np.save(home / "calibration.npy", tiny.images(12))

@@ -41,6 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow("graph")
 def test_a_proof_runs_at_most_twice_the_images_it_judges(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[str, int]] = []
     for runner in (ModuleRunner, OnnxRunner):

@@ -40,6 +40,7 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
     assert not any(parameter.is_meta for parameter in again.model.parameters())
 
 
+@pytest.mark.slow("process")
 def test_loading_needs_no_pruning_code(tmp_path: Path) -> None:
     save(reduced_checkpoint(), tmp_path)
     program = (

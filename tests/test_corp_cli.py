@@ -106,6 +106,7 @@ def test_importing_the_package_and_what_reports_read_imports_neither_torch_nor_t
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow("graph")
 def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     named = ["--model", tiny.ARCHITECTURE.name, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS]
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
@@ -164,6 +165,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     assert loaded(torch.from_numpy(tiny.images(2))).shape == (2, 7)
 
 
+@pytest.mark.slow("graph", "measurement")
 def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: Path) -> None:
     """The digits example: about a millisecond an image, of which an interval takes 28 times the batch at least."""
     graph, bench = tmp_path / "digits.onnx", tmp_path / "bench.json"

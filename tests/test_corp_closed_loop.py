@@ -244,6 +244,7 @@ def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Meth
     return reduce(checkpoint.model, moments, method), reduce_closed_loop(checkpoint.model, source, method)
 
 
+@pytest.mark.slow("models")
 def test_on_the_example_the_loop_lowers_the_held_out_error() -> None:
     held_out = load("held-out").images
     method = best(mlp_sparsity=0.75, attention_sparsity=0.75)

@@ -60,6 +60,7 @@ def rows_of(map_BOHW: Tensor) -> Tensor:
     return map_BOHW.flatten(2).mT.flatten(0, 1)
 
 
+@pytest.mark.slow("models")
 def test_it_is_grails_loop() -> None:
     """Place by place: the map that the reader meets in the model so far, by a hook; structured Wanda on its patches;
     W[:, :, t] G_:S (G_SS + ridge I)^-1 for every place t of the kernel, G the Gram of all places of the map (B5).

@@ -40,6 +40,7 @@ def halved(name: str) -> dict[str, Reduction]:
     }
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", FORMS)
 def test_ours_errs_least_behind_the_last_block(name: str) -> None:
     """On images that it never saw."""
@@ -60,6 +61,7 @@ def test_and_at_the_outputs(name: str) -> None:
     assert errors["ours"] < errors["grail"]
 
 
+@pytest.mark.slow("models")
 def test_of_trained_weights_it_errs_least_by_far() -> None:
     own, source = digits()
     taken, best = calibrate(own, source, batch_size=32), method("best", 0.7)
@@ -88,6 +90,7 @@ def test_the_reports_tell_of_every_place(name: str) -> None:
     assert widths[0] == widths[1] == widths[2]
 
 
+@pytest.mark.slow("models")
 def test_halves_judge_each_other_and_weights_are_fitted_first() -> None:
     model, source = checkpoint("resnext50_32x4d").model, images_of("resnext50_32x4d", 64)
     halves = reduce_closed_loop(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))

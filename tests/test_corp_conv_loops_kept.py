@@ -14,6 +14,7 @@ from tests.small_convnets import SMALL, checkpoint, conv_sites, error, images_of
 WITH_CONVOLUTIONS = tuple(name for name, method in PRESETS.items() if method.conv_recovery != "keep")
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["resnet18", "resnet26t", "seresnet50", "resnext50_32x4d", "small_efficientnet"])
 def test_nothing_removed_is_the_identity(name: str) -> None:
     model, source = checkpoint(name).model, images_of(name, 16)
@@ -38,6 +39,7 @@ def with_duplicates(model: nn.Module) -> nn.Module:
 
 
 # RegNets with squeezes want more images than are quick: fits to fewer means than channels are no plain duplicates.
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in ("regnety_002", "regnetz_005")])
 def test_planted_duplicates_go_at_no_loss(name: str) -> None:
     """There are more positions than columns everywhere; without a ridge to speak of."""
@@ -49,6 +51,7 @@ def test_planted_duplicates_go_at_no_loss(name: str) -> None:
             assert all(a < b for a, b in zip(narrow.width.channels, site.width.channels, strict=True))
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("preset", WITH_CONVOLUTIONS)
 def test_every_method_walks_in_both_loops(preset: str) -> None:
     for name in ("resnet50", "resnext50_32x4d"):

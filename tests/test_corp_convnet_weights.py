@@ -17,6 +17,7 @@ from tests.test_corp_convnets import FEW, method, moments
 CLASSES = ("resnet50d", "regnety_002", "small_efficientnet", "small_mobilenetv3")
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", FEW)
 def test_written_and_read_again(name: str, tmp_path: Path) -> None:
     own = checkpoint(name)

@@ -122,6 +122,7 @@ def test_blocks_of_other_convolutions_stay_as_they_are() -> None:
     assert [site.name for site in conv_sites(own.model)] == ["blocks.3.0"]
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", FEW)
 def test_costs_at_other_widths_are_those_of_a_model_of_them(name: str) -> None:
     own = checkpoint(name)

@@ -41,6 +41,7 @@ def given(root: Path) -> tuple[object, ...]:
     return "--model", RESNET, "--moments", root / "moments.safetensors"
 
 
+@pytest.mark.slow("graph")
 def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
     """No MLPs, heads or attention; sites are blocks and stages by their names."""
     sweep = ("sweep", *given(home), "--images", home / "images.npz", "-o", home / "swept")
@@ -81,6 +82,7 @@ def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -
     assert "layer2.1.conv2/Conv" in names
 
 
+@pytest.mark.slow("models")
 def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
     """One convolution of the FP32 graph scaled: the proof names the block, not the first or the last one."""
     graph = onnx.load(home / "reduced" / "model.onnx")
@@ -95,6 +97,7 @@ def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
     assert fault["site"].startswith("layer2.1")
 
 
+@pytest.mark.slow("models")
 def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     chain = (RESNET, home / "reduced", home / "reduced/model.onnx", home / "reduced/model.fp16.onnx")
     limits = ("--min-agreement", 0.85, "--max-error", 0.1)

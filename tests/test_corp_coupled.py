@@ -132,6 +132,7 @@ def test_a_channel_that_others_are_made_of_goes_first() -> None:
     assert float(eliminated.error_F[1]) < 1e-6 < 1e-3 < float(eliminated.error_F[2])
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("preset", ["best", "grail", "corp", "vbp", "none"])
 def test_narrower_streams(name: str, preset: str, tmp_path: Path) -> None:
@@ -237,6 +238,7 @@ def test_other_rankings_keep_what_a_loop_over_the_readers_keeps(selection: str) 
     assert set(new.kept["conv1"].tolist()) == kept
 
 
+@pytest.mark.slow("models")
 def test_streams_alone_are_reduced_by_command(tmp_path: Path) -> None:
     own = checkpoint("resnet18")
     save(own, tmp_path / "dense")

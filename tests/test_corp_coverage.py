@@ -208,6 +208,7 @@ def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
         assert "2 of 4 sites reduced." in report.read_text().replace("\N{NO-BREAK SPACE}", " ").replace("&nbsp;", " ")
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("way", ["fold", "budget"])
 def test_what_a_sweep_prints_names_the_images_that_reduce_looks_at(way: str, home: Path, tmp_path: Path) -> None:
     at, images = home / "plain", home / "images.npy"

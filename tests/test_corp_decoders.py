@@ -88,6 +88,7 @@ def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", decoders.KINDS)
 def test_without_sparsity_nothing_changes(home: Path, kind: str) -> None:
     heads = () if kind == "qwen3" else ("--attn", 0.0)
@@ -396,6 +397,7 @@ def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str
     assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("kind", ["opt", "gpt2"])
 def test_the_graph_of_a_prompt_gives_the_logits_of_the_reduced_decoder(home: Path, kind: str) -> None:
     reduced(home, kind, f"{kind}-graph", "--mlp", 0.5, "--attn", 0.5)

@@ -146,6 +146,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(widths: Widths, moments: Mome
         np.testing.assert_allclose(session.run(None, {"images": pixels})[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="TensorRT-RTX is not installed for this platform",
@@ -223,6 +224,7 @@ def test_what_is_left_of_it_can_be_reduced_again(emptied: Reduction, opened: Ima
         assert macs(reduction.model) < macs(again.model)
 
 
+@pytest.mark.slow("graph")
 def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path / "hub")
     checkpoint = load_transformers(tmp_path / "hub", {"normalize": False})

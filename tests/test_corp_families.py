@@ -187,6 +187,7 @@ def test_weighing_heads_takes_values_where_only_values_can_go() -> None:
     assert taken.allocated.share <= macs(square) / macs(asked.model) < 1.0
 
 
+@pytest.mark.slow("graph")
 def test_root_mean_square_norms_export_in_half_precision_and_the_opset_is_said(tmp_path: Path) -> None:
     save(checkpoint("swiglu"), tmp_path / "dense")
     words = ["export", "--model", str(tmp_path / "dense"), "--precision", "fp16", "-o", str(tmp_path / "m.onnx")]

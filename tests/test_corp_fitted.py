@@ -64,6 +64,7 @@ def verified(home: Path, output: Path, images: str, *candidates: object, extra: 
     return done
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("images", "expected"),
     [("calibration.npy", (12, 8, 0)), ("mixed.npy", (6, 3, 1)), ("left-out.npy", (4, 0, 0)), ("others.npy", (9, 0, 0))],
@@ -122,6 +123,7 @@ def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> N
     assert "does not tell which images the model was fitted to" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow("measurement")
 def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
     quick = ("--time-limit", 5, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
@@ -145,6 +147,7 @@ def test_a_sweep_tells_it(home: Path, tmp_path: Path) -> None:
         assert ("was fitted to" in page) == ("was fitted to" in " ".join(done.stderr.split())) == (same > 0)
 
 
+@pytest.mark.slow("models")
 def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp_path: Path) -> None:
     words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
     judging = ("--images", home / "others.npy", "--macs", 0.7, "--parts", "mlp", "--align", "mlp=8")
@@ -157,6 +160,7 @@ def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp
     assert f"--macs 0.7 --align mlp=8 --images {home / 'calibration.npy'}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow("models")
 def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) -> None:
     """Those of --held-out judge: neither do they settle widths, nor are they said to have been fitted to."""
     reduce = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
@@ -247,6 +251,7 @@ def test_perplexity_tells_it_of_sequences(tmp_path: Path) -> None:
         assert ("was fitted to" in done.stderr) == all_seen
 
 
+@pytest.mark.slow("graph")
 def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     images = tiny.images(12)

@@ -142,6 +142,7 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
         assert max(site.error, site.error_uncompensated) < 1e-9 * site.energy
 
 
+@pytest.mark.slow("models")
 def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(EXAMPLE)
     np.save(tmp_path / "images.npy", load("train").images[:96])

@@ -69,6 +69,7 @@ def patches_of(graph: Path, images: Any) -> Any:
     return session.run(["patches"], {"images": images})[0]
 
 
+@pytest.mark.slow("graph")
 def test_maps_of_every_step_are_links_with_error_and_overlap(home: Path) -> None:
     heads = ("--head", home / "saliency.onnx", "--head", home / "classes.onnx")
     limits = ("--max-error", 2.0, "--max-map-error", 2.0, "--min-iou", 0.05, "--min-pixels", 0.05)
@@ -108,6 +109,7 @@ def test_maps_of_every_step_are_links_with_error_and_overlap(home: Path) -> None
     assert "Maps of heads" in (home / "report.md").read_text()
 
 
+@pytest.mark.slow("models")
 def test_limits_of_maps_are_their_own(home: Path) -> None:
     head = ("--head", home / "saliency.onnx")
     strict = verify(home, *head, "--min-iou", 1.0, code=1)
@@ -123,6 +125,7 @@ def test_limits_of_maps_are_their_own(home: Path) -> None:
     assert least != most
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -152,6 +155,7 @@ class Mean(nn.Module):
         return patches.mean(dim=1)
 
 
+@pytest.mark.slow("graph")
 def test_a_recipe_has_heads_and_limits_of_their_maps(home: Path) -> None:
     parity = '[parity]\nhead = ["saliency.onnx"]\nmin_iou = 0.05\nmax_map_error = 2.0'
     (home / "recipe.toml").write_text(RECIPE.replace("[parity]", parity))
@@ -179,6 +183,7 @@ class Spread(nn.Module):
         return maps
 
 
+@pytest.mark.slow("graph")
 def test_one_output_meets_a_heads_one_input_whatever_they_are_called(home: Path) -> None:
     port, outputs = Port(name="features", shape=(48,)), [OutputPort(name="map", role="feature map")]
     save(onnx_from_model(Spread().eval(), [port], outputs, precision="fp32", metadata={}), home / "spread.onnx")

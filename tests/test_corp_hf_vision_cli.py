@@ -34,6 +34,7 @@ def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
     return (*model, "--moments", str(home / "moments.safetensors"), "--align", "mlp=8,head=8")
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("name", "role", "options"),
     [
@@ -81,6 +82,7 @@ def _theirs(directory: Path, name: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [

@@ -53,6 +53,7 @@ def opened(model: nn.Module, count: int, path: Path) -> Images:
     return tiny.opened(path / "images.npy", pixels(model, count).numpy(), model)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_a_model_is_timms_and_its_steps_are_the_model(form: str) -> None:
@@ -94,6 +95,7 @@ def test_each_weight_counts() -> None:
                 layer.weight.copy_(weight)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", OTHER_SIZE)
 def test_full_width_is_the_dense_model_at_two_sizes(form: str, tmp_path: Path) -> None:
     for changes in ({}, OTHER_SIZE[form]):
@@ -140,6 +142,7 @@ PLANTED = {"hiera": 80, "maxvit_tf": 40, "maxvit_pm": 40, "coatnext": 40, "tiny_
 PLANTED |= {"efficientformer_v2": 64}
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", PLANTED)
 def test_planted_redundancy_goes_at_no_loss_at_every_site(form: str, tmp_path: Path) -> None:
     dense = planted(form)
@@ -159,6 +162,7 @@ def test_planted_redundancy_goes_at_no_loss_at_every_site(form: str, tmp_path: P
     assert error(nothing_repaired, dense.model, others) > 0.02
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", ["hiera", "maxvit_tf", "coatnext", "tiny_vit"])
 def test_best_is_below_corp_and_none_and_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form)

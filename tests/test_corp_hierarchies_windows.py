@@ -185,6 +185,7 @@ def multiply_adds(model: nn.Module) -> int:
     return total
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", ["hiera", "maxvit_tf", "coatnet", "tiny_vit"])
 def test_costs_count_windows_pooling_and_further_channels(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form)

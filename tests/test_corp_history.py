@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.history import LAST, is_found, recorded_noise, simulated
@@ -25,6 +26,7 @@ def gated(tmp_path: Path, levels: list[float]) -> Result:
     return result
 
 
+@pytest.mark.slow("measurement")
 def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) -> None:
     assert gated(tmp_path, [2.5]).exit_code == 0
     result = gated(tmp_path, RISEN)
@@ -40,6 +42,7 @@ def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) 
     assert json.loads(again.stdout)["rules"] == gate["rules"]
 
 
+@pytest.mark.slow("measurement")
 def test_the_report_of_the_directory_shows_the_history(tmp_path: Path) -> None:
     gated(tmp_path, RISEN)
     for suffix in (".html", ".md", ".csv"):

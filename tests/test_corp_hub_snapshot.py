@@ -102,6 +102,7 @@ def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
     assert vit.input_spec(ours.model).as_json() == json.loads(json.dumps(dict(sorted(config.items()))))
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, snapshot: Path, tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()

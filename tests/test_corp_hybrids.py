@@ -143,6 +143,7 @@ def test_nothing_removed_is_the_identity(name: str) -> None:
     assert error(reduce(own.model, moments(name), asked).model, own.model, pixels(3, size=SIZE)) < 1e-5
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_reduced_written_and_read_again(name: str, tmp_path: Path) -> None:
     own = checkpoint(name)

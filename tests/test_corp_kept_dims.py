@@ -248,6 +248,7 @@ def release_home(home: Path, folder: Path, system: str) -> Path:
     return folder
 
 
+@pytest.mark.slow("models")
 def test_a_release_goes_on_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def repaired(how: str, kept: Array) -> tuple[Array, Array]:
 RANKED = ("energy", "magnitude", "combined", "active", "variance", "wanda")
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(("rank", "repair"), [*itertools.product(RANKED, ("none", "affine")), ("obs", "affine")])
 def test_every_ranking_goes_with_every_repair_of_channels(rank: str, repair: str) -> None:
     check_channels(rank, repair, preset="none" if repair == "affine" else "best")

@@ -127,6 +127,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_
     assert "merging tokens takes about 0.500 ms of it, measured alone" in found.said[0]
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("how", ["merge", "drop"])
 def test_a_merge_alone_runs_in_onnx_runtime_as_in_torch(tmp_path: Path, how: Any) -> None:
     alone = MergeAlone(TokenMerge(count=3, protected=1, how=how)).eval()

@@ -1,6 +1,5 @@
 """What doctor says of this machine, and the floors it shares with pyproject.toml."""
 
-import importlib.metadata
 import json
 import platform
 import re
@@ -67,8 +66,8 @@ def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
 
 def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.11.0+cu126"}
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
+    installed = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
     found = findings()
     assert found["onnx"]["found"] == "1.21.0, older than 1.22"
     assert "onnx/onnx#7790" in found["onnx"]["disables"]
@@ -83,8 +82,8 @@ def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyP
 
 def test_doctor_names_the_holes_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"torch": "2.5.1+cu124", "onnx": "1.17.0", "pillow": "12.1.9", "onnxruntime": "1.24.0", "numpy": "1.16.2"}
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or installed(name))
+    installed = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
     found = findings()
     named = {

@@ -35,6 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow("graph")
 def test_a_merged_model_is_proved_to_its_graphs(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     given = inputs_from_set(images_for_model(dense.model, home / "images.npy"))
@@ -49,6 +50,7 @@ def test_a_merged_model_is_proved_to_its_graphs(home: Path) -> None:
     assert "what FP16 does to the dense model: other tokens are merged there" in half.reason
 
 
+@pytest.mark.slow("graph")
 def test_another_choice_in_the_graph_is_told_from_a_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of another schedule merges other tokens everywhere, which no tie excuses."""
     dense = load_checkpoint(home / "dense")

@@ -88,11 +88,13 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
+@pytest.mark.slow("graph")
 def test_its_moments_are_taken_with_merging_active(released: Path) -> None:
     (moments,) = released.rglob("moments.safetensors")
     assert json.loads(load(moments).lineage["merging"])["schedule"] == [2, 4]
 
 
+@pytest.mark.slow("graph")
 def test_a_release_of_a_model_that_merges_ends_in_its_verdict(released: Path) -> None:
     assert json.loads((released / "gate.json").read_text())["verdict"] == "PASS"
     links = {link["name"]: link for link in json.loads((released / "parity.json").read_text())["links"]}
@@ -105,6 +107,7 @@ def test_a_release_of_a_model_that_merges_ends_in_its_verdict(released: Path) ->
         assert not torch.equal(reduced(images), vit.with_merging(reduced, None)(images))
 
 
+@pytest.mark.slow("graph")
 def test_a_release_says_how_it_merges_wherever_it_tells_of_the_model(released: Path) -> None:
     record = json.loads((released / "reduced" / "config.json").read_text())["lineage"]["reduction"]["merging"]
     assert (record["schedule"], record["tokens"]) == ([2, 4], [17, 15, 11])

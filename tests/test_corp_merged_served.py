@@ -23,6 +23,7 @@ REASON = lack()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
+@pytest.mark.slow("graph", "server")
 def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -> None:
     dense, repository = tiny.checkpoint(), tmp_path / "models"
     ways: tuple[How, ...] = ("merge", "drop")

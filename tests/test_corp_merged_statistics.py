@@ -165,6 +165,7 @@ def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any]) -> None:
         assert torch.isfinite(logits(reduction.model, images)).all()
 
 
+@pytest.mark.slow("models")
 def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> None:
     dense = load_checkpoint(EXAMPLE).model
     pixels, held_out = load("train").images[:256], load("held-out").images[:128]

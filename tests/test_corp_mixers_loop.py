@@ -53,6 +53,7 @@ def multiply_adds(model: nn.Module) -> int:
     return total
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["convnext_tiny", "convnextv2_atto", "small_mixer", "small_resmlp"])
 def test_a_budget_counts_every_stage_at_its_own_tokens(name: str, tmp_path: Path) -> None:
     checkpoint = small(name)
@@ -80,6 +81,7 @@ def moments_at_random(model: nn.Module) -> Moments:
     return collect(model, calibration_taps(model, sites_of(model)), [images], device="cpu", lineage=lineage)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["convnext_tiny", "convnext_atto", "convnextv2_atto", "small_mixer"])
 def test_the_closed_loop_is_nearer_to_the_dense_outputs(name: str, tmp_path: Path) -> None:
     checkpoint = small(name)

@@ -175,6 +175,7 @@ def test_graphs_of_several_inputs_are_timed(tagger: Tagger, tmp_path: Path) -> N
     assert not any("answers taken inside the timed run" in text for text in record.warnings)
 
 
+@pytest.mark.slow("graph")
 def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
     export_checkpoint(dense, tmp_path / "m.onnx", precision="fp32")

@@ -183,6 +183,7 @@ def test_what_can_not_be_followed_is_refused(case: str, tmp_path: Path) -> None:
     reduce(model, moments, method)
 
 
+@pytest.mark.slow("models")
 def test_the_command_takes_closed_loops_of_own_modules_and_no_reads(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     np.save(tmp_path / "images.npy", tiny.images(48))

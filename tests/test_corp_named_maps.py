@@ -82,6 +82,7 @@ def test_patches_are_a_map_where_they_are_of_an_image() -> None:
         with_outputs(dense, outputs_from_text("map,stage1_map"))
 
 
+@pytest.mark.slow("graph")
 def test_a_convnexts_stages_go_through_closed_loop_graphs_proof_and_repository(tmp_path: Path) -> None:
     dense = small("convnext_atto", num_classes=0)
     save(dense, tmp_path / "dense")

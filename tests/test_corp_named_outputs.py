@@ -325,6 +325,7 @@ def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None
     torch.testing.assert_close(got["patches"], tokens[:, 1:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
     model = with_outputs(dense.model, outputs_from_text("class,patches,block0"))

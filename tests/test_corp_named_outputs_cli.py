@@ -49,6 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return done(tmp_path_factory.mktemp("named"))
 
 
+@pytest.mark.slow("graph")
 def test_the_reduced_directory_and_its_graph_give_the_outputs_by_name(home: Path) -> None:
     assert json.loads((home / "reduced" / "config.json").read_text())["outputs"] == list(OUTPUTS)
     session = ort.InferenceSession(str(home / "reduced" / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -139,6 +140,7 @@ name = "tiny"
 """
 
 
+@pytest.mark.slow("graph")
 def test_a_recipe_names_outputs_too(home: Path) -> None:
     (home / "recipe.toml").write_text(RECIPE)
     invoked("release", home / "recipe.toml", "-o", home / "release")
@@ -151,6 +153,7 @@ def test_a_recipe_names_outputs_too(home: Path) -> None:
     assert "model.outputs: 'nose' is none" in invoked("release", home / "recipe.toml", "-o", home / "x", code=2).stderr
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

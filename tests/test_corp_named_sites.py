@@ -179,6 +179,7 @@ def invoked(*arguments: Any, code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.slow("graph")
 def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     np.save(tmp_path / "images.npy", tiny.images(64))
@@ -290,6 +291,7 @@ count = 3
 """
 
 
+@pytest.mark.slow("graph")
 def test_a_recipe_names_code_which_the_command_has_to_trust(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     (tmp_path / "recipe.toml").write_text(RECIPE)

@@ -46,6 +46,7 @@ def errors(home: Path, directory: Path) -> dict[str, float]:
         return {name: float((new - old).double().norm() / old.double().norm()) for name, new, old in pairs}
 
 
+@pytest.mark.slow("models")
 def test_the_smallest_model_keeps_the_limit_at_its_worst_output(home: Path) -> None:
     asked = ("--within", "error 0.3", "--judge", home / "held-out.npy", "--align", "mlp=8,head=8")
     result = invoked("reduce", *dense(home), "--images", home / "images.npy", *asked, "--json", "-o", home / "within")

@@ -31,6 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow("models")
 def test_what_asks_for_heads_is_refused(home: Path) -> None:
     reduce = ("reduce", "--model", "dense", "--moments", "moments.safetensors", "-o", "reduced")
     for options, words in (
@@ -48,6 +49,7 @@ def test_what_asks_for_heads_is_refused(home: Path) -> None:
     assert f"--parts attn {NONE}" in run(*sweep, "--parts", "attn", code=2).output
 
 
+@pytest.mark.slow("models")
 def test_nothing_is_said_of_attention(home: Path) -> None:
     sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
     printed = [

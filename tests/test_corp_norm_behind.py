@@ -187,6 +187,7 @@ def test_sums_are_those_of_a_loop_over_tokens(form: str, name: str) -> None:
         torch.testing.assert_close(mine, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", MODELS)
 def test_the_closed_loop_is_no_worse_than_the_open_one(form: str) -> None:
     dense = checkpoint(form)
@@ -202,6 +203,7 @@ def test_the_closed_loop_is_no_worse_than_the_open_one(form: str) -> None:
     assert ratio < 1.0, ratio
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", ["residual post-norm", "side by side"])
 def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
     dense = checkpoint(form)

@@ -44,6 +44,7 @@ def types_of_means(graph: onnx.ModelProto) -> set[int | None]:
     return {types.get(node.input[0]) for node in graph.graph.node if node.op_type in MEANS}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("norm", "precision"),
     [(RmsNorm(16), "fp16"), (RmsNorm(16), "bf16"), (SimpleNorm(16), "fp16"), (RmsNorm2d(16), "fp16")],
@@ -65,6 +66,7 @@ def test_every_norm_takes_its_mean_in_float32(norm: nn.Module, precision: str) -
     assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < BOUNDS[precision]
 
 
+@pytest.mark.slow("graph")
 def test_a_vit_of_them_keeps_each_one_operator() -> None:
     torch.manual_seed(0)
     model = timm.create_model(

@@ -40,6 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow("graph")
 @needs_openvino
 @pytest.mark.parametrize("dense", ["fp32.onnx", "dense"])
 def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_path: Path, dense: str) -> None:
@@ -52,6 +53,7 @@ def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_pa
     assert all(each["macs"] for each in subjects)
 
 
+@pytest.mark.slow("measurement")
 @needs_openvino
 def test_records_of_two_runtimes_are_not_comparable(home: Path, tmp_path: Path) -> None:
     for backend in ("openvino", "onnxruntime"):

@@ -133,6 +133,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("way", "option", "value"), PAIRS)
 def test_bench_hands_an_option_on_or_refuses_it(
     home: Path, tmp_path: Path, seen: Seen, way: str, option: str, value: Any

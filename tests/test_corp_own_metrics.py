@@ -80,6 +80,7 @@ def shares(home: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow("graph")
 def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -> None:
     command = f"hits={sys.executable} score.py {{outputs}}"
     result = run("verify", "dense", "reduced", "reduced/model.onnx", "--images", "images.npz", "--labels", "images.npz",
@@ -197,6 +198,7 @@ def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_st
     assert len({digest("a", INPUTS), digest("a#", INPUTS), digest("a", INPUTS, "2"), digest("a", _labelled())}) == 4
 
 
+@pytest.mark.slow("graph")
 def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
     highest = "import sys, numpy; print(numpy.load(sys.argv[1])['logits'].max())"
     score = f"--metric={python(highest)}"
@@ -272,6 +274,7 @@ def test_a_time_limit_without_a_measure_is_refused() -> None:
     assert "--metric-time-limit is for --metric" in result.output
 
 
+@pytest.mark.slow("graph")
 def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     """Graphs of uint8, samples, server configuration, manifest, card, report and gate from one recipe."""
     (home / "score.py").write_text(QUIET)

@@ -159,6 +159,7 @@ def test_nothing_removed_is_the_dense_model_at_another_size(form: str) -> None:
     assert relative(done.model, whole.model, 48) < 1e-5
 
 
+@pytest.mark.slow("models")
 def test_repairs_are_better_than_none() -> None:
     """By the reports of sites where presets tell errors in one unit; in the outputs no theorem says by how much, and
     random queries and keys leave little to repair within planes, so over all forms.

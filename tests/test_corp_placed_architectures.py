@@ -39,6 +39,7 @@ def on_meta(name: str) -> nn.Module:
         return with_placed_blocks(timm.create_model(name, **kwargs))
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("module", FAMILIES)
 def test_every_architecture_is_reduced_or_refused_with_a_reason(module: str) -> None:
     counts: Counter[str] = Counter()

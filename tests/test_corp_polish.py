@@ -148,6 +148,7 @@ class Stopped(Exception):
     """What an interruption raises here."""
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stop_at", [3, 14, 40])
 def test_an_interrupted_polish_goes_on_to_the_same_bytes(
@@ -308,6 +309,7 @@ def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
     assert float(stream_error(tokens, dense)) == pytest.approx(errors / total)
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("metric", [{}, {"metric": "keys"}, {"how": "drop"}])
 def test_a_model_that_merges_tokens_comes_closer_too(how: str, metric: dict[str, Any], images: Images) -> None:
@@ -381,6 +383,7 @@ def test_options_refuse_what_contradicts_itself(fields: dict[str, Any], message:
         PolishOptions(**fields)
 
 
+@pytest.mark.slow("training", "process")
 def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Path) -> None:
     exits = exits_of(__name__, 2, tmp_path / "images.npy", tmp_path)
     assert [code for code, _ in exits] == [0, 0], exits

@@ -129,6 +129,7 @@ def reduced_sites_in_order(dense: nn.Module, model: nn.Module) -> list[str]:
     return sorted(reduced_sites(dense, model), key=lambda name: (name.rpartition(".")[0], name.endswith("mlp")))
 
 
+@pytest.mark.slow("models")
 @torch.no_grad()
 def test_planted_layers_come_back() -> None:
     """Half the hidden channels and half of each head's queries and keys do nothing in the dense model; the reduced one

@@ -152,6 +152,7 @@ def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], 
     return len(commands)
 
 
+@pytest.mark.slow("graph")
 def test_every_command_of_a_release_makes_what_it_stands_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_every_command_of_a_release_makes_what_it_stands_beside(
         assert [command for command in told if command not in text] == [], page
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, names = OTHERWISE[name]
@@ -186,6 +188,7 @@ def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch:
     reproduced(out, tmp_path, commands, monkeypatch)
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_command_of_the_demo_makes_what_it_stands_beside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -342,6 +345,7 @@ def decides(stage: Stage) -> dict[str, object]:
     return told | dict.fromkeys(stage.outside)
 
 
+@pytest.mark.slow("models")
 def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None:
     """What decides a stage's result is in its command, and what is in its command decides the stage."""
     keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in keys_of(known)}

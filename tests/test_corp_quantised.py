@@ -58,6 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow("graph")
 def test_export_writes_each_with_what_it_is(home: Path) -> None:
     for name in ("int8", "fp8"):
         graph = onnx.load(home / "dense" / f"model.{name}.onnx")
@@ -67,6 +68,7 @@ def test_export_writes_each_with_what_it_is(home: Path) -> None:
         assert len(layers(onnx.load(home / "dense" / "model.onnx"))) == int(notes["export.quantised_layers"])
 
 
+@pytest.mark.slow("graph")
 def test_verify_holds_each_to_the_dense_models_own_error(home: Path) -> None:
     graphs = [home / "dense" / f"model{name}.onnx" for name in ("", ".int8", ".fp8")]
     ran("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "-o", home / "parity.json")
@@ -88,6 +90,7 @@ def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProt
     return proto
 
 
+@pytest.mark.slow("graph")
 def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
     onnx.save(with_short_range(home / "dense" / "model.int8.onnx", np.float16), tmp_path / "model.int8.onnx")
     graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
@@ -100,6 +103,7 @@ def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Pa
     assert "--keep-rest 'blocks.1.mlp'" in located["command"]
 
 
+@pytest.mark.slow("graph")
 def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) -> None:
     """Against the graph as it is, run by ONNX Runtime without any of its optimisations; all else in FP32, as another
     rounding of FP16 has other values fall on the next FP8 number, which is far away.
@@ -119,6 +123,7 @@ def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) ->
         OnnxRunner(path).__enter__()
 
 
+@pytest.mark.slow("graph")
 def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
     broken = tiny.checkpoint()
     with torch.no_grad():  # an outlier that takes the whole range of what fc2 reads, and that fc2 does not look at
@@ -146,6 +151,7 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
     assert error <= (bounds[ports[0].name].max_relative_error or 0)
 
 
+@pytest.mark.slow("graph")
 def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
     words = ["--precision", "int8,fp32", "--rest", "fp32", "--images", home / "images.npy", "--keep-rest", "blocks.0.*"]
     done = ran("export", "--model", home / "dense", *words, "-o", tmp_path / "model.onnx", "--json")
@@ -170,6 +176,7 @@ def computed(home: Path) -> Path:
     return home
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_tells_how_many_bits_its_weights_use(computed: Path) -> None:
     for name, bits, largest in (("eight", 8, 127), ("seven", 7, 63)):
         path = computed / f"{name}.int8.onnx"
@@ -195,6 +202,7 @@ class Saturating(OnnxRunner):
 SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on one that has it"
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("name", "vnni", "said"),
     [
@@ -221,6 +229,7 @@ def test_verify_tells_kernels_from_the_graph(
     assert all("as it is typed" not in each["reason"] for each in links if each is not link)
 
 
+@pytest.mark.slow("graph")
 def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
     computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +253,7 @@ def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
     assert "--weight-bits" not in plain
 
 
+@pytest.mark.slow("graph")
 def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     model = ["export", "--model", home / "dense", "-o", out]
@@ -268,6 +278,7 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
         assert not out.exists()
 
 
+@pytest.mark.slow("graph")
 def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None:
     old, new = (Library(name="tensorrt-rtx", version=version, module=None) for version in ("1.6.1.120", "1.7.1.116"))
     int8, fp8, fp16 = (onnx.load(home / "dense" / f"model.{name}.onnx") for name in ("int8", "fp8", "fp16"))
@@ -277,6 +288,7 @@ def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None
     assert remedies(Library(name="tensorrt", version="10.16.1", module=None), int8) == []
 
 
+@pytest.mark.slow("graph")
 @rtx
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
@@ -299,6 +311,7 @@ def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precisi
     assert "called fp16 but" in refused.output
 
 
+@pytest.mark.slow("graph")
 def test_ranges_of_a_grey_model_are_taken_of_its_arrays(tmp_path: Path) -> None:
     """No mean of one channel is known, and none is needed."""
     save(tiny.checkpoint(in_chans=1, depth=1), tmp_path / "dense")

@@ -65,6 +65,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow("graph")
 def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
     release = home / "release"
     rules = json.loads((release / "gate.json").read_text())["rules"]
@@ -78,6 +79,7 @@ def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
     assert {"quantised", "exact", "reduced"} <= {link["kind"] for link in links}
 
 
+@pytest.mark.slow("graph")
 def test_the_recipes_bits_are_those_of_the_graph(home: Path) -> None:
     assert facts_of_onnx(home / "release" / "reduced" / "model.int8.onnx").weight_bits == 7
 
@@ -97,6 +99,7 @@ def with_gain(bench: Bench, times: float) -> Bench:
     return replace(bench, rows=tuple(replace(row, blocks=blocks(row)) for row in bench.rows))
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("times", "served"), [(2.0, "model.int8.onnx"), (1.0, "model.onnx"), (0.5, "model.onnx")])
 def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float, served: str) -> None:
     release = home / "release"
@@ -117,6 +120,7 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
     assert any("model.int8.onnx is left out" in each for each in notes) == (times <= 1)
 
 
+@pytest.mark.slow("graph")
 def test_int8_needs_what_it_rests_on(home: Path) -> None:
     wrong = home / "wrong.toml"
     for text, message in (

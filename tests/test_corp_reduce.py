@@ -136,6 +136,7 @@ class PaperAttention(nn.Module):
         return dense.proj(torch.cat(out, -1))  # type: ignore[operator, no-any-return]
 
 
+@pytest.mark.slow("models")
 def test_preset_corp_is_the_paper(tmp_path: Path) -> None:
     calibration, held_out = load("train").images[:64], load("held-out").images[:50]
     method = method_from_preset("corp", mlp_sparsity=0.5, attention_sparsity=0.5)
@@ -150,6 +151,7 @@ def test_preset_corp_is_the_paper(tmp_path: Path) -> None:
     assert relative_error(logits(without, held_out), reference) > 1e-2
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("sparsity", [0.5, 0.75])
 def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moments, sparsity: float) -> None:
     held_out = load("held-out").images
@@ -164,6 +166,7 @@ def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moment
     assert error["corp"] <= 0.25 * error["none"], error
 
 
+@pytest.mark.slow("models")
 def test_the_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Moments) -> None:
     held_out = load("held-out")
 

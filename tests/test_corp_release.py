@@ -130,6 +130,7 @@ def edit(home: Path, old: str, new: str) -> None:
     (home / "recipe.toml").write_text(text.replace(old, new))
 
 
+@pytest.mark.slow("graph")
 def test_the_folder_holds_what_is_promised(first: Path) -> None:
     out = first / "out"
     manifest = json.loads((out / "manifest.json").read_text())
@@ -159,6 +160,7 @@ def took(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in rows if line.startswith("| ")][1:]
 
 
+@pytest.mark.slow("graph")
 def test_card_and_report_tell_what_each_step_took(first: Path, tmp_path: Path) -> None:
     out = first / "out"
     steps = took((out / "MODEL_CARD.md").read_text())
@@ -175,6 +177,7 @@ def test_card_and_report_tell_what_each_step_took(first: Path, tmp_path: Path) -
     assert took((tmp_path / "again.md").read_text()) == steps
 
 
+@pytest.mark.slow("graph")
 def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     result = release(home)
@@ -188,6 +191,7 @@ def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
     }
 
 
+@pytest.mark.slow("graph")
 def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> None:
     edit(home, '"params >= dense"', '"params >= dense", "params < 1e9"')
     dry = json.loads(release(home, "--dry-run", "--json").stdout)
@@ -198,6 +202,7 @@ def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> N
     assert run("check", home / "out").exit_code == 0
 
 
+@pytest.mark.slow("graph")
 def test_other_images_calibrate_again_and_another_name_does_not(home: Path) -> None:
     edit(home, "[model]\n", '[release]\nname = "other"\n[model]\n')
     rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
@@ -210,6 +215,7 @@ def test_other_images_calibrate_again_and_another_name_does_not(home: Path) -> N
     assert states["dense"] == states["export.dense"] == "cached"
 
 
+@pytest.mark.slow("graph")
 def test_check_names_what_differs(home: Path) -> None:
     out = home / "out"
     assert "samples replayed: all as they were made" in said(run("check", out))
@@ -222,6 +228,7 @@ def test_check_names_what_differs(home: Path) -> None:
     assert run("check", home).exit_code == 2
 
 
+@pytest.mark.slow("graph")
 def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path) -> None:
     """Whoever edits a file and its line in SHA256SUMS has still the manifest against him, and then the replay."""
     out = home / "out"
@@ -251,6 +258,7 @@ def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str,
         replay(tmp_path)
 
 
+@pytest.mark.slow("process")
 def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_path: Path) -> None:
     """Killed again and again in one directory at seeded file operations; all but the timings is byte for byte equal."""
     home = tmp_path / "home"
@@ -277,12 +285,14 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     assert run("check", home / "out").exit_code == 0
 
 
+@pytest.mark.slow("graph")
 def test_two_in_one_directory_are_refused(home: Path) -> None:
     with locked(home / "out"):
         result = release(home, expect=2)
     assert f"another release (process {os.getpid()}) works in this directory" in result.stderr
 
 
+@pytest.mark.slow("graph")
 def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(place: StageDirs, run: Invocation) -> None:
         (place.into / "reduced").mkdir()
@@ -299,6 +309,7 @@ def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: py
     assert sha256_of_file(home / "out" / "reduced" / "model.safetensors") == before
 
 
+@pytest.mark.slow("models")
 def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01"')
     baseline = home / "baseline.json"
@@ -316,6 +327,7 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     assert made(result) == ["gate", "report", "manifest"]
 
 
+@pytest.mark.slow("graph")
 def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +354,7 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
     assert "is where this release goes; give one apart" in " ".join(release(home, expect=2).stderr.split())
 
 
+@pytest.mark.slow("models")
 def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
     """Not one whose rule fails, whose proof fails or whose figures decide nothing."""
     baseline = home / "baseline.json"
@@ -360,6 +373,7 @@ def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
     assert "PASS (3 links judged) on 9 images" in said(result)
 
 
+@pytest.mark.slow("graph")
 def test_the_verdict_says_what_had_no_limit_wherever_it_stands(first: Path) -> None:
     out = first / "out"
     line = "PASS (1 link judged, 2 measured without a limit) on 9 images"
@@ -372,6 +386,7 @@ def test_the_verdict_says_what_had_no_limit_wherever_it_stands(first: Path) -> N
     assert 'skipped="2"' in (out / "report.xml").read_text()
 
 
+@pytest.mark.slow("models")
 def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> None:
     """Nine held-out images leave 70 % open even where all agree: told by a dry run, and then the release's verdict."""
     edit(home, "batches = [1, 3]", "batches = [1, 3]\nmin_agreement = 0.98")
@@ -396,6 +411,7 @@ def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> 
     assert "88.89 %, limit 98 % (the point alone decides) (1 of 9 images flipped)" in said(alone)
 
 
+@pytest.mark.slow("graph")
 def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
     edit(home, "calibration.npy", "nowhere")
     assert "calibration.images: " in release(home, expect=2).stderr
@@ -496,6 +512,7 @@ def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeyp
     assert [f"recipe.toml: {key}: " in line for key, line in zip(keys, lines, strict=True)] == [True] * 3
 
 
+@pytest.mark.slow("graph")
 def test_a_stage_alone_is_refused_what_it_reads_and_no_more(home: Path) -> None:
     """Another machine has what its stages read; and what is done already is not read again."""
     np.save(home / "three.npy", np.arange(3))
@@ -512,6 +529,7 @@ def said_wrong(result: Result) -> str:
     return " ".join(result.stderr.split())
 
 
+@pytest.mark.slow("graph")
 def test_what_a_measure_said_stays_its_own_words(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that reads as if the system had said it."""
 
@@ -526,6 +544,7 @@ def test_what_a_measure_said_stays_its_own_words(home: Path, monkeypatch: pytest
 PROOF = ("recipe", "dense", "moments", "reduce", "export.dense", "export.reduced", "samples", "parity")
 
 
+@pytest.mark.slow("graph")
 def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the very images, whole groups of them, with their labels among those of all; as the printed command does."""
     images = tiny.images(12)
@@ -578,6 +597,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.slow("models")
 def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's part is played by copies of the CPU's records; what is real is the script, the stamps, the taking."""
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\nfail_if = ['params >= dense']\n[gate]")
@@ -635,6 +655,7 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
     there.setattr(steps, "write_bench", bench)
 
 
+@pytest.mark.slow("graph")
 def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\n[gate]")
     release(home, "--plan-only")
@@ -650,6 +671,7 @@ def test_a_script_where_the_gpu_is_missing_says_what_is(home: Path) -> None:
     assert "stage engine.tensorrt: tensorrt is not installed here" in done.stderr
 
 
+@pytest.mark.slow("process")
 def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> None:
     results, summary = home / "results", home / "summary.md"
     environment = {
@@ -677,6 +699,7 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
     assert script() == 2
 
 
+@pytest.mark.slow("graph")
 def test_a_starter_is_written_once(home: Path) -> None:
     starter = home / "new.toml"
     assert run("release", starter, "--init", home / "dense").exit_code == 0
@@ -716,6 +739,7 @@ def record_of_bench(home: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("measurement")
 def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -743,6 +767,7 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     assert "gpu: 'A Card' then, 'Another' now" in row["message"]
 
 
+@pytest.mark.slow("measurement")
 def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stale(OnnxRunner):
         """Answers the timed calls with zeros, as a graph captured with other weights would."""
@@ -759,6 +784,7 @@ def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatc
         assert any(text.startswith(f"{name} at batch 2: 2 answers taken inside the timed run") for text in warnings)
 
 
+@pytest.mark.slow("graph")
 def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: OnnxRunner, feeds: Feeds) -> Bound:
         raise MemoryError("Failed to allocate memory")
@@ -788,6 +814,7 @@ def keys_of_ours(home: Path) -> tuple[Path, Path]:
     return private, public
 
 
+@pytest.mark.slow("models")
 def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of(home: Path) -> None:
     private, public = keys_of_ours(home)
     out, before = home / "out", sha256_of_file(home / "out" / "manifest.json")
@@ -819,6 +846,7 @@ def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of
         )
 
 
+@pytest.mark.slow("graph")
 def test_the_provenance_names_every_file_and_every_input(first: Path) -> None:
     out = first / "out"
     statement = json.loads((out / "provenance.json").read_text())
@@ -838,6 +866,7 @@ def test_the_provenance_names_every_file_and_every_input(first: Path) -> None:
     assert str(first) not in (out / "provenance.json").read_text()
 
 
+@pytest.mark.slow("models")
 def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(first: Path) -> None:
     text = (first / "out" / "sbom.cdx.json").read_text()
     bill = json.loads(text)
@@ -862,6 +891,7 @@ def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(fir
     assert validation.JsonStrictValidator(schema).validate_str(broken) is not None
 
 
+@pytest.mark.slow("graph")
 def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
     private, public = keys_of_ours(home)
     repository, words = home / "repository", ("--name", "tiny", "--sign", private)

@@ -84,6 +84,7 @@ def released(root: Path) -> Result:
     return run("release", root / "recipe.toml", "-o", root / "out", *baseline)
 
 
+@pytest.mark.slow("graph")
 def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
     out = home / "out"
     subjects = json.loads((out / "bench.json").read_text())["subjects"]
@@ -94,6 +95,7 @@ def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
     assert "openvino" in (out / "MODEL_CARD.md").read_text().lower()
 
 
+@pytest.mark.slow("graph")
 def test_a_share_that_the_samples_leave_open_is_judged_on_the_held_out_images(home: Path) -> None:
     """Of three samples all that agree don't show half; of nine held-out images they do."""
     whole, of_target = (load_parity(home / "out" / f"parity{name}.json") for name in ("", ".openvino"))
@@ -103,6 +105,7 @@ def test_a_share_that_the_samples_leave_open_is_judged_on_the_held_out_images(ho
     assert (whole.verdict, of_target.verdict) == ("PASS", "PASS")
 
 
+@pytest.mark.slow("graph")
 def test_the_report_tells_how_many_images_are_enough(home: Path) -> None:
     out = home / "out"
     size = json.loads((out / "calibration-size.json").read_text())
@@ -117,6 +120,7 @@ def test_the_report_tells_how_many_images_are_enough(home: Path) -> None:
     assert size["points"][-1]["relative_error"] == pytest.approx(float(error), rel=1e-3)
 
 
+@pytest.mark.slow("graph")
 def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
     out = home / "out"
     configs = [path.read_text() for path in (out / "repository").rglob("config.pbtxt")]
@@ -126,12 +130,14 @@ def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
         assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow("graph")
 def test_a_second_run_does_nothing(home: Path) -> None:
     done = released(home)
     assert done.exit_code == 0
     assert "nothing to do" in done.output
 
 
+@pytest.mark.slow("graph")
 def test_the_target_too_is_measured_on_samples_with_their_labels(home: Path) -> None:
     out = home / "out"
     images = torch.from_numpy(np.load(out / "samples/images.npy"))

@@ -63,6 +63,7 @@ def by_hand(root: Path, count: int) -> Moments:
     return calibrate(tiny.checkpoint(), source.subset(range(count)), batch_size=5)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("asked", ["mlp = 0.5\nattn = 0.25", "macs = 0.7"])
 def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: str) -> None:
     done = sized(home, "snapshots = [3, 7]", asked)

@@ -95,6 +95,7 @@ def rescaled_and_not(name: str, how: str, share: float, **changes: Any) -> tuple
     return plain_too, rescaled
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("how", ["open", "symmetric"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_convolution_has_the_dense_means_and_variances(name: str, how: str) -> None:
@@ -120,6 +121,7 @@ def test_it_lowers_the_error_of_much_reduced_models(name: str) -> None:
     assert error(rescaled.model, dense, unseen) < error(plain.model, dense, unseen)
 
 
+@pytest.mark.slow("models")
 def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
     own, source = digits()
     taken, unseen, grail = calibrate(own, source, batch_size=32), unseen_digits(), method("grail", 0.7)
@@ -153,6 +155,7 @@ def test_what_it_can_not_do_is_refused() -> None:
     assert MethodChoice(conv=0.5, rescale=True).method.rescales
 
 
+@pytest.mark.slow("models")
 def test_the_command_rescales(tmp_path: Path) -> None:
     own = checkpoint("resnet18d")
     save(own, tmp_path / "dense")

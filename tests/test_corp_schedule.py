@@ -201,6 +201,7 @@ def planned(probe: Probe) -> Joint:
     )
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_a_budget_counts_merging_and_widths(planned: Joint, share: float) -> None:
     probe = planned.probe
@@ -222,6 +223,7 @@ def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Join
     assert planned.narrowest() < 0.5
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("about", [1.0, ABOUT, 100.0])
 def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
     planned: Joint, about: float, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +247,7 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
     assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
 
 
+@pytest.mark.slow("models")
 def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
     dense.model.requires_grad_(False)  # as every loaded model is
@@ -273,6 +276,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         reduce_as_asked(dense, probe.moments, other, images=images)
 
 
+@pytest.mark.slow("models")
 def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) -> None:
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
     dense.model.requires_grad_(False)  # as every loaded model is

@@ -93,6 +93,7 @@ def test_the_printed_line_passes_in_their_tool(home: Path, place: int) -> None:
     assert "Passed: 3/3 iterations" in told
 
 
+@pytest.mark.slow("models")
 def test_a_damaged_graph_fails_there_and_inside(home: Path) -> None:
     model = onnx.load(str(home / "fp32.onnx"))
     weight = [each for each in model.graph.initializer if len(each.dims) == 2][-1]

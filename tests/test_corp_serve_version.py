@@ -41,6 +41,7 @@ def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
     return folder / "models", graphs
 
 
+@pytest.mark.slow("server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_server_is_rolled_and_a_version_with_other_answers_is_not_served(tmp_path: Path) -> None:
     repository, graphs = packaged(tmp_path)

@@ -22,6 +22,7 @@ def done(*words: object) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow("graph", "server")
 def test_a_reduced_model_is_served_as_it_computes(tmp_path: Path) -> None:
     images = tiny.images(24)
     np.save(tmp_path / "images.npy", images)

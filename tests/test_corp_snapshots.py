@@ -168,6 +168,7 @@ def test_snapshots_of_restricted_systems(tmp_path: Path, home: Path) -> None:
     assert_equal(load(tmp_path / "m.5.safetensors"), load(tmp_path / "alone.safetensors"))
 
 
+@pytest.mark.slow("models")
 def test_a_resumed_run_writes_the_same_snapshots(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = tmp_path / "groups.json"
     labels.write_text(json.dumps([place % 10 for place in range(COUNT)]))

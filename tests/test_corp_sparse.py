@@ -408,6 +408,7 @@ def assert_two_of_four(path: Path, patterns: Any, dtype: str) -> None:
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("form", ["narrow", "resnext50_32x4d"])
 def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str) -> None:
@@ -416,6 +417,7 @@ def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, prec
     assert_two_of_four(tmp_path / "m.onnx", own.sparsity, DTYPES[precision])
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
 @pytest.mark.parametrize("form", ["narrow"])
 def test_quantised_zeros_are_exact_too(tmp_path: Path, form: str, precision: str, dtype: str) -> None:

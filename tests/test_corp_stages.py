@@ -133,6 +133,7 @@ def test_what_this_machine_lacks_stops_only_what_reads_it(tmp_path: Path, source
     assert finished(stages, tmp_path / "out").blocked == {}, "done elsewhere is done"
 
 
+@pytest.mark.slow("process")
 def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.killing", "fake", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -80,6 +80,7 @@ def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in trial.items() if name not in timed} for trial in trials]
 
 
+@pytest.mark.slow("graph", "measurement")
 def test_a_row_is_what_reduce_and_bench_say_of_the_same_choice(tmp_path: Path) -> None:
     words = ("--sparsity", 0.5, "--preset", "corp-v1", "--macs", 0.8, "--bench", "onnxruntime", "--batch", "1,3")
     trials = swept(tmp_path / "s", *words, *QUICK, "--labels", home() / "labels.npy", "--keep-models")
@@ -120,6 +121,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+@pytest.mark.slow("models")
 def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
@@ -191,6 +193,7 @@ def ranks_below(launcher: int) -> list[int]:
     return [child for child, parent in parents.items() if parent in torchruns]
 
 
+@pytest.mark.slow("process")
 def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None:
     words = ("--sparsity", "0.25,0.4,0.5", "--preset", "none", "--parts", "mlp")
     alone = swept(tmp_path / "alone", *words)
@@ -237,6 +240,7 @@ def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path:
     assert not (tmp_path / "s/calibration-size.json").exists(), "an earlier sweep's answer"
 
 
+@pytest.mark.slow("models")
 def test_the_narrowest_model_judges_the_numbers_of_images_wherever_it_stands(tmp_path: Path) -> None:
     answers = []
     for shares in ("0.25,0.5", "0.5,0.25"):

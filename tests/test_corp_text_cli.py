@@ -54,6 +54,7 @@ def reduced(home: Path, name: str, *options: Any) -> Path:
     return home / name
 
 
+@pytest.mark.slow("graph")
 def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
     directory = reduced(home, "reduced", "--mlp", 0.5, "--attn", 0.5)
     (home / "hf").rename(home / "away")  # nothing below needs the source

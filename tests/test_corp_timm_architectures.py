@@ -36,6 +36,7 @@ def on_meta(name: str) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("module", MODULES)
 def test_every_architecture_is_reduced_or_refused_with_a_reason(module: str) -> None:
     for name in timm.list_models(module=module):

@@ -43,6 +43,7 @@ def reduced(form: str, preset: str = "best") -> Reduction:
     return reduce(checkpoint(form).model, moments(form), method(preset))
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_told_by_inspection(form: str) -> None:
     model = checkpoint(form).model
@@ -75,6 +76,7 @@ def test_a_walk_through_the_branches_is_the_model(form: str) -> None:
         torch.testing.assert_close(family.finished(model, walk.tokens.x, x), model(x))
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 @pytest.mark.parametrize("preset", ["best", "corp"])
 def test_nothing_removed_is_the_dense_model(form: str, preset: str) -> None:
@@ -83,6 +85,7 @@ def test_nothing_removed_is_the_dense_model(form: str, preset: str) -> None:
     assert relative(reduce(dense, moments(form), asked).model, dense) < 1e-5
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_nothing_removed_is_the_dense_model_at_another_size(form: str) -> None:
     size = 96 if form == "hybrid" else 48
@@ -93,6 +96,7 @@ def test_nothing_removed_is_the_dense_model_at_another_size(form: str) -> None:
     assert relative(reduce(model, taken, asked).model, model, count=2) < 1e-5
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_repairs_are_better_than_none(form: str) -> None:
     """By the reports of sites, where presets tell errors in one unit; in the outputs no theorem says by how much."""
@@ -107,6 +111,7 @@ def test_repairs_are_better_than_none(form: str) -> None:
     assert of_outputs["best"] < min(1.1 * of_outputs["corp"], of_outputs["none"]), of_outputs
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_half_of_it_saved_and_loaded_is_the_same(form: str, tmp_path: Path) -> None:
     dense, narrower = checkpoint(form), reduced(form).model
@@ -121,6 +126,7 @@ def test_half_of_it_saved_and_loaded_is_the_same(form: str, tmp_path: Path) -> N
     torch.testing.assert_close(outputs(loaded), outputs(narrower), rtol=0.0, atol=2e-6)  # bits: where weights lie
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_a_closed_loop_walks_through(form: str) -> None:
     dense = checkpoint(form).model
@@ -129,6 +135,7 @@ def test_a_closed_loop_walks_through(form: str) -> None:
     assert relative(done.model, dense) < 2.0 * relative(reduced(form).model, dense)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_a_budget_is_met(form: str) -> None:
     dense, asked = checkpoint(form).model, method()

@@ -49,6 +49,7 @@ def planted(form: str) -> Checkpoint:
     return replace(dense, model=model)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", REDUCED)
 def test_planted_redundancy_goes_at_no_loss(form: str) -> None:
     """`best` at half the width everywhere."""

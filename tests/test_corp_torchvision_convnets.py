@@ -32,6 +32,7 @@ def lively(name: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", SITES)
 def test_the_model_is_torchvisions(name: str, tmp_path: Path) -> None:
     """Whatever the order of the weights in their file; to rounding in float64, where norms' eps would show."""

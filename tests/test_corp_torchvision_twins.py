@@ -21,6 +21,7 @@ def _regnet_on_meta(params: Any, weights: None, progress: bool, **kwargs: Any) -
         return torchvision.models.regnet.RegNet(params, **kwargs)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", CONVNETS)
 def test_every_twin_has_weights_of_the_same_shapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory; torchvision works out on the processor what a RegNet's blocks are."""

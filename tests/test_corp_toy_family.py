@@ -219,6 +219,7 @@ def relative_error(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow("graph")
 def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
     sites = json.loads(run("inspect", "--model", "dense", "--json").stdout)["sites"]
     assert [site["site"] for site in sites] == ["rungs.0.spin", "rungs.0.wide", "rungs.1.spin", "rungs.1.wide"]

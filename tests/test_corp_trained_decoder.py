@@ -22,6 +22,7 @@ def own() -> Trained:
     return Trained.of(trained(architecture(layers=2, hidden=96, groups=2), steps=150))
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])
 def test_repair_lowers_the_perplexity_method_by_method(own: Trained, sparsity: float) -> None:
     models = {method: own.reduced(method, sparsity, ("mlp",)) for method in trained_decoder.METHODS}
@@ -36,12 +37,14 @@ def test_repair_lowers_the_perplexity_method_by_method(own: Trained, sparsity: f
     assert rows["closed"] < rows["best"]
 
 
+@pytest.mark.slow("training")
 def test_whole_groups_cost_less_repaired(own: Trained) -> None:
     models = {method: own.reduced(method, 0.5, ("heads",)) for method in ("none", "best")}
     rows = {row["model"]: row["ratio"]["value"] for row in own.judged(models)}
     assert 1.0 < rows["best"] < rows["none"]
 
 
+@pytest.mark.slow("training")
 def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
     """Nats of the next token, agreement of first words and KL from the dense softmax, token by token in float64."""
     less = own.reduced("best", 0.5, ("mlp",))

@@ -24,6 +24,7 @@ def test_sites_of_a_plain_vit() -> None:
     assert not any(part.keeps_qk for part in found.heads)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("name", "kwargs", "reason"),
     [

@@ -128,6 +128,7 @@ def reduced_by(home: Path, name: str, *more: object) -> Result:
     return command("reduce", *given, *more)
 
 
+@pytest.mark.slow("models")
 def test_the_command_takes_heads_away(home: Path) -> None:
     words = ("--whole-heads", "0.34", "--mlp", "0.3", "--align", "mlp=8,head=8", "--select", "heads=magnitude")
     done = reduced_by(home, "reduced", *words, "--json")
@@ -194,6 +195,7 @@ def test_a_polish_fits_attentions_of_fewer_heads(home: Path, how: str) -> None:
     assert polish["error"] <= polish["error_before"]
 
 
+@pytest.mark.slow("graph", "engine")
 def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     """The graph gives torch's outputs; attention stays fused in a plan no larger, but of a single head."""
     assert reduced_by(home, "small", "--whole-heads", "0.34").exit_code == 0

@@ -52,6 +52,7 @@ CHECKPOINTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_heads_dropped_are_columns_at_zero(name: str, tmp_path: Path) -> None:
     """Whatever is told by head goes with it: biases, angles, scales. Saved and loaded; costs as the site foretells."""

@@ -233,6 +233,7 @@ def test_planted_redundancy_goes_at_no_loss_at_every_site(form: str, tmp_path: P
     assert error(nothing_repaired, dense.model, others) > 0.05
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("form", FORMS)
 def test_best_is_below_corp_and_none_and_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form)

@@ -108,6 +108,7 @@ def measured_by_hand(home: Home, model: nn.Module, measure: str) -> float:
     return 100.0 * (int((top == labels).sum()) - int((dense_top == labels).sum())) / JUDGING
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("text", ["error 0.1", "error 0.3", "agreement 0.95", "accuracy -5"])
 def test_bisection_ends_where_a_scan_of_all_budgets_does(
     home: Home, planner: BudgetPlanner, scan: dict[float, nn.Module], text: str
@@ -256,6 +257,7 @@ def directory(home: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home.directory
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize(
     ("words", "judges"),
     [

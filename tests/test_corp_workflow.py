@@ -203,6 +203,7 @@ def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
 # Sweep
 
 
+@pytest.mark.slow("models")
 def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     result = done(
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
@@ -301,6 +302,7 @@ def single(home: Path) -> Path:
     return home / "dense.onnx"
 
 
+@pytest.mark.slow("graph", "engine")
 @needs_rtx
 def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
     padded = reduced(home, tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
@@ -346,6 +348,7 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
 # Proof
 
 
+@pytest.mark.slow("graph")
 def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
@@ -391,6 +394,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
     assert run(*words).exit_code == 2
 
 
+@pytest.mark.slow("graph")
 def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> None:
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
@@ -426,6 +430,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow("graph")
 def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +503,7 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     assert "--confidence is of the intervals that rules are judged by" in unruled.stderr
 
 
+@pytest.mark.slow("measurement")
 def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"

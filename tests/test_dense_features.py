@@ -44,6 +44,7 @@ def test_a_linear_head_finds_what_is_planted() -> None:
     assert np.linalg.norm(x @ (own - exact)) < 0.05 * np.linalg.norm(x @ exact), "but for the ridge"
 
 
+@pytest.mark.slow("graph")
 def test_heads_are_read_behind_graphs(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_features, "run", in_this_process)
     monkeypatch.setattr(dense_features, "NAMES", ("best",))

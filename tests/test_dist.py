@@ -44,11 +44,13 @@ def core(wheel: Path) -> bytes:
     return sdist.metadata(wheel)
 
 
+@pytest.mark.slow("process")
 def test_the_wheel_of_the_source_distribution_is_that_of_the_tree(scratch: Path, wheel: Path) -> None:
     again = scratch / "of-sdist" / wheel.name
     assert sha256_of_file(again) == sha256_of_file(wheel)
 
 
+@pytest.mark.slow("process")
 def test_another_wheel_from_the_source_distribution_is_refused(
     tmp_path: Path, scratch: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +64,7 @@ def test_another_wheel_from_the_source_distribution_is_refused(
         sdist.both(tmp_path, EPOCH)
 
 
+@pytest.mark.slow("process")
 def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed_it(scratch: Path) -> None:
     with tarfile.open(scratch / f"{STEM}.tar.gz") as archive:
         members = {member.name.removeprefix(f"{STEM}/"): member for member in archive}
@@ -79,6 +82,7 @@ def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed
     assert executable == {".ci/run", "examples/ci/release.sh"}
 
 
+@pytest.mark.slow("process")
 def test_the_source_distribution_has_the_same_bytes_again(tmp_path: Path, scratch: Path, wheel: Path) -> None:
     first = scratch / f"{STEM}.tar.gz"
     time.sleep(max(0.0, 1.1 - (time.time() - first.stat().st_mtime)))  # times in a tar have steps of a second
@@ -86,6 +90,7 @@ def test_the_source_distribution_has_the_same_bytes_again(tmp_path: Path, scratc
     assert sdist.write_sdist(wheel, tmp_path, EPOCH + 1).read_bytes() != first.read_bytes()
 
 
+@pytest.mark.slow("process")
 def test_the_metadata_are_valid_and_say_what_was_promised(core: bytes) -> None:
     said = Metadata.from_email(core, validate=True)
     assert (said.name, str(said.version), str(said.license_expression)) == ("corp-deploy", __version__, "Apache-2.0")
@@ -100,6 +105,7 @@ def test_the_metadata_are_valid_and_say_what_was_promised(core: bytes) -> None:
     assert not said.requires_python.contains("3.10")
 
 
+@pytest.mark.slow("process")
 def test_the_floors_are_those_that_doctor_knows(core: bytes) -> None:
     used = floors.floors(floors.requirements(core, *floors.extras(core) - floors.DEVELOPING))
     assert used == dict(machine.FLOORS)

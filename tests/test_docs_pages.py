@@ -31,6 +31,7 @@ def digits(directory: Path) -> None:
     np.savez(directory / "held-out.npz", images=test.images[:64], labels=test.labels[:64])
 
 
+@pytest.mark.slow("graph", "engine", "process")
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits(tmp_path)

@@ -37,6 +37,7 @@ def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow("process")
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     built = sorted(site.rglob("*.html"))
     assert len(built) > 15
@@ -53,18 +54,21 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     assert lost == []
 
 
+@pytest.mark.slow("process")
 def test_the_site_asks_no_other_host(site: Path) -> None:
     for page in site.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text_of(page)):
             assert not re.search(r'\b(?:src|href)="(?:https?:)?//', tag), (page.name, tag)
 
 
+@pytest.mark.slow("process")
 def test_links_elsewhere_are_of_https(site: Path) -> None:
     for page in site.rglob("*.html"):
         for link in re.findall(r'<a\b[^>]*href="(http[^"]*)"', text_of(page)):
             assert link.startswith("https://"), (page.name, link)
 
 
+@pytest.mark.slow("process")
 def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
     shown = [name for names in pages_of_commands().values() for name in names]
     assert sorted(shown) == sorted(main.commands)
@@ -76,6 +80,7 @@ def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
                 assert all(html.escape(each) in built for each in option.opts if each.startswith("--")), (name, option)
 
 
+@pytest.mark.slow("process")
 def test_every_key_of_a_recipe_is_shown(site: Path) -> None:
     built = text_of(site / "reference" / "recipe.html")
     for heading, section, fields in recipe.sections():
@@ -101,6 +106,7 @@ def test_the_exit_codes_are_those_of_the_help() -> None:
     assert sorted(CODES) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
 
 
+@pytest.mark.slow("process")
 def test_the_versions_that_passed_are_shown(site: Path) -> None:
     page = (site / "reference" / "compatibility.html").read_text()
     record = json.loads(RECORD.read_text())["environments"]

@@ -118,6 +118,7 @@ def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
     assert large - small > 80 * MIB
 
 
+@pytest.mark.slow("graph")
 def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(12))

@@ -41,6 +41,7 @@ def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
     return {"input_ids": rng.integers(0, VOCABULARY, (count, TOKENS)), "attention_mask": mask}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
     model = encoder(normalize=precision == "fp32")
@@ -57,6 +58,7 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
         np.testing.assert_allclose(session.run(None, other)[0], embedding, rtol=0, atol=bound)
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -69,6 +69,7 @@ def vit() -> onnx.ModelProto:
     return export(Vit(depth=1))
 
 
+@pytest.mark.slow("graph")
 def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelProto) -> None:
     assert vit.opset_import[0].version == 22
     assert weight_shares(vit) == {"bfloat16": 1.0}
@@ -113,6 +114,7 @@ def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Mo
     )
 
 
+@pytest.mark.slow("graph")
 def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() -> None:
     model = Vit(depth=2)
     with torch.no_grad():

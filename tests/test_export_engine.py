@@ -104,6 +104,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
     return Graphs(tmp_path_factory.mktemp("graphs"))
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.parametrize(("kind", "fused"), [("dense", 3), ("square", 3), ("padded", 3), ("ragged", 0)])
 def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, kind: str, fused: int) -> None:
     record = graphs.engine(kind).record
@@ -114,6 +115,7 @@ def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, ki
     assert (record.kernels > graphs.engine("dense").record.kernels) == (kind == "ragged")  # type: ignore[operator]
 
 
+@pytest.mark.slow("graph", "engine")
 def test_all_twelve_blocks_of_deit_tiny_stay_fused_dense_and_padded(graphs: Graphs) -> None:
     dense, padded = graphs.engine("deit-t").record, graphs.engine("deit-t padded").record
     assert (dense.fused_attention, padded.fused_attention) == (12, 12)
@@ -129,6 +131,7 @@ def test_two_builds_of_one_graph_give_the_same_plan(graphs: Graphs) -> None:
     assert again.record.plan_sha256 == sha256_of(again.plan)
 
 
+@pytest.mark.slow("graph", "engine")
 def test_mixed_loses_the_fused_kernel_only_where_attention_is_kept(graphs: Graphs) -> None:
     mlp = graphs.engine("tiny", "mixed", "blocks.1.mlp").record
     attention = graphs.engine("tiny", "mixed", "blocks.1.attn").record
@@ -140,6 +143,7 @@ def test_mixed_loses_the_fused_kernel_only_where_attention_is_kept(graphs: Graph
     assert 0.5 < mlp.half_kernel_share < 1.0
 
 
+@pytest.mark.slow("graph", "engine")
 def test_static_batch_needs_no_profile_and_refuses_another(graphs: Graphs) -> None:
     path = graphs.path("tiny", "fp16", "", 4)
     record = build(path, profiles=()).record
@@ -159,6 +163,7 @@ def test_several_profiles_are_all_fused(graphs: Graphs) -> None:
     assert sum(kernel.is_fused_attention for kernel in engine.fusion.kernels) == 4
 
 
+@pytest.mark.slow("engine")
 @pytest.mark.parametrize(
     "sms", [*((sm,) for sm in RTX_TARGETS), (), ("86", "120")], ids=lambda sms: "+".join(sms) or "none"
 )
@@ -190,6 +195,7 @@ def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path:
             record_of_plan(tmp_path / "tiny.plan")
 
 
+@pytest.mark.slow("engine")
 def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
     dense = graphs.path("dense")
     (failed,) = audit_fusion(dense, graphs.path("ragged"), batch=BATCHES[0])
@@ -216,6 +222,7 @@ class SdpaAttention(Attention):
         return mixed
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.parametrize(("qk", "v"), [(32, 32), (16, 32)])
 def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, tmp_path: Path) -> None:
     model = Vit(depth=1)
@@ -331,6 +338,7 @@ def test_a_missing_library_is_told_with_install_and_command(monkeypatch: pytest.
     assert "or run on a machine that has it: build m.onnx --backend tensorrt-rtx" in text
 
 
+@pytest.mark.slow("engine")
 def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None:
     """Weights in FP16 are two bytes each; a larger batch takes more, and a wider profile as much as its largest."""
     path = graphs.path("tiny")
@@ -349,6 +357,7 @@ def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None
     assert list(static.device_memory_bytes) == ["4:4:4"]
 
 
+@pytest.mark.slow("engine")
 def test_more_targets_have_a_price_and_portable_ones_none(graphs: Graphs, tmp_path: Path) -> None:
     """SM75 has kernels of its own, which a plan for it carries; those from SM80 on share theirs."""
     path, asked = graphs.path("tiny"), {"backend": "tensorrt-rtx", "profiles": BATCHES}

@@ -67,6 +67,7 @@ def module_output(model: nn.Module, name: str, images: np.ndarray) -> np.ndarray
     return got[0].numpy()
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("site", ["blocks.0", "blocks.1", "blocks.0.attn", "blocks.1.mlp", "blocks.0.mlp.fc1", "norm"])
 def test_a_break_is_what_the_module_gives(checkpoint: Checkpoint, tmp_path: Path, site: str) -> None:
     export_checkpoint(checkpoint, tmp_path / "g.onnx", precision="fp32", breaks=[site])
@@ -139,6 +140,7 @@ def record_of(graph: onnx.ModelProto, path: Path, target: str) -> EngineRecord:
     return build_engine(path, BuildOptions(backend="tensorrt-rtx", sms=(target,), profiles=profiles)).record
 
 
+@pytest.mark.slow("engine")
 @RTX
 @pytest.mark.parametrize("target", ["86", "89"])
 def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Path, target: str) -> None:
@@ -194,6 +196,7 @@ class WrongKernels:
         return {"logits": logits + noise * len(spoilt)}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("engines", "breaks", "kept"),
     [
@@ -224,6 +227,7 @@ def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) ->
     assert breakable(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would build engines")
 def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
@@ -237,6 +241,7 @@ def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Pat
         assert "leave --engine out" in " ".join(result.output.split())
 
 
+@pytest.mark.slow("graph")
 def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
     words = ["export", "--model", str(tmp_path / "m"), "-o", str(tmp_path / "g.onnx"), "--precision", "fp32,fp16"]

@@ -39,6 +39,7 @@ def reduced(form: str) -> Checkpoint:
     return Checkpoint(model=narrower, architecture=checkpoint(form).architecture, lineage={})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("form", PRECISIONS)
 def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, tmp_path: Path) -> None:
     export_checkpoint(reduced(form), tmp_path / "model.onnx", precision=PRECISIONS[form])
@@ -50,6 +51,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, tmp_path: Path) ->
         assert np.linalg.norm(got - exact) < BOUNDS[PRECISIONS[form]] * np.linalg.norm(exact)
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

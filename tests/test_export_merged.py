@@ -39,6 +39,7 @@ def graph(way: str, precision: str = "fp32") -> onnx.ModelProto:
     return onnx_from_model(vit.exportable(model), *ports, precision=precision, metadata={})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("way", "precision", "bound"), [*((way, "fp32", 1e-5) for way in WAYS), ("merged", "fp16", 5e-3)]
 )
@@ -54,6 +55,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bou
         assert np.linalg.norm(got - expected) < bound * np.linalg.norm(expected)
 
 
+@pytest.mark.slow("graph")
 def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
     model = vit.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
@@ -66,6 +68,7 @@ def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     np.testing.assert_allclose(session.run(None, {"images": pixels})[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -50,6 +50,7 @@ def graph(name: str, precision: str = "fp32", *, is_reduced: bool = True) -> onn
     return onnx_from_model(family.exportable(model), *ports, precision=precision, metadata={})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("name", "precision", "bound"),
     [
@@ -78,6 +79,7 @@ def test_a_convnext_keeps_the_layers_that_it_has_in_timm() -> None:
     assert count("convnext_tiny", "Conv") == 1 + 3 + 4
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -200,6 +200,7 @@ def test_texts_made_up_are_what_protobuf_reads(text: str) -> None:
     assert values_of_ours(parse(text)) == theirs(text)
 
 
+@pytest.mark.slow("models")
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(texts(), st.data())
 def test_what_protobuf_reads_of_a_damaged_text_is_read_alike(text: str, data: st.DataObject) -> None:

@@ -72,6 +72,7 @@ def read_first(proto: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in proto.graph.node if "images" in node.input and node.op_type != "Shape"]
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.05), ("bf16", 1.05)])
 def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, precision: str, bound: float) -> None:
     """In float32 to 1e-5; in sixteen bits as far from float32 as the graph of normalised images is."""
@@ -189,6 +190,7 @@ def test_a_padded_stem_sees_the_mean_around_and_not_black(tmp_path: Path) -> Non
     assert len(convolutions[0].input) == 3, "the norm behind the stem is folded as before"
 
 
+@pytest.mark.slow("graph")
 def test_a_convnext_has_nothing_ahead(tmp_path: Path) -> None:
     checkpoint = small_models.small("convnext_atto")
     pixels = photographs(image_spec(checkpoint.model).shape[1])
@@ -199,6 +201,7 @@ def test_a_convnext_has_nothing_ahead(tmp_path: Path) -> None:
     assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == "stem.0"
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("rest", ["fp32", "fp16"])
 def test_an_int8_graph_of_pixels_is_the_one_of_images(tmp_path: Path, rest: str) -> None:
     checkpoint = tiny.checkpoint(depth=1)
@@ -265,6 +268,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow("graph")
 def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
     for subject in ("dense", "reduced"):
         graph = home / subject / "model.onnx"

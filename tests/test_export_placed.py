@@ -26,6 +26,7 @@ def refuse_computed_positions(path: Path) -> None:
     assert not kinds & {"Sin", "Cos", "If", "Range", "Tile", "Loop"}, kinds
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     "form", ["halves turned, registers", "q/k norm, groups", "networks of biases", "talking heads"]
 )
@@ -42,6 +43,7 @@ def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
             assert np.linalg.norm(out.astype(np.float64) - exact) < limit * np.linalg.norm(exact), precision
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -65,6 +65,7 @@ def copied(proto: ModelProto) -> ModelProto:
     return copy
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
     session = ort.InferenceSession(graphs[precision], providers=["CPUExecutionProvider"])

@@ -83,6 +83,7 @@ def test_int8_is_rounding_in_front_of_every_layer() -> None:
     assert error(run(proto, batch), reference) < 2e-3
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.06), ("fp8", 0.15)])
 @pytest.mark.parametrize("typed_as", ["fp32", "fp16"])
 def test_each_form_is_near_the_model(precision: str, most: float, typed_as: str) -> None:
@@ -108,6 +109,7 @@ def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], 
     return {node.input[0]: (stored[node.input[0]], stored[node.input[1]]) for node in nodes}
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("typed_as", ["fp32", "fp16", "bf16"])
 def test_weights_of_seven_bits_end_at_63(typed_as: str) -> None:
     own = made(Vit(), typed_as=typed_as)
@@ -144,6 +146,7 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
     assert format_of_weights(FORMATS["fp8"], 7) == FORMATS["fp8"]
 
 
+@pytest.mark.slow("graph")
 def test_ranges_are_chosen_for_the_weights_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -179,6 +182,7 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
     assert off < 1e-6 if bits == 7 else off > 0.5
 
 
+@pytest.mark.slow("graph")
 def test_kept_modules_stay_as_they_were() -> None:
     own = made(Vit(), typed_as="fp32")
     some = own.graph("int8", keep=["blocks.1", "*.attn.proj"])
@@ -245,6 +249,7 @@ def test_the_chosen_end_has_the_least_square_error(precision: str) -> None:
     assert clipped_at(Histogram(), FORMATS[precision], "mse") == 1.0
 
 
+@pytest.mark.slow("graph")
 def test_balancing_changes_ranges_and_nothing_else() -> None:
     model = Vit()
     with torch.no_grad():
@@ -266,6 +271,7 @@ def test_balancing_changes_ranges_and_nothing_else() -> None:
     assert spread[1] < 0.4 * spread[0]
 
 
+@pytest.mark.slow("graph")
 def test_balanced_outliers_cost_less() -> None:
     def spoilt() -> Vit:
         model = Vit()

@@ -41,6 +41,7 @@ def outputs(model: nn.Module, seed: int, count: int) -> Tensor:
     return out.double()
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("form", [form for form in REDUCED if form not in PLAIN])
 def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form, depth=1)
@@ -59,6 +60,7 @@ def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
     assert [port.name for port in output_ports(narrower)] == [each.name for each in session.get_outputs()]
 
 
+@pytest.mark.slow("graph", "engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -77,6 +77,7 @@ def fp16(model: Vit) -> onnx.ModelProto:
     return export(model, "fp16", metadata={"widths": "qk 16"})
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("opset", [20, 23])
 def test_fp32_agrees_with_float64_at_every_batch(model: Vit, opset: int) -> None:
     proto = export(model, opset=opset)
@@ -86,6 +87,7 @@ def test_fp32_agrees_with_float64_at_every_batch(model: Vit, opset: int) -> None
     assert weight_shares(proto) == {"float32": 1.0}
 
 
+@pytest.mark.slow("graph")
 def test_fp16_is_close_and_really_half(model: Vit, fp16: onnx.ModelProto) -> None:
     for runner in (run, run_in_real_half):
         assert 1e-6 < relative_error(runner(fp16, images(4)), exact(model, images(4))) < 5e-3
@@ -100,6 +102,7 @@ def test_softmax_and_layernorm_of_a_half_graph_are_computed_in_float32(fp16: onn
     assert sum(node.op_type == "LayerNormalization" for node in fp16.graph.node) == 5
 
 
+@pytest.mark.slow("graph")
 def test_mixed_keeps_a_block_that_overflows_float16() -> None:
     model = Vit()
     with torch.no_grad():
@@ -114,6 +117,7 @@ def test_mixed_keeps_a_block_that_overflows_float16() -> None:
     assert 0.5 < weight_shares(proto)["float16"] < 1.0
 
 
+@pytest.mark.slow("graph")
 def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
     kept = kept_modules(Vit(depth=2), ["blocks.1.*"])
     assert {"blocks.1", "blocks.1.attn.qkv"} <= kept
@@ -175,6 +179,7 @@ def test_the_callers_model_is_untouched() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow("process")
 def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto, tmp_path: Path) -> None:
     save(fp16, tmp_path / "here.onnx")
     program = (
@@ -243,6 +248,7 @@ def with_norms(norm: Callable[[int], nn.Module]) -> Vit:
     return model.eval()
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_root_mean_square_norms_stay_one_operator_in_float32(precision: str) -> None:
     model = with_norms(nn.RMSNorm)
@@ -257,6 +263,7 @@ def test_root_mean_square_norms_stay_one_operator_in_float32(precision: str) -> 
         assert not any(node.op_type == "RMSNormalization" for node in spelled.graph.node)
 
 
+@pytest.mark.slow("graph")
 def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where norms come out in float16 at 20, the default goes on to 23, and an explicit 20 is refused naming 23."""
     trace, spelled = to_onnx._trace, typed_copy(with_norms(SpelledOut), "fp16")
@@ -282,6 +289,7 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
     assert "--opset 23" not in str(refused.value)
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [

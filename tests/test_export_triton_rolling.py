@@ -120,6 +120,7 @@ def loaded(served: Served) -> tuple[int, ...]:
     return served.client.ready_versions("vit_cpu")
 
 
+@pytest.mark.slow("server")
 @real
 def test_rolling_forward_and_back_under_load_loses_no_request(served: Served) -> None:
     with Load(served) as load:
@@ -139,6 +140,7 @@ def test_rolling_forward_and_back_under_load_loses_no_request(served: Served) ->
     assert sorted(path.name for path in served.repository.iterdir()) == ["expected.json", "vit_cpu"]
 
 
+@pytest.mark.slow("server")
 @real
 def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: Served) -> None:
     good, wrong = loaded(served), 2 if loaded(served) == (1,) else 1
@@ -314,6 +316,7 @@ def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monk
         assert folder.parent == packaged.parent / "new", "one that is not there yet is made beside"
 
 
+@pytest.mark.slow("server")
 def test_serve_version_says_what_stays_and_refuses_a_bound_for_no_samples(packaged: Path) -> None:
     for path in (packaged / "vit_onnx/2", packaged / "vit_onnx/configs/2.pbtxt"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

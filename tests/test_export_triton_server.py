@@ -80,6 +80,7 @@ def infer(server: Server, model: str, batch: Any) -> Any:
     return np.asarray(output["data"]).reshape(output["shape"])
 
 
+@pytest.mark.slow("graph", "server")
 def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(served: Served, tmp_path: Path) -> None:
     server = served.server
     assert lint_repository(served.repository) == ()
@@ -107,6 +108,7 @@ def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(serve
     assert max(entry["batch_size"] for entry in after["batch_stats"]) <= SERVING.max_batch
 
 
+@pytest.mark.slow("server")
 def test_the_server_knows_the_model_as_the_graph_does(served: Served) -> None:
     assert served.server.load("vit_cpu") is None
     metadata = served.server.ask("models/vit_cpu")[1]
@@ -128,6 +130,7 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: 
     np.testing.assert_allclose(infer(server, "vit_cpu", images(2)), direct(served.graph, images(2)), atol=1e-5)
 
 
+@pytest.mark.slow("server")
 def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_path: Path) -> None:
     server, batch = served.server, images(2)
     newer = write_onnx(tmp_path / "newer.onnx", shape=(3, SIZE, SIZE), classes=CLASSES)
@@ -150,6 +153,7 @@ def text_request(feed: Feed) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow("graph", "server")
 def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp_path: Path) -> None:
     server, graph = served.server, write_text_onnx(tmp_path / "text.onnx")
     write_repository(Package(name="text", cpu_onnx=graph, serving=SERVING), served.repository)
@@ -187,6 +191,7 @@ class Gated(nn.Module):
         return kept.sum(1) * counts.to(x.dtype), kept
 
 
+@pytest.mark.slow("graph", "server")
 def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
     inputs = [
         Port(name="x", shape=(6, 4)),
@@ -212,6 +217,7 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
     np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow("server")
 def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
     write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
@@ -245,6 +251,7 @@ def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Se
         assert wrong in told + served.server.log.read_text()
 
 
+@pytest.mark.slow("server")
 def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_path: Path) -> None:
     repository = served.repository
     graph = write_onnx(tmp_path / "model.onnx")

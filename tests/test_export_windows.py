@@ -53,6 +53,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(("form", "bound"), [("windows", 5e-3), ("cosines", 1e-5)])
 def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, bound: float, graphs: Path) -> None:
     model = reduced(form).model
@@ -64,6 +65,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, bound: float, grap
         assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
 
 
+@pytest.mark.slow("engine")
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",

@@ -57,6 +57,7 @@ mlp = 0.5
 """
 
 
+@pytest.mark.slow("process")
 def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("no C compiler (cc) for the library that makes operations fail, or no Linux")
@@ -463,6 +464,7 @@ main()
 """
 
 
+@pytest.mark.slow("process")
 @pytest.mark.parametrize(
     ("words", "place"),
     [

@@ -42,6 +42,7 @@ def every(home: Path) -> Readers:
     return readers(home)
 
 
+@pytest.mark.slow("graph")
 def test_none_is_left_out(every: Readers) -> None:
     assert tuple(every) == READERS
 

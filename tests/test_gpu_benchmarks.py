@@ -113,6 +113,7 @@ def new_record(tmp_path: Path, gpu: str = "one") -> Record:
 # The whole run
 
 
+@pytest.mark.slow("graph", "engine", "training")
 def test_every_part_writes_a_record_whose_rows_are_done_or_absent(output: Path) -> None:
     for part in PARTS:
         record = read(output, part)
@@ -122,6 +123,7 @@ def test_every_part_writes_a_record_whose_rows_are_done_or_absent(output: Path) 
         assert {row["status"] for row in record["rows"]} == {"done"} or part == "engines"
 
 
+@pytest.mark.slow("graph")
 def test_calibration_tells_ratio_share_and_the_papers_seconds(output: Path) -> None:
     row = rows_of(output, "calibration", key="calibrate DeiT-H float32")[0]
     assert row["images"] == 32
@@ -151,6 +153,7 @@ def test_a_part_of_the_blocks_is_scaled_to_all(setting: Setting, monkeypatch: py
     assert row["seconds_timed"] < row["seconds"] <= 2 * row["seconds_timed"]
 
 
+@pytest.mark.slow("graph")
 def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: Path) -> None:
     row = rows_of(output, "latency", key="DeiT-H graph 50% batch 2")[0]
     assert set(row["subjects"]) == {"dense", "dense again", "padded", "square", "ragged"}
@@ -176,11 +179,13 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(output: P
     assert row["subjects"]["dense"]["speedup"] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow("graph")
 def test_compiled_blocks_are_timed_too(output: Path) -> None:
     assert rows_of(output, "latency", mode="compiled")[0]["compiler"] == "eager"
     assert rows_of(output, "latency", mode="graph")[0]["compiler"] is None
 
 
+@pytest.mark.slow("graph")
 def test_accuracy_sweeps_presets_seeds_loops_and_sizes(output: Path) -> None:
     rows = rows_of(output, "accuracy", row="reduction")
     assert {(row["preset"], row["loop"], row["seed"], row["images"]) for row in rows} == {
@@ -193,6 +198,7 @@ def test_accuracy_sweeps_presets_seeds_loops_and_sizes(output: Path) -> None:
     assert trained["images"] == 24 * trained["steps"] > 0
 
 
+@pytest.mark.slow("graph")
 def test_the_page_tells_rows_absences_and_that_a_cpu_says_nothing_of_gpus(output: Path) -> None:
     text = (output / "gpu.md").read_text()
     assert text == page({part: read(output, part) for part in PARTS})
@@ -203,6 +209,7 @@ def test_the_page_tells_rows_absences_and_that_a_cpu_says_nothing_of_gpus(output
     assert f"{rows_of(output, 'accuracy', preset='corp', seed=0)[0]['images']} |" in text
 
 
+@pytest.mark.slow("graph")
 def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path) -> None:
     before = read(output, "calibration")
     kept = [row for row in before["rows"] if row["key"] != "reduce DeiT-H cpu"]
@@ -214,6 +221,7 @@ def test_a_second_run_makes_nothing_again_and_one_row_that_is_gone(output: Path)
     assert "## Latency\n\ntorch fp32" in (output / "gpu.md").read_text()
 
 
+@pytest.mark.slow("graph")
 def test_accuracy_begins_anew_without_its_weights(output: Path, setting: Setting) -> None:
     path = output / "gpu_accuracy.json"
     before = path.read_bytes()
@@ -409,6 +417,7 @@ def test_a_graph_must_write_the_plain_calls_answer(
         subjects.refuse_unequal(answer(), subject.plain(batch), 1e-4)
 
 
+@pytest.mark.slow("models")
 def test_every_case_is_there_once_and_the_goals_come_first(setting: Setting) -> None:
     full = Setting(device="cpu", small=False, everything=True, cache=setting.cache)
     record = Record(setting.cache / "x.json", "latency", {}, {})
@@ -524,6 +533,7 @@ def test_bytes_hold_the_images() -> None:
 # Engines
 
 
+@pytest.mark.slow("graph")
 def test_the_chain_of_parity_runs_without_an_engine(setting: Setting) -> None:
     row = engines.proved(setting, None)
     assert [link["name"] for link in row["links"]] == ["reduced", "reduced-onnx-fp32", "reduced-onnx-fp16", "whole"]
@@ -589,6 +599,7 @@ def test_goals_are_judged_from_the_rows() -> None:
     assert list(verdicts([], rows).values())[0::4] == ["not measured", "not measured"]
 
 
+@pytest.mark.slow("graph")
 def test_the_page_has_gpu_tables_only_from_records_of_a_gpu(
     output: Path, tmp_path: Path, gpu_record: Callable[[str], Row]
 ) -> None:
@@ -605,6 +616,7 @@ def test_the_page_has_gpu_tables_only_from_records_of_a_gpu(
     assert measured.of_gpus(tmp_path).endswith(tables[-1])
 
 
+@pytest.mark.slow("graph")
 def test_the_headline_has_a_gpus_figures_or_says_that_there_are_none(
     tmp_path: Path, gpu_record: Callable[[str], Row]
 ) -> None:

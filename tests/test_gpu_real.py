@@ -102,6 +102,7 @@ def record(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Row:
     return written
 
 
+@pytest.mark.slow("training")
 def test_every_reduction_and_polish_is_made_and_judged(record: Row) -> None:
     assert {row["status"] for row in record["rows"]} == {"done"}
     first, *others = record["rows"]

@@ -42,6 +42,7 @@ def row_of(record: Row, key: str) -> Row:
     return found
 
 
+@pytest.mark.slow("models")
 def test_every_variant_is_measured_and_none_is_refused(record: Row) -> None:
     assert [(row["about"], row["model"], row["status"], row["refused"]) for row in record["rows"]] == [
         ("bf16", "DeiT-T", "done", {}),
@@ -53,6 +54,7 @@ def test_every_variant_is_measured_and_none_is_refused(record: Row) -> None:
     assert record["skipped"] == []
 
 
+@pytest.mark.slow("models")
 def test_tokens_and_widths_are_compared_at_the_same_share(record: Row) -> None:
     row = row_of(record, "merging DeiT-T batch 2")
     shares = {name.split(" ")[0]: kept / row["macs"]["dense"] for name, kept in row["macs"].items()}
@@ -60,12 +62,14 @@ def test_tokens_and_widths_are_compared_at_the_same_share(record: Row) -> None:
     assert all(0.85 < share <= 0.92 for name, share in shares.items() if name != "dense")
 
 
+@pytest.mark.slow("models")
 def test_convolutional_networks_keep_the_share_of_the_macs_asked_for(record: Row) -> None:
     for row in record["rows"][-2:]:
         assert 0.8 < row["macs"]["reduced"] / row["macs"]["dense"] <= 0.9
         assert row["rounds"] >= 6
 
 
+@pytest.mark.slow("models")
 def test_the_table_has_a_line_a_subject(record: Row) -> None:
     lines = table_of(record).splitlines()[4:]
     assert len(lines) == sum(len(row["subjects"]) for row in record["rows"])
@@ -75,6 +79,7 @@ def test_the_table_has_a_line_a_subject(record: Row) -> None:
     assert square.endswith(f"({found['speedup'][1]:.2f} to {found['speedup'][2]:.2f}) |")
 
 
+@pytest.mark.slow("models")
 def test_everything_is_planned_once_with_one_of_each_first(tmp_path: Path) -> None:
     full = Setting(device="cpu", small=False, everything=False, cache=tmp_path)
     tasks = variants.tasks(full, Record(tmp_path / "x.json", "variants", {}, {}), unwatched)

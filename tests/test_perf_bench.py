@@ -186,6 +186,7 @@ def test_a_batch_that_runs_out_of_memory_stays_in_the_table_and_the_other_is_sti
     assert any("batch 8, dense: out of memory: RuntimeError: CUDA out of memory" in text for text in record.warnings)
 
 
+@pytest.mark.slow("measurement")
 def test_a_failing_batch_stays_with_its_message() -> None:
     def broken(batch: int) -> float:
         raise ValueError("invalid shape")
@@ -239,6 +240,7 @@ ENDLESS = Plan(half_width_rel=1e-9)
 CALLS_MS = st.sampled_from([0.3, 2.0, 30.0, 200.0, 1500.0, 9000.0])
 
 
+@pytest.mark.slow("measurement")
 @settings(max_examples=20, deadline=None)
 @given(CALLS_MS, CALLS_MS, st.sampled_from([0.2, 3.0, 20.0]), st.booleans(), st.sampled_from([1, 3]), st.data())
 def test_all_that_batch_sizes_cost_is_within_their_time_limit(
@@ -288,6 +290,7 @@ def test_a_batch_size_without_time_is_reported_and_the_others_are_measured_as_al
     assert clock.now_ns / 1e9 < 2 + 3
 
 
+@pytest.mark.slow("measurement")
 def test_the_time_that_is_advised_is_enough() -> None:
     def asked(limit_s: float) -> Bench:
         plan = replace(ENDLESS, time_limit_s=limit_s)
@@ -342,6 +345,7 @@ def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
     assert "rounds are too few for an interval, 6 make one" in " ".join(record.warnings)
 
 
+@pytest.mark.slow("measurement")
 def test_opening_is_part_of_the_time_in_equal_shares() -> None:
     def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
         clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0, noise_rounds=0)

@@ -364,6 +364,7 @@ def test_a_norm_in_float16_over_a_huge_activation(vit: TinyViT) -> None:
     assert located.largest_activation > located.half_limit
 
 
+@pytest.mark.slow("models")
 def test_mixed_precision_keeps_just_the_guilty_blocks(vit: TinyViT) -> None:
     sick = watch_the_bright_patch(bright_residual(vit, 500), block=1, size=9e4)
 

@@ -98,6 +98,7 @@ def test_what_is_no_package_is_refused(package: Path) -> None:
         PackageRunner(package, (), threads=0)
 
 
+@pytest.mark.slow("models")
 def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = loads(monkeypatch)
     np.save(package.parent / "images.npy", IMAGES)

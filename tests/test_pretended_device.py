@@ -158,6 +158,7 @@ def tensors_of(statistics: object) -> dict[str, Tensor]:
     return {name: each for name, each in found.items() if isinstance(each, Tensor) and each.is_floating_point()}
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("preset", ["best", "corp", "grail"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> None:
@@ -167,6 +168,7 @@ def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> 
     require_same(found, expected, kind, there)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", KINDS)
 def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
     for loop, preset in ((reduce_by_closed_loop, "best"), (reduce_by_symmetric_loop, "grail")):
@@ -175,6 +177,7 @@ def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
         require_same(found, expected, kind, there)
 
 
+@pytest.mark.slow("models")
 @pytest.mark.parametrize("merge", [None, "2"])
 def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None) -> None:
     asked = ReductionRequest(
@@ -190,6 +193,7 @@ def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None
     require_same(found, expected, "vit", there)
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("how", ["layer", "block", "model"])
 def test_a_polish_runs_there(there: str, how: PolishName) -> None:
     own, options = on_device(dense("vit"), there), PolishOptions(how=how, steps=2)

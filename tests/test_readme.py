@@ -20,6 +20,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for block in blocks(README) if block.kind == "console" for line in block.commands]
 
 
+@pytest.mark.slow("graph")
 def test_the_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     np.savez(tmp_path / "images.npz", images=load("train").images[:128])

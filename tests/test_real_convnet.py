@@ -70,6 +70,7 @@ def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
         assert "Usage" not in said.output
 
 
+@pytest.mark.slow("models")
 def test_the_share_is_the_least_that_meets_the_macs() -> None:
     model = dense_from_architecture(lite0.ARCHITECTURE).requires_grad_(False)
     share = real_convnet.uniform_sparsity(model, 0.66)

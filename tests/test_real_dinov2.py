@@ -28,6 +28,7 @@ def graph() -> Path:
         pytest.skip(str(reason).replace(str(ROOT), ".venv/real"))
 
 
+@pytest.mark.slow("models")
 def test_model_and_head_give_what_the_graph_gives(graph: Path, tmp_path: Path) -> None:
     onnx_model = onnx.load(graph)
     model: Any = dense_from_architecture(weights.ARCHITECTURE)

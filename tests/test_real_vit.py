@@ -85,6 +85,7 @@ def run(ready: Path, *more: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow("models")
 def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
     ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_run_goes_on_where_another_stopped_and_makes_anew_what_is_asked(
     assert not SAID
 
 
+@pytest.mark.slow("models")
 def test_fewer_photographs_bring_their_own_crops_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_vit, "OVERFITTING", OVERFITTING[:1])
     record = run(ready, "--rows", "no such row", "--photographs", "1,3")
@@ -215,6 +217,7 @@ def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
     assert words(Method(name="m", reduce="--preset best --macs {share}"), 0.7, settings)[-1] == "0.7"
 
 
+@pytest.mark.slow("models")
 def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
     settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)
     for which, start in (("each", ""), ("grow", "grow:")):
@@ -226,6 +229,7 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
         settings.schedules.of("each", 0.1)
 
 
+@pytest.mark.slow("models")
 def test_every_method_is_one_that_reduce_takes(tmp_path: Path) -> None:
     """Words that a command doesn't know would be noticed an hour into a run."""
     settings = Settings(tiny.checkpoint(**KWARGS, depth=4).model)

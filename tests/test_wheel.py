@@ -95,6 +95,7 @@ def run(python: Path, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow("process")
 def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
     """Templates, styles, tables and the example's model among them; nothing else is."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -123,6 +124,7 @@ def test_a_report_from_records(python: Path, tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in page
 
 
+@pytest.mark.slow("process")
 def test_the_demo_on_the_example_that_came_along(python: Path, tmp_path: Path) -> None:
     printed = run(python, "-c", SMALL_DEMO, "out", str(ROOT / "tests" / "tracing.py"), cwd=tmp_path)
     assert "report: out/report.html" in printed
@@ -156,6 +158,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow("process")
 def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
     for name in ("start/reduced/model.fp16.onnx", "start/parity.json", "start/gate.json", "repository/expected.json"):
         assert (started / name).is_file()
@@ -166,6 +169,7 @@ def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
 REASON = lack()
 
 
+@pytest.mark.slow("process", "server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_real_server_answers_as_the_start_page_says(
     started: Path, python: Path, tmp_path_factory: pytest.TempPathFactory

@@ -2,7 +2,8 @@
 
 Its thousand translations to ONNX, each with a signature read from its source, and the operators that its own libraries
 register: once a process, a third of a small graph's time. Where a later torch calls them otherwise, tests run as they
-do without this. And the graphs of models that are the same to the last weight: once for all processes of a run.
+do without this. And the graphs of models that are the same to the last weight: once for all processes and runs, as long
+as what traces them is the same.
 """
 
 import functools
@@ -11,7 +12,11 @@ import importlib
 import io
 import os
 import pickle
+import shutil
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,6 +24,11 @@ from typing import Any
 import onnx
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
+# What modules of a model are made of, and what makes graphs of them; a test's own modules count by their files.
+SOURCES = ("corp_deploy/algebra", "corp_deploy/families", "corp_deploy/reduction", "export/graph", "ground")
+PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "timm", "torchvision", "transformers", "numpy")
 
 
 def look_up_once() -> None:
@@ -46,6 +56,21 @@ def _keep(module: str, name: str) -> None:
     setattr(place, last, staticmethod(function) if owners else function)
 
 
+def kept_graphs() -> Path:
+    """Where they are kept, in a folder named by the sources and versions that graphs come of; other folders go."""
+    told = hashlib.sha256(sys.version.encode())
+    for name in PACKAGES:
+        told.update(f"{name} {version(name) if find_spec(name.replace('-', '_')) else 'absent'}".encode())
+    for room in SOURCES:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            told.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    directory = ROOT / "build" / "graphs" / told.hexdigest()[:16]
+    if not directory.is_dir():
+        shutil.rmtree(directory.parent, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def trace_once(directory: Path) -> None:
     """Trace models that are the same to the last attribute and weight once for all who keep their graphs there."""
     from export.graph import to_onnx
@@ -62,7 +87,7 @@ def _once(trace: Callable[..., onnx.ModelProto], directory: Path) -> Callable[..
             return onnx.load_from_string(path.read_bytes())
         proto = trace(*words, **named)
         if key is not None:
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_bytes(proto.SerializeToString())
             partial.rename(path)
@@ -84,12 +109,19 @@ class _Pickler(pickle.Pickler):
                 return str, (facts,)
             case torch.nn.Module():
                 state = {name: list(held.values()) if "hooks" in name else held for name, held in vars(value).items()}
-                return type(value).__name__.format, (type(value), state)
+                return type(value).__name__.format, (type(value), _written(type(value).__module__), state)
             case FunctionType() if "<locals>" in value.__qualname__:
                 closed = [cell.cell_contents for cell in value.__closure__ or ()]
                 code = (value.__code__.co_code, value.__code__.co_names, repr(value.__code__.co_consts))
                 return value.__qualname__.format, (code, closed, value.__defaults__, value.__kwdefaults__)
         return NotImplemented
+
+
+@functools.cache
+def _written(module: str) -> bytes:
+    """The file of a Python module of this project, such as of a test."""
+    path = Path(getattr(sys.modules.get(module), "__file__", None) or "/")
+    return path.read_bytes() if path.is_relative_to(ROOT) and "site-packages" not in path.parts else b""
 
 
 def _digest(value: object) -> str | None:

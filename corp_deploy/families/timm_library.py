@@ -2,6 +2,8 @@
 the port it answers on. Nothing here knows where a model's sites are.
 """
 
+import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ import msgspec
 import timm
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
@@ -182,6 +185,31 @@ def _built(architecture: Architecture) -> nn.Module:
     return model
 
 
+class _Unfilled(TorchDispatchMode):
+    """Nothing is written into tensors, which on the meta device takes Python's time and does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func._schema.name.endswith("_") else func(*args, **(kwargs or {}))
+
+
+def _size(architecture: Architecture) -> int:
+    """Parameters of a model that is not allocated; of plain arguments remembered."""
+    try:
+        return _size_of_plain(architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True))
+    except TypeError:  # code among the arguments
+        return _counted(architecture)
+
+
+@functools.lru_cache(maxsize=64)
+def _size_of_plain(name: str, kwargs: str) -> int:
+    return _counted(Architecture(name=name, kwargs=json.loads(kwargs)))
+
+
+def _counted(architecture: Architecture) -> int:
+    with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
+        return parameters(_built(architecture))
+
+
 def _require_configured(model: nn.Module, name: str) -> None:
     """Raise BadInput for a pretrained_cfg, which arguments may overlay, that can't be read."""
     where = f"--model {shown(name)}: its pretrained_cfg"
@@ -197,8 +225,7 @@ def build(architecture: Architecture) -> nn.Module:
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
     refuse_unbounded(architecture.kwargs)
-    with torch.device("meta"):
-        count = parameters(_built(architecture))
+    count = _size(architecture)
     if count > MOST_PARAMETERS:
         raise BadInput(
             f"--model {shown(architecture.name)} with these arguments has {count:,} parameters, "

@@ -1,0 +1,64 @@
+"""Which tests are slow, for which reason, and what `make test`, which leaves those out, asks of all others.
+
+A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`; any other takes at most
+LIMIT_S, or the quick run fails with its name. Seconds are of the processor, of this process and its children, so that a
+busy machine fails nobody.
+"""
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+REASONS = {
+    "graph": "traces a graph through torch",
+    "server": "starts an inference server",
+    "engine": "builds an engine",
+    "process": "starts a process",
+    "training": "trains a network",
+    "measurement": "times models until their intervals are narrow",
+    "models": "reduces or runs many models, or one of its real size",
+}
+QUICK = "not slow"
+LIMIT_S = 3.0
+_START = pytest.StashKey[float]()
+
+
+def processor_s() -> float:
+    """Seconds that this process and its children that have ended took so far."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"slow(*reasons): left out by make test; reasons: {', '.join(REASONS)}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A marker without a reason is no reason."""
+    for item in items:
+        for marker in item.iter_markers("slow"):
+            if not marker.args or not set(marker.args) <= REASONS.keys():
+                raise pytest.UsageError(f"{item.nodeid}: slow{marker.args}, give one or more of {', '.join(REASONS)}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[_START] = processor_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Behind the last part of a test, so that what its fixtures take counts too."""
+    report = yield
+    if call.when == "teardown" and report.passed and item.config.option.markexpr == QUICK:
+        taken = processor_s() - item.stash[_START]
+        if taken > LIMIT_S:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {taken:.1f} s of the processor, quick tests take at most {LIMIT_S:g}: make it "
+                f"quicker, or say why it is slow: @pytest.mark.slow(reason) with one of {', '.join(REASONS)}"
+            )
+    return report
