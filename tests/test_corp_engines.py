@@ -132,7 +132,6 @@ def relative(error: float, home: Path) -> float:
     return float(np.sqrt(10 * error**2) / np.linalg.norm(logits))
 
 
-@pytest.mark.slow("graph")
 def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) -> None:
     images = ("--images", home / "images.npy")
     kept = run("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")

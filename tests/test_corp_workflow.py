@@ -348,7 +348,6 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
 # Proof
 
 
-@pytest.mark.slow("graph")
 def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")

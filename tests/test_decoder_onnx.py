@@ -171,7 +171,6 @@ def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     assert "65 tokens" in long.stderr
 
 
-@pytest.mark.slow("measurement")
 def test_bench_times_both(home: Path, tmp_path: Path) -> None:
     """Every length and batch has both, in turns, from graphs and from plain directories alike."""
     words = (home / "onnx" / "llama", home / "llama-narrow", "--length", 4, "--batch", 2, "--cached", 16)

@@ -1,5 +1,5 @@
-"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report, runs the demo, and
-goes the way of the start page to a model that a real server serves.
+"""The built wheel is whole: somewhere else, with the repository out of reach, it writes a report and goes the way of
+the start page, from the example that came along to a model that a real server serves.
 """
 
 import json
@@ -21,20 +21,10 @@ from tests.triton_server import Server, lack
 ROOT = Path(__file__).parents[1]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info")
-# The demo as it is, but for how much of the example it takes, and traced as the tests trace.
-SMALL_DEMO = """
-import runpy, sys
-runpy.run_path(sys.argv[2])["look_up_once"]()
-from corp_deploy.demo import run
-from corp_deploy.demo.calls import DemoScale
-from corp_deploy.cli import main
-run.SCALE = DemoScale(samples=64, hold_out=8, batches=(2,), time_limit=2.0)
-main(["demo", "-o", sys.argv[1]])
-"""
 # The lines of the start page, one after the other.
 FOLLOWED = """
 import runpy, shlex, sys
-runpy.run_path(sys.argv[1])["look_up_once"]()
+runpy.run_path(sys.argv[1])["trace_as_tests_do"]()
 import torch
 torch.set_num_threads(1)
 sys.stderr = sys.stdout
@@ -122,17 +112,6 @@ def test_a_report_from_records(python: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A &amp; B</h1>" in page
     assert "prefers-color-scheme: dark" in page
-
-
-@pytest.mark.slow("process")
-def test_the_demo_on_the_example_that_came_along(python: Path, tmp_path: Path) -> None:
-    printed = run(python, "-c", SMALL_DEMO, "out", str(ROOT / "tests" / "tracing.py"), cwd=tmp_path)
-    assert "report: out/report.html" in printed
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert {"report.html", "reduced/model.fp16.onnx", "parity.json", "bench.json"} <= manifest["files"].keys()
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "<svg" in page
-    assert str(ROOT) not in page
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import os
 import pickle
 import shutil
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,7 +30,12 @@ import torch
 ROOT = Path(__file__).parents[1]
 # What modules of a model are made of, and what makes graphs of them; a test's own modules count by their files.
 SOURCES = ("corp_deploy/algebra", "corp_deploy/families", "corp_deploy/reduction", "export/graph", "ground")
+ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "timm", "torchvision", "transformers", "numpy")
+
+
+once_s = 0.0
+"""Seconds of the processor that went into what is done once a process, whichever test comes first."""
 
 
 def look_up_once() -> None:
@@ -37,9 +44,15 @@ def look_up_once() -> None:
 
     @functools.wraps(traced)
     def first(*words: Any, **named: Any) -> Any:
+        global once_s
         patch.undo()
+        began = time.process_time()
         _keep("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib")
         _keep("torch._export.utils", "_materialize_cpp_cia_ops")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, verbose=False)
+        once_s += time.process_time() - began
         return traced(*words, **named)
 
     patch.setattr(torch.onnx, "export", first)
@@ -76,6 +89,12 @@ def trace_once(directory: Path) -> None:
     from export.graph import to_onnx
 
     to_onnx._trace = _once(to_onnx._trace, directory)
+
+
+def trace_as_tests_do() -> None:
+    """In a process of its own."""
+    look_up_once()
+    trace_once(kept_graphs())
 
 
 def _once(trace: Callable[..., onnx.ModelProto], directory: Path) -> Callable[..., onnx.ModelProto]:
@@ -119,9 +138,12 @@ class _Pickler(pickle.Pickler):
 
 @functools.cache
 def _written(module: str) -> bytes:
-    """The file of a Python module of this project, such as of a test."""
-    path = Path(getattr(sys.modules.get(module), "__file__", None) or "/")
-    return path.read_bytes() if path.is_relative_to(ROOT) and "site-packages" not in path.parts else b""
+    """The file that a class of a model was written in, where that is none of SOURCES and of no package."""
+    if module not in sys.modules:
+        raise pickle.PicklingError(f"{module} is not there, so nobody knows what is in it")
+    path = Path(getattr(sys.modules[module], "__file__", None) or ROOT)
+    known = module.split(".")[0] in ROOMS or "site-packages" in path.parts
+    return b"" if known else path.read_bytes()
 
 
 def _digest(value: object) -> str | None:
@@ -129,6 +151,6 @@ def _digest(value: object) -> str | None:
     written = io.BytesIO()
     try:
         _Pickler(written).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, OSError):
         return None
     return hashlib.sha256(written.getvalue()).hexdigest()

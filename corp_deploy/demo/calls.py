@@ -14,12 +14,15 @@ MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoScale:
-    """How much of the example is used: images to calibrate on (None: all) and to leave out of the fit, timing."""
+    """How much of the example is used: images to calibrate on (None: all) and to leave out of the fit, types of graphs
+    beside fp32, timing.
+    """
 
     samples: int | None = None
     hold_out: int = 200
     batches: tuple[int, ...] = (1, 8, 32)
     time_limit: float = 8.0
+    types: tuple[str, ...] = ("fp16",)
 
 
 SCALE = DemoScale()
@@ -80,13 +83,14 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "min_rounds": 16,
         "output": "bench.json",
     }
-    graphs = {name: (f"{name}/model.onnx", f"{name}/model.fp16.onnx") for name in ("dense", "reduced")}
-    calls = {
+    names = ("model.onnx", *(f"model.{each}.onnx" for each in scale.types))
+    graphs = {model: tuple(f"{model}/{name}" for name in names) for model in ("dense", "reduced")}
+    calls: dict[tuple[str, ...], Invocation] = {
         ("moments.safetensors", "moments.held-out.safetensors"): Invocation(command="calibrate", options=calibrate),
         ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
     }
     for name, files in graphs.items():
-        export = {"model": name, "precision": ("fp32", "fp16"), "keep_fp32": [], "output": files[0]}
+        export = {"model": name, "precision": ("fp32", *scale.types), "keep_fp32": [], "output": files[0]}
         calls[files] = Invocation(command="export", options=export)
     chain = ("dense", "reduced", *graphs["reduced"])
     pair = (graphs["dense"][0], graphs["reduced"][0])
