@@ -24,7 +24,7 @@ import click
 import coverage
 import pytest
 
-from benchmarks.suite.mutations import ROOT, Mutant, mutants_of, plant_, sample
+from benchmarks.suite.mutations import ROOMS, ROOT, Mutant, mutants_of, plant_, sample
 from ground.files import write_json
 
 PARTS = {
@@ -33,7 +33,6 @@ PARTS = {
     "gate": ("perf/gate", "perf/stats/decision.py", "perf/stats/shares.py"),
     "readers": ("ground", "perf/record", "corp_deploy/store", "calib/store.py", "corp_deploy/release/recipe.py"),
 }
-ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 SECONDS = 30.0  # of tests for one mutant, as they took in the run that is read
 PATIENCE = 6  # times as long may they take here
 APART = "test_pretended_device"  # wants a process of its own
@@ -167,7 +166,7 @@ def main(data: Path, junit: Path, quick: Path | None, each: int, only: tuple[str
         mutants = sample([mutant for path in files_of(part) for mutant in mutants_of(path)], each)
         ran = tests_of_lines(data, {mutant.path for mutant in mutants})
         wanted = [(m, within(ran[m.path][m.line] & allowed, seconds)) for m in mutants]
-        require_sound(within({test for _, tests in wanted for test in tests}, seconds, 4 * SECONDS), logs / "sound.log")
+        require_sound(within({test for _, tests in wanted for test in tests}, seconds), logs / "sound.log")
         results = {}
         for mutant, outcome in outcomes(wanted, logs, seconds):
             results[mutant] = outcome

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -159,8 +160,9 @@ def plant_(mutant: Mutant) -> None:
         _place(code) for code in _functions(compile(source, str(path), "exec")) if mutant.function == code.co_qualname
     }
     changed = 0
+    gc.unfreeze()  # or what was frozen would not be among the objects
     for each in gc.get_objects():
-        if isinstance(each, FunctionType) and each.__code__.co_filename == str(path) and _place(each.__code__) in own:
+        if type(each) is FunctionType and each.__code__.co_filename == str(path) and _place(each.__code__) in own:
             each.__code__ = other[_place(each.__code__)]
             changed += 1
     if not changed:
