@@ -131,6 +131,7 @@ def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> Non
     assert error == pytest.approx(np.linalg.norm(own - exact) / size, rel=0.5)
 
 
+@pytest.mark.slow("graph")
 def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
     with pytest.raises(BadInput, match=r"CPU kernels have no arithmetic in bfloat16.*verify rounds"):
         OnnxRunner(home / "dense" / "model.bf16.onnx").__enter__()
@@ -144,6 +145,7 @@ def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
     assert "compute in float32 and this graph is bf16" in done.stderr
 
 
+@pytest.mark.slow("graph")
 def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
     steps = [home / "dense", home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"]
     done = run("verify", home / "dense", *steps, "--images", home / "images.npy", "--max-error", "0.05",
@@ -199,6 +201,7 @@ def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
     assert "Conv takes no bfloat16 before opset 22 (first at patch_embed.proj/Conv)" in refused.stderr
 
 
+@pytest.mark.slow("graph")
 @rtx
 def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: Path, tmp_path: Path) -> None:
     graph, plan = home / "dense" / "model.bf16.onnx", tmp_path / "m.plan"

@@ -67,6 +67,7 @@ def counted(runner: type, runs: list[tuple[str, int]]) -> Any:
     return __call__
 
 
+@pytest.mark.slow("graph")
 def test_one_candidate_is_open_at_a_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     for runner in (ModuleRunner, OnnxRunner):

@@ -58,6 +58,7 @@ def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
     assert "conv" in printed[-1]
 
 
+@pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -71,6 +72,7 @@ def test_what_it_has_not_is_refused_with_the_reason(words: tuple[object, ...], r
     assert reason in run("reduce", *given(home), *words, "-o", home / "refused", code=2).output
 
 
+@pytest.mark.slow("graph")
 def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -> None:
     whole, half = (onnx.load(home / "reduced" / name) for name in ("model.onnx", "model.fp16.onnx"))
     assert {node.op_type for node in whole.graph.node} - OF_SHAPE == PLAIN
@@ -108,6 +110,7 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     run("lint-repo", home / "repository")
 
 
+@pytest.mark.slow("graph")
 def test_engines_are_built_of_both_precisions(home: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     for name in ("model", "model.fp16"):

@@ -63,6 +63,7 @@ def test_the_reduced_directory_and_its_graph_give_the_outputs_by_name(home: Path
             assert np.linalg.norm(ours - theirs.numpy()) < 1e-5 * float(theirs.norm()), name
 
 
+@pytest.mark.slow("graph")
 def test_inspect_says_what_a_model_gives(home: Path) -> None:
     model = ("inspect", "--model", home / "dense", "--outputs", "class,patches")
     assert "outputs of one image: class [48] (embedding), patches [16, 48] (feature map)" in invoked(*model).output
@@ -71,6 +72,7 @@ def test_inspect_says_what_a_model_gives(home: Path) -> None:
     assert shown["outputs"][1] == {"name": "patches", "role": "feature map", "shape": [16, 48]}
 
 
+@pytest.mark.slow("graph")
 def test_every_output_is_proven_link_by_link(home: Path) -> None:
     steps = [home / "reduced", home / "reduced" / "model.onnx", home / "reduced" / "model.fp16.onnx"]
     dense = (home / "dense", "--outputs", "block0,class,patches")
@@ -92,6 +94,7 @@ def test_every_output_is_proven_link_by_link(home: Path) -> None:
     invoked(*rule)
 
 
+@pytest.mark.slow("graph")
 def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
     held_out = ("--images", home / "held-out.npy", "-o", home / "other.json")
     refused = invoked("verify", home / "dense", "--outputs", "class", home / "reduced", *held_out, code=2)
@@ -102,6 +105,7 @@ def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
     assert "'nose' is none" in refused.stderr
 
 
+@pytest.mark.slow("graph")
 def test_a_model_repository_carries_all_outputs(home: Path) -> None:
     invoked("package", home, "-o", home / "repository", "--name", "tiny")
     invoked("lint-repo", home / "repository")

@@ -213,6 +213,7 @@ def test_a_budget_counts_merging_and_widths(planned: Joint, share: float) -> Non
         assert macs(merged) / dense == pytest.approx(way.allocated.share, rel=1e-9)
 
 
+@pytest.mark.slow("models")
 def test_a_joint_budget_is_never_predicted_worse_than_either_alone(planned: Joint) -> None:
     for share in (0.8, 0.6):
         ranked = planned.ranked(share)

@@ -125,6 +125,7 @@ def test_all_twelve_blocks_of_deit_tiny_stay_fused_dense_and_padded(graphs: Grap
     assert padded.kernels <= dense.kernels
 
 
+@pytest.mark.slow("engine")
 def test_two_builds_of_one_graph_give_the_same_plan(graphs: Graphs) -> None:
     again = build(graphs.path("padded"))
     assert again.plan == graphs.engine("padded").plan

@@ -215,6 +215,7 @@ def test_breaks_come_before_fp32(
     assert isinstance(found, Mended)
 
 
+@pytest.mark.slow("engine")
 def test_an_engine_that_nothing_mends_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(BadInput, match="no set of fusion breaks, and no set of blocks in more bits, mends this engine"):
         mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, WrongKernels((), beyond=("patch_embed",)), opset=None)

@@ -69,6 +69,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(name: str, precision: str, bo
         assert np.linalg.norm(got - expected) < bound * np.linalg.norm(expected)
 
 
+@pytest.mark.slow("graph")
 def test_a_convnext_keeps_the_layers_that_it_has_in_timm() -> None:
     def count(name: str, kind: str) -> int:
         return sum(node.op_type == kind for node in graph(name).graph.node)
