@@ -1,10 +1,9 @@
 """benchmarks/results/suite.json: how long the tests take, what the quick ones run, and which planted faults are found.
 
-    python -m benchmarks.suite.record --quick build/quick.xml --slow build/slow.xml --again build/again.xml \\
-        --setup-s 118 --lint-s 40 --rooms build/rooms.json --mutants build/mutants.json
+    python -m benchmarks.suite.record --quick build/quick.xml --slow build/slow.xml --setup-s 118 --lint-s 40 \\
+        --rooms build/rooms.json --mutants build/mutants.json
 
-The files are what pytest, `benchmarks.suite.rooms` and `benchmarks.suite.mutants` write; seconds are on the clock;
-`again` are the slow tests once more, with the graphs that the first run kept.
+The files are what pytest, `benchmarks.suite.rooms` and `benchmarks.suite.mutants` write; seconds are on the clock.
 """
 
 import json
@@ -35,15 +34,12 @@ def run_of(junit: Path) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--quick", type=A_FILE, required=True)
 @click.option("--slow", type=A_FILE, required=True)
-@click.option("--again", type=A_FILE, required=True)
 @click.option("--setup-s", type=float, required=True)
 @click.option("--lint-s", type=float, required=True)
 @click.option("--rooms", type=A_FILE, required=True)
 @click.option("--mutants", type=A_FILE, required=True)
 @click.option("--output", type=click.Path(path_type=Path), default=RECORD)
-def main(
-    quick: Path, slow: Path, again: Path, setup_s: float, lint_s: float, rooms: Path, mutants: Path, output: Path
-) -> None:
+def main(quick: Path, slow: Path, setup_s: float, lint_s: float, rooms: Path, mutants: Path, output: Path) -> None:
     content = {
         "kind": "corp-deploy/suite",
         "version": 1,
@@ -53,7 +49,6 @@ def main(
         "lint_s": lint_s,
         "quick": run_of(quick),
         "slow": run_of(slow),
-        "again": run_of(again),
         "rooms": json.loads(rooms.read_text(encoding="utf-8")),
         "mutants": json.loads(mutants.read_text(encoding="utf-8")),
     }
