@@ -2,7 +2,6 @@
 the port it answers on. Nothing here knows where a model's sites are.
 """
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,23 +185,27 @@ def _built(architecture: Architecture) -> nn.Module:
 
 
 class _Unfilled(TorchDispatchMode):
-    """Nothing is written into tensors, which on the meta device takes Python's time and does nothing."""
+    """Initial weights are not written, which on the meta device takes Python's time and does nothing. Other operations
+    in place, such as `unsqueeze_`, change shapes and are done.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func._schema.name.endswith("_") else func(*args, **(kwargs or {}))
+        return args[0] if func._schema.name in _FILLING else func(*args, **(kwargs or {}))
+
+
+_FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul", "normal", "uniform", "zero")}
+_sizes: dict[tuple[str, str], int] = {}
 
 
 def _size(architecture: Architecture) -> int:
-    """Parameters of a model that is not allocated; of plain arguments remembered."""
+    """Parameters of a model that is not allocated; counted once in a process."""
     try:
-        return _size_of_plain(architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True))
+        key = architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True)
     except TypeError:  # code among the arguments
         return _counted(architecture)
-
-
-@functools.lru_cache(maxsize=64)
-def _size_of_plain(name: str, kwargs: str) -> int:
-    return _counted(Architecture(name=name, kwargs=json.loads(kwargs)))
+    if key not in _sizes:
+        _sizes[key] = _counted(architecture)
+    return _sizes[key]
 
 
 def _counted(architecture: Architecture) -> int:
