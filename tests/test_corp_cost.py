@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from corp_deploy.families import timm_library
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.cost import attention_macs
 from corp_deploy.families.counting import count
 from corp_deploy.families.head_attention import HeadAttention
@@ -207,3 +210,17 @@ def test_the_longest_row_of_products() -> None:
     assert found.within("branches.1") == 32
     assert count(nn.ConvTranspose2d(3, 5, 2, stride=2), (image_port((3, 4, 4)),)).macs == 3 * 4 * 4 * 5 * 2 * 2
     assert count(nn.Conv2d(4, 6, 3, groups=2), (image_port((4, 5, 5)),)).macs == 6 * 3 * 3 * 2 * 3 * 3
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swinv2_tiny_window8_256", "maxvit_pico_rw_256"])
+def test_a_model_is_counted_without_memory_as_it_is_built(name: str) -> None:
+    with torch.device("meta"):
+        expected = sum(parameter.numel() for parameter in timm.create_model(name).parameters())
+    assert timm_library._size(Architecture(name=name)) == expected
+
+
+def test_filling_is_left_out_and_shapes_change() -> None:
+    with timm_library._Unfilled():  # type: ignore[no-untyped-call]
+        weight = torch.full((3,), 2.0)
+        assert weight.normal_().mul_(5).tolist() == [2.0] * 3
+        assert weight.unsqueeze_(0).shape == (1, 3)
