@@ -228,7 +228,7 @@ def test_a_limit_on_a_share_is_met_by_an_interval(home: Path) -> None:
 
 @pytest.mark.slow("graph", "measurement")
 def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
-    quick: dict[str, Any] = {"time_limit": 2.0, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
+    quick: dict[str, Any] = {"time_limit": 0.5, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
     corp_deploy.export(home / "dense", tmp_path / "dense.onnx")
     corp_deploy.export(home / "reduced", tmp_path / "reduced.onnx")
     speed = corp_deploy.bench(

@@ -46,7 +46,7 @@ precisions = ["fp32", "bf16"]
 batches = [1, 3]
 [bench]
 batches = [2]
-time_limit_s = 2
+time_limit_s = 0.5
 half_width = 0.9
 block_ms = 1
 min_rounds = 6

@@ -126,7 +126,7 @@ def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> N
 @pytest.mark.slow("measurement")
 def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
-    quick = ("--time-limit", 5, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
+    quick = ("--time-limit", 1, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
     for images, found in (("mixed.npy", {"same": 3, "alike": 0}), ("left-out.npy", NONE), (None, None)):
         fed = () if images is None else ("--images", home / images)
         done = run("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")

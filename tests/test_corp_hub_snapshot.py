@@ -108,7 +108,7 @@ def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, sn
     (snapshot / "model.safetensors").unlink()
     torch.save(tiny.checkpoint().model.state_dict(), snapshot / "pytorch_model.bin")
     save(load(snapshot), tmp_path / "ours")
-    few = ("--batch", 1, "--time-limit", 2, "--min-rounds", 6, "--half-width", 0.9, "--block-ms", 1)
+    few = ("--batch", 1, "--time-limit", 0.5, "--min-rounds", 6, "--half-width", 0.9, "--block-ms", 1)
     done = run("bench", snapshot, tmp_path / "ours", "--backend", backend, *few, "-o", tmp_path / "b.json")
     assert done.exit_code == 0, done.output
     sizes = [each["size_bytes"] for each in json.loads((tmp_path / "b.json").read_text())["subjects"]]

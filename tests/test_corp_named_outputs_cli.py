@@ -133,7 +133,7 @@ precisions = ["fp32"]
 max_error = 0.9
 [bench]
 batches = [2]
-time_limit_s = 2
+time_limit_s = 0.5
 half_width = 0.9
 block_ms = 1
 min_rounds = 6

@@ -22,7 +22,7 @@ from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
-QUICK = ("--batch", 2, "--time-limit", 2, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2, "--threads", 1)
+QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2, "--threads", 1)
 
 
 def run(*words: object) -> Result:

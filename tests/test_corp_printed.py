@@ -57,7 +57,7 @@ half_factor = 6.0
 max_error = 0.9
 [bench]
 batches = [2]
-time_limit_s = 2
+time_limit_s = 0.5
 half_width = 0.9
 block_ms = 1
 min_rounds = 7
@@ -198,7 +198,7 @@ def test_every_command_of_the_demo_makes_what_it_stands_beside(
     save(own, tmp_path / "example" / example.folder)
     monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "example")
     monkeypatch.setattr(demo, "write_images", small_images)
-    monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=2.0))
+    monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.5))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
     run_in(home / "demo-out", itself(example).words, monkeypatch)

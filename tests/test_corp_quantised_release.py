@@ -36,7 +36,7 @@ batches = [1, 3]
 quantised_factor = 8.0
 [bench]
 batches = [2]
-time_limit_s = 2
+time_limit_s = 0.5
 half_width = 0.9
 block_ms = 1
 min_rounds = 6

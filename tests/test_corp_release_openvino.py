@@ -48,7 +48,7 @@ metric = ["hits=PYTHON score.py {outputs}"]
 metric_files = ["score.py"]
 [bench]
 batches = [2]
-time_limit_s = 2
+time_limit_s = 0.5
 half_width = 0.9
 block_ms = 1
 min_rounds = 6

@@ -82,7 +82,7 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     links = {link["name"]: link for link in json.loads(parity.read_text())["links"]}
     assert {link["status"] for link in links.values()} == {"PASS"}
     assert {link["role"] for link in links.values()} == {"embedding"}
-    quick = ("--time-limit", 2, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2)
+    quick = ("--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2)
     short = ("--batch", 2, *quick, "-o", home / "bench.json")
     invoked("bench", directory, graph, *text, *short)
     invoked("bench", graph, graph, *short)

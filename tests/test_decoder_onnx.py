@@ -33,7 +33,7 @@ NARROW: dict[str, Any] = {
 }
 """Half of the channels, and one group of two."""
 KINDS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
-QUICK = ("--time-limit", 2, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
+QUICK = ("--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
 
 
 def run(*words: object, code: int = 0) -> Result:

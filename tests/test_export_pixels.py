@@ -283,7 +283,7 @@ def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
     links = json.loads((home / "parity.json").read_text())["links"]
     assert links[0]["measures"]["relative_error"] < 1e-5
     result = run("bench", home / "dense" / "model.onnx", home / "reduced" / "model.onnx", "-o", home / "bench.json",
-                 "--images", home / "pixels.npy", "--batch", "1", "--time-limit", "2", "--half-width", "0.9",
+                 "--images", home / "pixels.npy", "--batch", "1", "--time-limit", "0.5", "--half-width", "0.9",
                  "--block-ms", "1", "--min-rounds", "7")  # fmt: skip
     assert result.exit_code == 0, result.output
     result = run("bench", home / "dense", home / "reduced" / "model.onnx", "-o", home / "other.json", "--batch", "1")

@@ -102,7 +102,7 @@ def test_what_is_no_package_is_refused(package: Path) -> None:
 def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = loads(monkeypatch)
     np.save(package.parent / "images.npy", IMAGES)
-    quick = ["--batch", "2", "--time-limit", "2", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "2"]
+    quick = ["--batch", "2", "--time-limit", "0.5", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "2"]
     words = ["bench", package, package, *quick, "-o", package.parent / "b.json"]
     refused = run(*words, "--images", package.parent / "images.npy")
     assert refused.exit_code == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ground.ports import Port
@@ -66,13 +66,45 @@ class _Counting(TorchDispatchMode):
         self.chain_to: dict[Tensor, int] = {}  # keeps every tensor alive; on the meta device none has memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _outcome(func, args, kwargs or {})
         product = PRODUCTS.get(func.overloadpacket)
         if product is not None:
             self.by_module[self.running[-1]] += product(args, out)
         before = max((self.chain_to.get(leaf, 0) for leaf in _tensors((args, kwargs))), default=0)
         self.chain_to |= dict.fromkeys(_tensors(out), before + (product is not None))
         return out
+
+
+_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Blocks repeat each other, and each operator takes torch longer to think through than to look up.
+_OUTCOMES: dict[Any, tuple[list[_Kind], Any]] = {}
+_OUTCOMES_KEPT = 20_000
+
+
+def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives on the meta device: of inputs of the same kinds it was run once, as long as it changes
+    none of them and gives tensors alone.
+    """
+    if func._schema.is_mutable:
+        return func(*args, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    key = func, structure, *(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+    known = _OUTCOMES.get(key)
+    if known is not None:
+        kinds, shape = known
+        made = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
+        return tree_unflatten(made, shape)
+    out = func(*args, **kwargs)
+    tensors, shape = tree_flatten(out)
+    if all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+        if len(_OUTCOMES) >= _OUTCOMES_KEPT:
+            _OUTCOMES.clear()
+        _OUTCOMES[key] = [_kind(tensor) for tensor in tensors], shape
+    return out
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensors(tree: Any) -> list[Tensor]:
