@@ -13,7 +13,7 @@ setup: .venv/ready .venv/triton/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[cpu,hf,genai,rtx,openvino,interop,sign,dev,docs]'
 	touch $@
 
 # As setup, but each file by its digest in requirements.lock, build tools too; for an index that has the files of that day.
@@ -62,7 +62,7 @@ highest: dist
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
 .venv/triton/ready: tests/triton-requirements.txt | .venv/ready
 	test -x .venv/triton/bin/python || $(BIN)/python -m venv .venv/triton
-	.venv/triton/bin/python -m pip install --quiet --requirement tests/triton-requirements.txt && touch $@ || \
+	.venv/triton/bin/python -m pip install --quiet --no-compile --requirement tests/triton-requirements.txt && touch $@ || \
 	    echo "no inference server for this platform: its tests are skipped"
 
 # Pages of docs/, the references made of the code among them; a warning is an error. Open build/site/index.html.

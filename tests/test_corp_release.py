@@ -84,7 +84,7 @@ name = "tiny"
 """
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
 MEASURED |= {"manifest.json", "SHA256SUMS", "sbom.cdx.json", "provenance.json"}
-KILLS = 22
+KILLS = 14
 
 
 def run(*words: object) -> Result:
@@ -268,7 +268,7 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     killed = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("killed")]
-    assert len(killed) >= 18, done.stdout
+    assert len(killed) >= 11, done.stdout
     assert len(set(killed)) >= 5, "kills fell into many stages"
 
     whole, resumed = first / "out", home / "out"
