@@ -26,6 +26,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
+from corp_deploy.proof.half_products import HalfProducts
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -66,7 +67,7 @@ def in_half(model: nn.Module) -> Run:
     half = typed_copy(vit.exportable(model), "fp16")
 
     def run(feeds: Feeds) -> Outputs:
-        with torch.inference_mode():
+        with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
             logits = half(torch.from_numpy(only(feeds))).numpy()
         return {"logits": logits}
 

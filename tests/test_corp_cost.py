@@ -221,6 +221,16 @@ def test_a_model_is_counted_without_memory_as_it_is_built(name: str) -> None:
 
 def test_filling_is_left_out_and_shapes_change() -> None:
     with timm_library._Unfilled():  # type: ignore[no-untyped-call]
-        weight = torch.full((3,), 2.0)
-        assert weight.normal_().mul_(5).tolist() == [2.0] * 3
+        weight = torch.empty(3, device="meta")
+        assert weight.normal_().mul_(5) is weight
         assert weight.unsqueeze_(0).shape == (1, 3)
+        assert torch.full((3,), 2.0).mul_(5).tolist() == [10.0] * 3, "what has memory is written as ever"
+
+
+def test_an_operator_that_was_seen_gives_the_same_again() -> None:
+    """Of the same kinds of inputs alone: other sizes, strides, types or numbers are other kinds."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+    for side in (4, 5, 4):
+        assert count(model.eval(), (image_port((3, side, side)),)).shapes == ((4 * side * side,),)
+    for padding, macs in ((1, 4 * 16 * 27), (0, 4 * 4 * 27), (1, 4 * 16 * 27)):
+        assert count(nn.Conv2d(3, 4, 3, padding=padding), (image_port((3, 4, 4)),)).macs == macs

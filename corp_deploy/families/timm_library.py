@@ -4,6 +4,7 @@ the port it answers on. Nothing here knows where a model's sites are.
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,10 +170,26 @@ def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
     return model
 
 
+class _Unfilled(TorchDispatchMode):
+    """Initial weights are not written, which on the meta device takes Python's time and does nothing. Other operations
+    in place, such as `unsqueeze_`, change shapes and are done.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _FILLING and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul", "normal", "uniform", "zero")}
+
+
 def _built(architecture: Architecture) -> nn.Module:
     """The model on torch's default device. Any error is one of the arguments: timm checks few of them."""
+    on_meta = torch.get_default_device().type == "meta"
     try:
-        model = _created(architecture.name, dict(architecture.kwargs))
+        with _Unfilled() if on_meta else nullcontext():  # type: ignore[no-untyped-call]
+            model = _created(architecture.name, dict(architecture.kwargs))
     except MemoryError:
         raise
     except Exception as error:
@@ -184,16 +201,6 @@ def _built(architecture: Architecture) -> nn.Module:
     return model
 
 
-class _Unfilled(TorchDispatchMode):
-    """Initial weights are not written, which on the meta device takes Python's time and does nothing. Other operations
-    in place, such as `unsqueeze_`, change shapes and are done.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func._schema.name in _FILLING else func(*args, **(kwargs or {}))
-
-
-_FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul", "normal", "uniform", "zero")}
 _sizes: dict[tuple[str, str], int] = {}
 
 
@@ -209,7 +216,7 @@ def _size(architecture: Architecture) -> int:
 
 
 def _counted(architecture: Architecture) -> int:
-    with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
+    with torch.device("meta"):
         return parameters(_built(architecture))
 
 

@@ -29,6 +29,7 @@ from perf.runners.module import tensors_of_ports
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .candidates import Candidate, outputs_at
+from .half_products import HalfProducts
 from .heads import Heads
 from .inputs import ProofInputs
 from .reach import reaches, unreachable
@@ -224,7 +225,7 @@ def _own_noise(
     half = _rounding(exportable, held_in, feeds, batch)
 
     def run(part: Feeds) -> Outputs:
-        with torch.inference_mode():
+        with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
             answer = half(*(torch.from_numpy(array) for array in part.values()))
         tensors = tensors_of_ports(answer, ports, where=DENSE)
         return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
