@@ -1,7 +1,7 @@
 """A page of docs/ as its reader follows it: its blocks of commands, Python and files, in order, in one directory.
 
-Several processes are one here, which what starts them is tested with elsewhere, and a measurement gets a quarter of the
-seconds that the page gives it: neither changes what is printed, or which files there are.
+Several processes are one here: what starts them is tested elsewhere, and it changes neither what is printed nor which
+files there are.
 
 A comment in front of a block says what is not plain: `<!-- exits: 1 -->` of its commands, `<!-- needs: tensorrt -->`
 where the first exits with 4 without that package and the others are left out, `<!-- busy: other programs -->` where
@@ -112,16 +112,15 @@ def _run_outside(words: list[str], line: str, expected: int) -> str:
     return done.stdout + done.stderr
 
 
-def shortened(text: str) -> str:
-    """A command line or recipe by one process, its measurements in a quarter of the time."""
-    alone = re.sub(r"^torchrun (?:--[\w-]+ \d+ )+-m corp_deploy ", "corp-deploy ", text)
-    alone = re.sub(r"--jobs \d+", "--jobs 1", alone)
-    return re.sub(r"(--time-limit |time_limit_s = )([\d.]+)", lambda found: f"{found[1]}{float(found[2]) / 4}", alone)
+def _alone(line: str) -> str:
+    """A command line by one process."""
+    line = re.sub(r"^torchrun (?:--[\w-]+ \d+ )+-m corp_deploy ", "corp-deploy ", line)
+    return re.sub(r"--jobs \d+", "--jobs 1", line)
 
 
 def run_line(line: str, expected: int, busy: str | None = None) -> str | None:
     """What a command line of a page prints; it has to exit as the page says. None if refused in the words `busy`."""
-    words = shlex.split(shortened(line))
+    words = shlex.split(_alone(line))
     if words[:2] == ["pip", "install"]:
         return _installs(words[2:])
     if words[0] != "corp-deploy":
@@ -152,7 +151,7 @@ def follow(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for block in blocks(page):
         if block.file is not None:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
-            Path(block.file).write_text(shortened(block.text), encoding="utf-8")
+            Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.kind == "console":
             _follow(block)
         elif block.kind == "python":

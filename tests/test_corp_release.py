@@ -70,7 +70,7 @@ precisions = ["fp32"]
 batches = [1, 3]
 [bench]
 batches = [2]
-time_limit_s = 0.5
+time_limit_s = 2
 half_width = 0.9
 block_ms = 1
 min_rounds = 6

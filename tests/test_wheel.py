@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, blocks, run_line, shortened
+from tests.pages import DOCS, blocks, run_line
 from tests.printed import lacking
 from tests.test_perf_report import record
 from tests.triton_server import Server, lack
@@ -128,7 +128,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if line.startswith("pip install "):
                     run_line(line, 0)
                 else:
-                    lines.append(shortened(line).removeprefix("corp-deploy "))
+                    lines.append(line.removeprefix("corp-deploy "))
     (home / "lines").write_text("\n".join(lines))
     printed = run(python, "-c", FOLLOWED, str(ROOT / "tests" / "tracing.py"), "lines", cwd=home)
     assert "11 of 12 sites reduced" in shown
