@@ -1,0 +1,166 @@
+"""Moves: ops that put elements elsewhere and change none. They are run on the labels themselves."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .call import Call
+from .flow import Flow
+from .labels import tidy, varying
+from .marks import Marks, marked
+
+SAME = frozenset(
+    "alias clone contiguous detach detach_ dropout dropout_ feature_dropout alpha_dropout lift_fresh lift_fresh_copy to "
+    "_to_copy type_as resolve_conj resolve_neg".split()
+)
+"""What gives the same elements in the same places."""
+SHAPED = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel".split())
+"""What keeps the order of all elements."""
+RUN = frozenset(
+    "permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk "
+    "tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile "
+    "repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal "
+    "broadcast_to".split()
+)
+"""What is run as it is."""
+
+
+def same(flow: Flow, call: Call) -> Marks:
+    """One tensor goes through; further ones say what type it becomes."""
+    first = call.tensors[0]
+    return Marks(first.shape, first.labels, first.why) if first.labels is not None else _passed(flow, call, first)
+
+
+def _passed(flow: Flow, call: Call, first: Marks) -> Marks:
+    """A constant that goes through an op that needs an input's sizes or type has elements of its own from there on."""
+    return marked(flow.elements(first, call.node), first.why)
+
+
+def shaped(flow: Flow, call: Call) -> Marks:
+    """A view."""
+    first = call.tensors[0]
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    return marked(flow.elements(first, call.node).reshape(call.shape), first.why)
+
+
+def moved(flow: Flow, call: Call) -> Any:
+    """Whatever the op makes of the labels."""
+    why = next((each.why for each in call.tensors if each.why), "")
+    if all(each.is_fixed for each in call.tensors):
+        return fixed(call.shape, why)
+    labels: dict[fx.Node, Tensor] = {}
+
+    def entering(node: fx.Node) -> Any:
+        value = call.values[node]
+        if isinstance(value, Marks):
+            return labels.setdefault(node, flow.elements(value, call.node))
+        return value
+
+    assert callable(call.node.target), call.node
+    given = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
+    return tuple(marked(each, why) for each in given) if isinstance(given, list | tuple) else marked(given, why)
+
+
+def joined(flow: Flow, call: Call) -> Any:
+    """cat and stack: parts side by side along one axis are as wide as each other along all others."""
+    given = moved(flow, call)
+    if given.labels is None:
+        return given
+    dim = call["dim"] % len(given.shape)
+    sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
+    parts = [tidy(each) for each in given.labels.split(sizes, dim)]
+    whole = [None if each is None else varying(each) for each in parts]
+    coarse = [each for each, dims in zip(parts, whole, strict=True) if each is not None and dims and dim not in dims]
+    fine = [each for each, dims in zip(parts, whole, strict=True) if dims and dim in dims and len(dims) > 1]
+    why = f"{call.where} puts it beside what stays"
+    for each in coarse:
+        flow.join(coarse[0].narrow(dim, 0, 1), each.narrow(dim, 0, 1), why)
+        if None in parts:
+            flow.stay(each, why)
+    for each in fine if coarse else ():
+        flow.hold(coarse[0].narrow(dim, 0, 1), each)
+    return flow.renewed(given)
+
+
+def scattered(flow: Flow, call: Call) -> Any:
+    """A part of a tensor put into it."""
+    given = moved(flow, call)
+    if given.labels is not None and set(given.dims) - {dim := call["dim"] % len(given.shape)}:
+        flow.join(given.labels.narrow(dim, 0, 1), given.labels, f"{call.where} puts it beside what stays")
+    return flow.renewed(given)
+
+
+def padded(flow: Flow, call: Call) -> Marks:
+    """Elements that are added along an axis without labels are of the same channels."""
+    first, pad = call["self"], list(call["pad"])
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    labels = flow.elements(first, call.node)
+    rank = len(first.shape)
+    dims = [rank - 1 - place // 2 for place, amount in enumerate(pad) if amount]
+    for dim in dims:
+        if labels.stride(dim) == 0 or labels.shape[dim] == 1:
+            labels = labels.narrow(dim, 0, 1)
+    pad = [0 if labels.shape[rank - 1 - place // 2] == 1 else amount for place, amount in enumerate(pad)]
+    if any(pad):
+        labels = torch.constant_pad_nd(labels, pad, -1)
+    return marked(labels.expand(call.shape), f"{call.where} adds elements")
+
+
+def indexed(flow: Flow, call: Call) -> Marks:
+    """Along axes without labels it doesn't matter what an index says."""
+    first, indices = call["self"], list(call["indices"])
+    if not isinstance(first, Marks) or first.is_fixed:
+        return fixed(call.shape, first.why)
+    labels = flow.elements(first, call.node)
+    picks: list[Any] = []
+    for dim, index in enumerate(indices):
+        picks.append(slice(None) if index is None else _index(flow, labels, dim, index))
+    if any(each is None for each in picks):
+        return stopped(flow, call)
+    return marked(labels[tuple(picks)], first.why)
+
+
+def _index(flow: Flow, labels: Tensor, dim: int, index: Marks) -> Tensor | None:
+    """An index as numbers: any, where labels don't vary; none where they do and it isn't known."""
+    if dim not in varying(labels):
+        return torch.zeros(index.shape, dtype=torch.long)
+    known = flow.program.tensor(index.constant) if index.constant else None
+    return known if known is not None and known.device.type != "meta" else None
+
+
+def selected(flow: Flow, call: Call) -> Marks:
+    """index_select and gather: along one axis."""
+    first, dim, index = call["self"], call["dim"], call["index"]
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    labels = flow.elements(first, call.node)
+    number = _index(flow, labels, dim % len(first.shape), index)
+    if number is None:
+        return stopped(flow, call)
+    given = labels.gather(dim, number) if call.op == "gather" else labels.index_select(dim, number)
+    return marked(given, first.why)
+
+
+def picked(flow: Flow, call: Call) -> Any:
+    """One of several."""
+    return call["0"][call["1"]]
+
+
+def fixed(shape: Any, why: str) -> Any:
+    """No labels on any of what an op gives."""
+    if shape is None:
+        return None
+    if shape and isinstance(shape[0], tuple | type(None)):
+        return tuple(fixed(each, why) for each in shape)
+    return Marks(tuple(shape), None, why)
+
+
+def stopped(flow: Flow, call: Call) -> Any:
+    """Nothing goes on from here."""
+    why = f"{call.where} needs all of it"
+    for each in call.tensors:
+        flow.stay(each.labels, why)
+    return fixed(call.shape, f"it comes from {call.where}")
