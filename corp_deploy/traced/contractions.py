@@ -343,9 +343,14 @@ def _repeated(flow: Flow, call: Call, each: Factor, ratio: int) -> Factor:
 def _masked(flow: Flow, call: Call, scores: Marks) -> Marks:
     """A mask or bias that is spread over heads, or a constant, goes along; any other holds the heads."""
     mask = call["attn_mask"]
-    if not isinstance(mask, Marks) or mask.constant:
+    if not isinstance(mask, Marks):
         return scores
     missing = len(scores.shape) - len(mask.shape)
+    if mask.constant:
+        if scores.labels is not None and (dims := [dim for dim in scores.dims if dim >= missing and mask.shape[dim - missing] > 1]):
+            heads = flow.across(scores, dims, f"{call.where} adds it to all heads")
+            flow.touch(call.node, mask.constant, tuple(dim - missing for dim in dims), heads, "between")
+        return scores
     labels = None if mask.labels is None else mask.labels.reshape((1,) * missing + mask.shape)
     sizes = (1,) * missing + mask.shape
     if scores.labels is None:

@@ -64,6 +64,7 @@ class Flow:
     heard: list[Hearing] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     uses: Counter[str] = field(default_factory=Counter)
+    _by_node: dict[fx.Node, list[Touch]] = field(default_factory=dict)
     _axes: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def fresh(self, sizes: Sequence[int]) -> Tensor:
@@ -131,6 +132,13 @@ class Flow:
 
     def touch(self, node: fx.Node, constant: str, axes: tuple[int, ...], labels: Tensor, role: Role) -> None:
         self.touches.append(Touch(node=node, constant=constant, axes=axes, labels=labels, role=role))
+
+    def touches_of(self, node: fx.Node) -> list[Touch]:
+        """Those where a node uses its parameters."""
+        if not self._by_node:
+            for touch in self.touches:
+                self._by_node.setdefault(touch.node, []).append(touch)
+        return self._by_node.get(node, [])
 
     def elements(self, marks: Marks, node: fx.Node) -> Tensor:
         """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""

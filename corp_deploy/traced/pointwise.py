@@ -37,7 +37,21 @@ def pointwise(flow: Flow, call: Call) -> Marks:
         _meet(flow, call, one, other)
     # Of labels that hold others, and of those along another axis, the finer and the first ones go on.
     first = max(labelled, key=lambda each: len(each.dims))
-    return marked(first.labels.expand(call.shape), first.why) if first.labels is not None else first
+    assert first.labels is not None, call.node
+    _along_constants(flow, call, first)
+    return marked(first.labels.expand(call.shape), first.why)
+
+
+def _along_constants(flow: Flow, call: Call, first: Marks) -> None:
+    """Constants with an element for each label, as a bias or a layer scale has."""
+    for node in call.node.all_input_nodes:
+        marks = call.values[node]
+        if isinstance(marks, Marks) and marks.constant:
+            missing = len(call.shape) - len(marks.shape)
+            axes = [dim - missing for dim in first.dims if dim >= missing and marks.shape[dim - missing] > 1]
+            if len(axes) == len(first.dims):
+                labels = flow.across(first, first.dims, f"{call.where} has an element for each")
+                flow.touch(call.node, marks.constant, tuple(axes), labels, "between")
 
 
 def _aligned(marks: Marks, rank: int) -> Marks:

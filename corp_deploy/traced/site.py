@@ -44,6 +44,11 @@ class Site:
     macs: int
 
     @property
+    def key(self) -> str:
+        """What it is called by, once in a program."""
+        return f"{self.name} {self.kind}"
+
+    @property
     def spans(self) -> tuple[Span, ...]:
         """All of its parameters and constants."""
         return *self.writers, *self.readers, *self.between

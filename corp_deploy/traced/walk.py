@@ -23,6 +23,7 @@ def walked(program: Program) -> Flow:
                 flow.stay(value.labels if isinstance(value, Marks) else None, "it is what the model gives")
         else:
             flow.values[node] = _value(flow, node)
+    flow.values = {node: flow.renewed(value) for node, value in flow.values.items()}
     return flow
 
 

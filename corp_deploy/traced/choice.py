@@ -1,0 +1,66 @@
+"""What goes: of every site the groups that aren't kept, and what they take along."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+
+from .flow import Flow
+from .site import Index, Site
+
+Kept = Mapping[str, Sequence[int] | Index]
+"""Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
+
+
+def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
+    """Whether each label [labels] goes, by the group that it is in. Raises BadInput for a choice that can't be."""
+    by_key = {site.key: site for site in sites}
+    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    for key, groups in kept.items():
+        if key not in by_key:
+            raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
+        goes |= _of_site(flow, by_key[key], _checked(by_key[key], groups))
+    return _taken_along(flow, goes)
+
+
+def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
+    chosen = np.unique(np.asarray(groups, dtype=np.int64))
+    if not len(chosen) or chosen[0] < 0 or chosen[-1] >= site.size:
+        raise BadInput(f"{site.key}: keeps {len(chosen)} groups of {site.size}, expected 1 or more of them by number")
+    if site.part_G is not None:
+        counts = np.bincount(site.part_G[chosen], minlength=site.parts)
+        if len(set(counts[counts > 0].tolist())) > 1:
+            raise BadInput(f"{site.key}: keeps {counts.tolist()} in its parts, expected as many in each, or none")
+    return chosen
+
+
+def _of_site(flow: Flow, site: Site, chosen: Index) -> Tensor:
+    """By where its writers stand, so that it is the same in any program with these parameters."""
+    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    first = site.writers[0]
+    labels = next(
+        each.labels for each in flow.touches if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
+    )
+    away = np.setdiff1d(np.arange(site.size), chosen)
+    places = torch.from_numpy(first.index_GM[away].reshape(-1))
+    goes[flow.groups.of(labels.reshape(-1)[places]).long()] = True
+    return goes
+
+
+def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
+    """What holds nothing any more goes too."""
+    if not flow.inside:
+        return goes
+    met = flow.groups.of(torch.cat(flow.inside)).long()
+    left = torch.zeros(len(goes), dtype=torch.long)
+    while True:
+        left.zero_().scatter_add_(0, met[:, 0], (~goes[met[:, 1]]).long())
+        holds = torch.zeros_like(goes)
+        holds[met[:, 0]] = True
+        more = goes | (holds & (left == 0))
+        if torch.equal(more, goes):
+            return goes
+        goes = more
