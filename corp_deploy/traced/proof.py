@@ -1,11 +1,14 @@
 """Whether a narrowed program is the dense one with what is removed zeroed."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from .compaction import kept
+from .program import Inputs
 from .sites import Found
 
 
@@ -49,7 +52,29 @@ def masked(found: Found, gone: Tensor) -> nn.Module:
     interpreter = Masked(found, gone)
 
     class _Dense(nn.Module):
-        def forward(self, *inputs: Any) -> Any:
-            return interpreter.run(*inputs)
+        def forward(self, *inputs: Any, **named: Any) -> Any:
+            return interpreter.run(*inputs, *named.values())
 
     return _Dense()
+
+
+def difference(found: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
+    """The largest of any output between a narrowed program and the dense one with the same elements zeroed, relative
+    to the largest value of that output; infinite for another shape.
+    """
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    with torch.no_grad():
+        dense = tree_leaves(masked(found, gone)(*args, **kwargs))
+        given = tree_leaves(narrowed(*args, **kwargs))
+    pairs = zip(dense, given, strict=True)
+    return max((_apart(one, other) for one, other in pairs if isinstance(one, Tensor)), default=0.0)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    one, other = one.double(), other.double()
+    apart = (one - other).abs().max() / one.abs().max().clamp(min=1e-12)
+    return float(apart) if bool(apart.isfinite()) else float("inf")
