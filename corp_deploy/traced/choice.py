@@ -9,6 +9,7 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .flow import Flow
+from .holding import stuck
 from .site import Index, Site
 
 Kept = Mapping[str, Sequence[int] | Index]
@@ -51,16 +52,31 @@ def _of_site(flow: Flow, site: Site, chosen: Index) -> Tensor:
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
-    """What holds nothing any more goes too."""
-    if not flow.inside:
-        return goes
-    met = flow.groups.of(torch.cat(flow.inside)).long()
-    left = torch.zeros(len(goes), dtype=torch.long)
+    """What holds nothing any more goes too, as a head without dimensions does. Raises BadInput where it can't."""
+    stays, goes = stuck(flow), goes.clone()
     while True:
-        left.zero_().scatter_add_(0, met[:, 0], (~goes[met[:, 1]]).long())
-        holds = torch.zeros_like(goes)
-        holds[met[:, 0]] = True
-        more = goes | (holds & (left == 0))
+        empty = torch.stack([_empty(flow, met, goes) for met in flow.inside]) if flow.inside else goes[None] & False
+        holds = torch.stack([_outer(flow, met, len(goes)) for met in flow.inside]) if flow.inside else empty
+        more = goes | ((holds.sum(0) > 0) & (empty == holds).all(0) & ~stays)
         if torch.equal(more, goes):
-            return goes
+            break
         goes = more
+    if bool((empty.any(0) & ~goes).any()):
+        raise BadInput(
+            "all of a head or of another part would go: keep some of each, or let queries, keys and values of a head go "
+            "together"
+        )
+    return goes
+
+
+def _outer(flow: Flow, met: Tensor, count: int) -> Tensor:
+    holds = torch.zeros(count, dtype=torch.bool)
+    holds[flow.groups.of(met[:, 0]).long()] = True
+    return holds
+
+
+def _empty(flow: Flow, met: Tensor, goes: Tensor) -> Tensor:
+    """Which groups hold only what goes."""
+    outer, inner = flow.groups.of(met).long().unbind(1)
+    left = torch.zeros(len(goes), dtype=torch.long).scatter_add_(0, outer, (~goes[inner]).long())
+    return _outer(flow, met, len(goes)) & (left == 0)

@@ -5,7 +5,7 @@ A product is said by letters, one an axis, as einsum does; letters of the result
 factors and not of the result are summed over, those of both factors and the result are batches (as heads are).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,10 +49,19 @@ def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Any
         return _weighted(flow, call, one, other, out)
     if one.marks.constant and not other.marks.constant:
         return _weighted(flow, call, other, one, out)
-    summed = _summed(one, other, out)
-    if set(one.varying + other.varying) & set(summed):
+    summed = set(_summed(one, other, out))
+    if set(one.varying) & summed and set(other.varying) & summed:
         return _bilinear(flow, call, one, other, out)
-    return _weighing(flow, call, one, other, out)
+    return _weighing(flow, call, _unsummed(flow, call, one, other, summed), _unsummed(flow, call, other, one, summed), out)
+
+
+def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[str]) -> Factor:
+    """A side with labels along what is summed over stays when the other side has none there."""
+    if not set(each.varying) & summed:
+        return each
+    why = f"{call.where} multiplies it with what can't be narrowed: {beside.marks.why}"
+    flow.stay(each.marks.labels, why)
+    return replace(each, marks=Marks(each.marks.shape, None, why))
 
 
 def _summed(one: Factor, other: Factor, out: str) -> str:
@@ -131,10 +140,6 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> A
     """
     batch = "".join(letter for letter in one.letters if letter in other.letters and letter in out)
     letters = batch + _summed(one, other, out)
-    if one.marks.labels is None or other.marks.labels is None:
-        alone, beside = (one, other) if other.marks.labels is None else (other, one)
-        flow.stay(alone.marks.labels, f"{call.where} multiplies it with what can't be narrowed: {beside.marks.why}")
-        return fixed(call.shape, f"it comes from {call.where}")
     why = f"{call.where} multiplies it with what stays"
     both = [each.across(flow, letters, why) for each in (one, other)]
     flow.join(*both, why)
@@ -160,6 +165,7 @@ def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> A
     if set(coarse.varying) - set(batch):
         coarse, fine = other, one
         flow.stay(coarse.marks.labels, f"{call.where} crosses two axes")
+        _guard(flow, call, fine, batch)
     elif coarse.marks.labels is not None:
         letters = "".join(letter for letter in batch if letter in coarse.varying + fine.varying)
         sides = [_at(each, letters + extra) for each, extra in ((coarse, ""), (fine, _own(fine, batch)))]
@@ -168,9 +174,19 @@ def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> A
         relate(outer, sides[1])
     elif not set(fine.varying) - set(batch):
         flow.stay(fine.marks.labels, f"{call.where} multiplies it with what can't be narrowed: {coarse.marks.why}")
+    else:
+        _guard(flow, call, fine, batch)
     assert fine.marks.labels is not None
     flow.summed.append(fine.marks.labels)
     return _through(fine, call.shape, out)
+
+
+def _guard(flow: Flow, call: Call, fine: Factor, batch: str) -> None:
+    """Of what is multiplied with a side that can't be narrowed, something is left in each batch."""
+    letters = "".join(letter for letter in batch if letter in fine.varying)
+    if letters:
+        labels = _at(fine, letters + _own(fine, batch))
+        flow.guard(labels, len(letters), f"{call.where} multiplies it with what can't be narrowed")
 
 
 def _batch(one: Factor, other: Factor, out: str) -> str:
@@ -380,8 +396,7 @@ def convolution(flow: Flow, call: Call) -> Any:
 def _grouped(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -> Any:
     """Each channel by itself, or several of them that go on as they come."""
     if groups != first.shape[1]:
-        flow.stay(first.labels, f"{call.where} reads it in groups")
-        return fixed(call.shape, f"it comes from {call.where}, which works in groups")
+        return _in_groups(flow, call, first, weight, groups)
     if first.labels is None:
         return fixed(call.shape, first.why)
     channels_C = flow.across(first, (1,), f"{call.where} convolves each channel")
@@ -389,6 +404,26 @@ def _grouped(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -
     flow.touch(call.node, weight.constant, (0,), rows, "between")
     given = marked(rows.reshape(1, -1, *[1] * (len(first.shape) - 2)).expand(call.shape), first.why)
     return biased(flow, call, given, 1)
+
+
+def _in_groups(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -> Any:
+    """Each group of rows [O / groups] has columns of its own [C / groups]; as many are left of each."""
+    columns, why = weight.shape[1], f"{call.where} works in groups"
+    if first.labels is not None:
+        channels = flow.across(first, (1,), f"{call.where} reads it together with what stays").reshape(groups, columns)
+        ids = flow.axis(weight.constant, (0, 1), (groups, columns))
+        flow.join(ids, channels, f"{call.where} reads it together with what stays")
+        of_rows = ids.unsqueeze(1).expand(groups, weight.shape[0] // groups, columns).reshape(-1, columns)
+        flow.touch(call.node, weight.constant, (0, 1), of_rows, "reads")
+        flow.guard(ids, 1, why)
+        source = call.node_of("input")
+        assert source is not None
+        flow.heard.append(
+            Hearing(reader=call.node, source=source, axes=(1,), labels=ids.reshape(-1), is_bilinear=False)
+        )
+    rows = write(flow, call, factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2]), "O")
+    flow.guard(rows.reshape(groups, -1), 1, why)
+    return biased(flow, call, marked(rows.reshape(1, -1, *[1] * (len(first.shape) - 2)).expand(call.shape)), 1)
 
 
 def transposed_convolution(flow: Flow, call: Call) -> Any:

@@ -94,6 +94,13 @@ class Flow:
         self.inside.append(met[(met >= 0).all(1)])
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds what stays")
 
+    def guard(self, labels: Tensor, outer: int, why: str) -> None:
+        """Of labels [outer axes first, then others] something is left at each place along the outer ones."""
+        sizes = labels.shape[:outer]
+        above = self.fresh(sizes)
+        self.stay(above, why)
+        self.hold(above.reshape([*sizes, *[1] * (labels.dim() - outer)]), labels)
+
     def stay(self, labels: Tensor | None, why: str) -> None:
         if labels is not None and len(labels := torch.unique(labels[labels >= 0])):
             self.stays.append((labels, why))

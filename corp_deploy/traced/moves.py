@@ -81,6 +81,9 @@ def joined(flow: Flow, call: Call) -> Any:
             flow.stay(each, why)
     for each in fine if coarse else ():
         flow.hold(coarse[0].narrow(dim, 0, 1), each)
+    if None in parts:
+        for each in fine:
+            flow.guard(each.movedim(dim, -1), each.dim() - 1, why)
     return flow.renewed(given)
 
 

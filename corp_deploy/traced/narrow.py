@@ -1,6 +1,6 @@
 """A program narrowed to what is kept of its sites, proved against the dense one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from .choice import Kept, gone
+from .compaction import Uneven
 from .compaction import kept as stays
 from .flow import Flow
 from .labels import compact
@@ -15,6 +16,7 @@ from .marks import Marks
 from .narrowing import Refused, without
 from .program import Inputs, Program
 from .proof import difference
+from .resizing import narrowed
 from .site import Site
 from .sites import Found
 from .splitting import split
@@ -42,20 +44,29 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
     """
     program, flow = found.program, found.flow
     chosen, whole = dict(kept), dict[str, str]()
-    tried: set[str] = set()
+    is_split = False
     while True:
         goes = gone(flow, found.sites, chosen)
         try:
             return Narrowed(module=without(program, flow, goes), kept=chosen, whole=whole, difference=None)
         except Refused as refused:
-            parts = split(program, refused.node) if refused.node.name not in tried else None
-            tried.add(refused.node.name)
+            parts = None if is_split else split(program, _uneven(flow, goes))
+            is_split = True
             if parts is not None:
                 program, flow = parts, walked(parts)
                 continue
             for key in _at(flow, refused.node, goes, found.sites, chosen):
                 del chosen[key]
                 whole[key] = str(refused)
+
+
+def _uneven(flow: Flow, goes: Tensor) -> Iterator[fx.Node]:
+    """Nodes that can't be narrowed, in order of the program."""
+    for node, value in flow.values.items():
+        try:
+            narrowed(value, goes)
+        except Uneven:
+            yield node
 
 
 def _at(flow: Flow, node: fx.Node, goes: Tensor, sites: Sequence[Site], chosen: Kept) -> list[str]:

@@ -15,7 +15,7 @@ UNARY = frozenset(
     "threshold trunc".split()
 )
 BINARY = frozenset(
-    "__and__ __or__ add addcdiv addcmul atan2 bitwise_and bitwise_or copysign div divide eq floor_divide fmax fmin fmod "
+    "__and__ __or__ add addcdiv addcmul atan2 bitwise_and bitwise_or copy copysign div divide eq floor_divide fmax fmin fmod "
     "ge gt hypot le lerp logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne pow prelu "
     "remainder rsub sub subtract true_divide where xlogy".split()
 )

@@ -61,7 +61,7 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
     elif call.op == "group_norm":
         size = call["input"].shape[1] // arguments["num_groups"]
         arguments["num_groups"] = narrowed(call["input"], gone).shape[1] // size
-    elif call.op.startswith("conv") and arguments["groups"] > 1:
+    elif call.op.startswith("conv") and arguments["groups"] == call["input"].shape[1] > 1:
         arguments["groups"] = narrowed(call["input"], gone).shape[1]
     return target, arguments
 

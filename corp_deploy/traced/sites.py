@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from .cost import macs
 from .flow import Flow
+from .holding import holders, stuck
 from .labels import compact
 from .marks import Marks
 from .program import Program, module_of
@@ -57,20 +58,16 @@ def _roots(flow: Flow, labels: Tensor) -> Tensor:
 
 
 def _units(flow: Flow) -> Tensor:
-    """Which labels name a group that can be removed: written, read or multiplied, and nothing holds on to it."""
-    count = flow.groups.count
-    written, read, stays = (torch.zeros(count + 1, dtype=torch.bool) for _ in range(3))
+    """Which labels name a group that can be removed: written, and read or multiplied, and nothing holds on to it."""
+    written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for touch in flow.touches:
-        (written if touch.role == "writes" else read if touch.role == "reads" else stays[:0])[
-            _roots(flow, touch.labels) if touch.role != "between" else torch.empty(0, dtype=torch.long)
-        ] = True
+        if touch.role != "between":
+            roots = _roots(flow, touch.labels)
+            (written if touch.role == "writes" else read)[roots[roots >= 0]] = True
     for hearing in flow.heard:
-        read[_roots(flow, hearing.labels)] = True
-    for labels, _ in flow.stays:
-        stays[_roots(flow, labels)] = True
-    for met in flow.inside:
-        stays[_roots(flow, met[:, 0])] = True
-    return (written & read & ~stays)[:count]
+        roots = _roots(flow, hearing.labels)
+        read[roots[roots >= 0]] = True
+    return written & read & ~stuck(flow) & ~holders(flow)
 
 
 class _Table:

@@ -5,13 +5,14 @@ elements up to there is done to each part alone.
 """
 
 import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .call import call_of
-from .compaction import Uneven
 from .flow import Flow
 from .labels import TYPE, compact, tidy
 from .marks import Marks
@@ -24,17 +25,13 @@ _LAYERS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 _PICKING = frozenset("select slice narrow getitem".split())
 
 
-def split(program: Program, uneven: fx.Node) -> Program | None:
-    """The same program in which the layer that writes what is uneven is followed by its parts; None where that can't
-    be: something else than moves stands between the layer and its parts.
+def split(program: Program, uneven: Iterable[fx.Node]) -> Program | None:
+    """The same program in which layers that write what is uneven are followed by their parts; None where that can't
+    be: something else than moves stands between a layer and its parts.
     """
-    layer = _layer_of(uneven)
-    if layer is None:
-        return None
-    region = _Region(program, layer)
-    if not region.parts or uneven not in region.flow.values:
-        return None
-    return region.apart()
+    layers = dict.fromkeys(layer for node in uneven if (layer := _layer_of(node)) is not None)
+    regions = [region for region in (_Region(program, layer) for layer in layers) if region.parts]
+    return _apart(program, regions) if regions else None
 
 
 def _layer_of(node: fx.Node) -> fx.Node | None:
@@ -79,38 +76,18 @@ class _Region:
             labels = value.labels if isinstance(value, Marks) else None
             own = None if labels is None else torch.unique(compact(labels))
             if operation(node) in _PICKING and own is not None and len(own) < self.rows:
-                self.parts[node] = own.long()
+                if len(own) == int(own[-1]) - int(own[0]) + 1:
+                    self.parts[node] = own.long()
             else:
                 front += node.users
 
-    def apart(self) -> Program:
-        graph = fx.Graph()
-        nodes: dict[fx.Node, fx.Node] = {}
-        for node in self.program.nodes:
-            if node in self.parts:
-                nodes[node] = self._part(graph, nodes, node, self.parts[node])
-            elif node.op == "output":
-                graph.output(fx.map_arg(node.args[0], lambda each: nodes[each]))
-            else:
-                nodes[node] = graph.node_copy(node, lambda each: nodes[each])
-        graph.eliminate_dead_code()
-        graph.set_codegen(self.program.graph.graph._codegen)
-        module = fx.GraphModule(self.program.graph, graph)
-        return Program(
-            graph=module, model=self.program.model, any_batch=self.program.any_batch, folded=self.program.folded
-        )
-
-    def _part(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], part: fx.Node, rows: Tensor) -> fx.Node:
+    def part(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], part: fx.Node, rows: Tensor) -> fx.Node:
         """One part, taken from the layer itself, arranged as it was among the others."""
         gone = torch.ones(self.rows, dtype=torch.bool)
         gone[rows] = False
         first, count = int(rows[0]), len(rows)
-        if int(rows[-1]) - first + 1 == count:
-            taken = _called(graph, torch.ops.aten.slice.Tensor, (nodes[self.layer], self.dim, first, first + count), part)
-        else:
-            index = graph.call_function(torch.ops.aten.arange.default, (0,))  # takes the place of what follows
-            graph.erase_node(index)
-            raise Uneven("its parts are interleaved")
+        assert int(rows[-1]) - first + 1 == count, part
+        taken = _called(graph, torch.ops.aten.slice.Tensor, (nodes[self.layer], self.dim, first, first + count), part)
         own = {self.layer: taken}
         for node in self._way(part):
             own[node] = self._again(graph, nodes, own, node, gone)
@@ -148,6 +125,21 @@ class _Region:
 
         names = [each.name for each in target._schema.arguments]  # type: ignore[attr-defined]
         return _called(graph, target, tuple(said(arguments[name]) for name in names if name in arguments), node)
+
+
+def _apart(program: Program, regions: Sequence[_Region]) -> Program:
+    parts = {part: (region, rows) for region in regions for part, rows in region.parts.items()}
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in program.nodes:
+        if node in parts:
+            region, rows = parts[node]
+            nodes[node] = region.part(graph, nodes, node, rows)
+        else:
+            nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+    graph.eliminate_dead_code()
+    graph.set_codegen(program.graph.graph._codegen)
+    return replace(program, graph=fx.GraphModule(program.graph, graph))
 
 
 def _size(node: fx.Node) -> Any:
