@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_named, family_of, outputs_of, sites_of, with_outputs
+from corp_deploy.families.family import dense_model, family_of, outputs_of, sites_of, with_outputs
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
@@ -59,12 +59,10 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build, and for
-    a model that can't be reduced at all. Nothing is looked for on a network.
+    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build. Nothing
+    is looked for on a network.
     """
-    model = family_named(architecture.family).build(architecture)
-    family_of(model)
-    return model
+    return dense_model(architecture)
 
 
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:

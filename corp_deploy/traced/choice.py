@@ -39,16 +39,19 @@ def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
 
 
 def _of_site(flow: Flow, site: Site, chosen: Index) -> Tensor:
-    """By where its writers stand, so that it is the same in any program with these parameters."""
     goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    goes[labels_of(flow, site, np.setdiff1d(np.arange(site.size), chosen))] = True
+    return goes
+
+
+def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
+    """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
     labels = next(
         each.labels for each in flow.touches if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
     )
-    away = np.setdiff1d(np.arange(site.size), chosen)
-    places = torch.from_numpy(first.index_GM[away].reshape(-1))
-    goes[flow.groups.of(labels.reshape(-1)[places]).long()] = True
-    return goes
+    places = torch.from_numpy(first.index_GM[groups].reshape(-1))
+    return flow.groups.of(labels.reshape(-1)[places]).long()
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
