@@ -37,5 +37,7 @@ def _of_product(node: fx.Node) -> int:
         terms, _, out = str(node.args[0]).replace(" ", "").partition("->")
         named = {letter: size for term, shape in zip(terms.split(","), shapes, strict=False) if "." not in term
                  for letter, size in zip(term, shape, strict=False)}  # fmt: skip
-        return int(math.prod(named.values())) if "." not in terms else int(math.prod(sizes_at_one(node)) * shapes[0][-1])
+        return (
+            int(math.prod(named.values())) if "." not in terms else int(math.prod(sizes_at_one(node)) * shapes[0][-1])
+        )
     return int(math.prod(sizes_at_one(node)) * shapes[0][-1])

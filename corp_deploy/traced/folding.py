@@ -75,7 +75,9 @@ def _value(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) 
 
 def _name(graph: fx.GraphModule, node: fx.Node, free: Mapping[fx.Node, None], taken: set[str]) -> str:
     sources = _sources(node)
-    alike = [each for each in sources if each.meta["val"].shape == node.meta["val"].shape and _only_for(each, node, free)]
+    alike = [
+        each for each in sources if each.meta["val"].shape == node.meta["val"].shape and _only_for(each, node, free)
+    ]
     if alike and str(alike[0].target) not in taken:
         return str(alike[0].target)
     beside = str(sources[0].target) if sources else "constant"

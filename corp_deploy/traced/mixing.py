@@ -18,7 +18,9 @@ OVER_DIM = frozenset(
     "std std_mean sum topk var var_mean".split()
 )
 POOLS = frozenset(
-    f"{name}{rank}d" for name in ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool") for rank in (1, 2, 3)
+    f"{name}{rank}d"
+    for name in ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool")
+    for rank in (1, 2, 3)
 ) | {"max_pool2d_with_indices", "_adaptive_avg_pool2d"}
 RESIZES = frozenset(
     "grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
@@ -80,7 +82,9 @@ def group_norm(flow: Flow, call: Call) -> Any:
     if set(first.dims) != {1}:
         return mixed(flow, call, first, range(len(first.shape)))
     if groups != channels:
-        flow.lump(first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1)), (-1,), f"{call.where} mixes it")
+        flow.lump(
+            first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1)), (-1,), f"{call.where} mixes it"
+        )
     return channelwise(flow, call, ("weight", "bias"))
 
 

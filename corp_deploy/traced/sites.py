@@ -124,7 +124,9 @@ def _site(flow: Flow, table: _Table, key: Key, groups: list[Index]) -> Site:
             continue
         seen.add(place)
         nodes.append(node)
-        span = Span(name=name.name if is_node else name, axes=axes, index_GM=index_GM, reader=node.name if is_node else "")
+        span = Span(
+            name=name.name if is_node else name, axes=axes, index_GM=index_GM, reader=node.name if is_node else ""
+        )
         spans["bilinear" if is_node and role else "heard" if is_node else role].append(span)
     roots = torch.from_numpy(rows[:, 0, 0])
     kind = _kind(flow, roots, spans, nodes)
@@ -170,8 +172,7 @@ def _lumps(flow: Flow, roots: Tensor) -> str:
 def _parts(flow: Flow, roots: Tensor) -> Index | None:
     """By what holds the groups, as a head does; else by the axes in front of their own, where a tensor has such."""
     held: dict[int, int] = {}
-    for met in flow.inside:
-        outer, inner = _roots(flow, met[:, 0]), _roots(flow, met[:, 1])
+    for outer, inner in flow.held():
         if bool((inner == roots[0]).any()):
             held = dict(zip(inner.tolist(), outer.tolist(), strict=True))
             break
@@ -222,6 +223,7 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
     for labels, reason in flow.stays:
         for root in _roots(flow, labels).tolist():
             why.setdefault(root, reason)
+    holds = holders(flow)
     seen: set[str] = set()
     for touch in flow.touches:
         if touch.role == "writes" and touch.constant not in seen and len(flow.program.tensor(touch.constant).shape) > 1:
@@ -229,7 +231,8 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
             roots = _roots(flow, touch.labels)
             stuck = roots[~units[roots]].tolist()
             if stuck:
-                reason = next((why[root] for root in stuck if root in why), "nothing reads it")
+                held = "it goes with the head or part that it is of" if bool(holds[stuck].any()) else "nothing reads it"
+                reason = next((why[root] for root in stuck if root in why), held)
                 yield Stay(name=touch.constant, count=len(stuck), reason=reason)
 
 
