@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from .call import Call
+from .call import Call, Value
 from .flow import Flow
 from .labels import varying
 from .marks import Marks, marked
@@ -13,7 +13,7 @@ from .product import Factor, factor, product
 _FRONT = "abcdefghijklmn"
 
 
-def matmul(flow: Flow, call: Call) -> Marks:
+def matmul(flow: Flow, call: Call) -> Value:
     """matmul, mm, bmm: [..., M, K] and [..., K, N], batches spread out."""
     names = ("self", "mat2" if "mat2" in call.arguments else "other")
     ranks = [len(call[name].shape) for name in names]
@@ -25,7 +25,7 @@ def matmul(flow: Flow, call: Call) -> Marks:
     return product(flow, call, one, other, f"{front}MN")
 
 
-def addmm(flow: Flow, call: Call) -> Marks:
+def addmm(flow: Flow, call: Call) -> Value:
     """addmm, baddbmm: self + one @ other, the first a bias where it is a constant of one axis."""
     names, front = (("batch1", "batch2"), "a") if "batch1" in call.arguments else (("mat1", "mat2"), "")
     one, other = factor(call, names[0], f"{front}MK"), factor(call, names[1], f"{front}KN")
@@ -40,7 +40,7 @@ def addmm(flow: Flow, call: Call) -> Marks:
     return given
 
 
-def einsum(flow: Flow, call: Call) -> Marks:
+def einsum(flow: Flow, call: Call) -> Value:
     """Of two factors; dots stand for axes that both may have."""
     equation, nodes = str(call.arguments["equation"]).replace(" ", ""), list(call.arguments["tensors"])
     terms, arrow, out = equation.partition("->")
@@ -66,13 +66,13 @@ def _spelled(term: str, rank: int, free: list[str]) -> str:
     return term.replace("...", "".join(free[:count][::-1]))
 
 
-def attention(flow: Flow, call: Call) -> Marks:
+def attention(flow: Flow, call: Call) -> Value:
     """queries [..., H, L, E], keys [..., H, S, E], values [..., H, S, V]; of grouped queries several share a key."""
     queries, keys, values = (call.node_of(name) for name in ("query", "key", "value"))
     assert queries is not None and keys is not None and values is not None, call.node  # noqa: PT018
     query, key, value = (call.values[node] for node in (queries, keys, values))
-    if call["enable_gqa"] and query.shape[-3] != key.shape[-3]:
-        key, value = (_repeated(each, query.shape[-3] // each.shape[-3]) for each in (key, value))
+    times = query.shape[-3] // key.shape[-3] if call["enable_gqa"] else 1
+    key, value = _repeated(key, times), _repeated(value, times)
     front = _FRONT[: len(query.shape) - 2]
     part = _Part(call.node, call.values, call.arguments, (*call.shape[:-1], key.shape[-2]))
     one, other = (
@@ -80,6 +80,8 @@ def attention(flow: Flow, call: Call) -> Marks:
         Factor(node=keys, marks=key, letters=f"{front}SE"),
     )
     scores = mixed(flow, part, _masked(flow, part, product(flow, part, one, other, f"{front}LS")), (-1,))
+    if times > 1 and flow.heard and flow.heard[-1].source is keys:
+        flow.heard[-1] = replace(flow.heard[-1], labels=flow.heard[-1].labels[..., ::times, :])
     weights = Factor(node=call.node, marks=scores, letters=f"{front}LS")
     return product(flow, call, weights, Factor(node=values, marks=value, letters=f"{front}SV"), f"{front}LV")
 
@@ -97,11 +99,13 @@ class _Part(Call):
 
 def _repeated(marks: Marks, times: int) -> Marks:
     """As many heads as there are of queries."""
+    if times == 1:
+        return marks
     shape = (*marks.shape[:-3], marks.shape[-3] * times, *marks.shape[-2:])
     return replace(marks, shape=shape) if marks.labels is None else marked(marks.labels.repeat_interleave(times, -3))
 
 
-def _masked(flow: Flow, call: Call, scores: Marks) -> Marks:
+def _masked(flow: Flow, call: Call, scores: Marks) -> Value:
     """A mask or bias that is a constant goes along with the heads; any other is one with them, or holds them up."""
     mask = call["attn_mask"]
     if not isinstance(mask, Marks):

@@ -64,8 +64,8 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
         goes = more
     if bool((lost & ~goes).any()):
         raise BadInput(
-            "all of a head or of another part would go: keep some of each, or let queries, keys and values of a head go "
-            "together"
+            "all of a head or of another part would go: keep some of each, or let queries, keys and values "
+            "of a head go together"
         )
     return goes
 

@@ -69,6 +69,7 @@ def imagined(node: fx.Node) -> fx.Node:
     if not tensors:
         node.meta["val"] = node.target(*args, **kwargs)
         return node
-    with tensors[0].fake_mode, torch.no_grad():
+    imagining: Any = tensors[0]
+    with imagining.fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)
     return node

@@ -1,4 +1,4 @@
-"""What depends on no input: standardised weights, tables of positions, joined biases; computed once, then a constant."""
+"""What depends on no input, as standardised weights and tables of positions: computed once, then a constant."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
     ends = [node for node in free if node.op != "get_attr" and any(user not in free for user in node.users)]
     ends = [node for node in ends if isinstance(node.meta.get("val"), Tensor) and not _is_filled(node)]
     values = _computed(graph, ends, free)
-    names = []
+    names: list[str] = []
     for node in ends:
         name = _name(graph, node, free, set(names))
         _put(graph, name, values[node])

@@ -35,4 +35,5 @@ def _only(outer: Tensor, inner: Tensor, stays: Tensor) -> Tensor:
     count = torch.zeros(len(stays), dtype=torch.long).scatter_add_(
         0, pairs[:, 0], torch.ones(len(pairs), dtype=torch.long)
     )
-    return pairs[(count[pairs[:, 0]] == 1) & stays[pairs[:, 0]], 1]
+    only: Tensor = pairs[(count[pairs[:, 0]] == 1) & stays[pairs[:, 0]], 1]
+    return only

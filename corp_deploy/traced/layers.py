@@ -2,7 +2,7 @@
 
 import torch
 
-from .call import Call
+from .call import Call, Value
 from .flow import Flow, Hearing
 from .marks import Marks, marked
 from .moves import fixed, stopped
@@ -12,7 +12,7 @@ _FRONT = "abcdefghijklmn"
 _KERNEL = "XYZ"
 
 
-def linear(flow: Flow, call: Call) -> Marks:
+def linear(flow: Flow, call: Call) -> Value:
     """input [..., K], weight [N, K]"""
     front = _FRONT[: len(call["input"].shape) - 1]
     if not call["weight"].constant:
@@ -21,7 +21,7 @@ def linear(flow: Flow, call: Call) -> Marks:
     return biased(flow, call, given, len(given.shape) - 1)
 
 
-def biased(flow: Flow, call: Call, given: Marks, dim: int) -> Marks:
+def biased(flow: Flow, call: Call, given: Marks, dim: int) -> Value:
     """A bias goes with the rows."""
     bias = call["bias"]
     if isinstance(bias, Marks) and dim in given.dims:
@@ -34,7 +34,7 @@ def biased(flow: Flow, call: Call, given: Marks, dim: int) -> Marks:
     return given
 
 
-def convolution(flow: Flow, call: Call) -> Marks:
+def convolution(flow: Flow, call: Call) -> Value:
     """input [B, C, ...], weight [O, C / groups, ...]; a transposed one has weight [C, O, ...]."""
     first, weight, groups = call["input"], call["weight"], call["groups"]
     is_transposed, places = "transpose" in call.op, _FRONT[: len(first.shape) - 2]
@@ -50,7 +50,7 @@ def convolution(flow: Flow, call: Call) -> Marks:
     return biased(flow, call, given, 1)
 
 
-def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Marks:
+def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Value:
     """Each channel by itself, one or several for it."""
     if first.labels is None:
         return fixed(call.shape, first.why)
@@ -60,7 +60,7 @@ def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Marks:
     return biased(flow, call, _channels(rows_O, call.shape, first.why), 1)
 
 
-def _in_groups(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -> Marks:
+def _in_groups(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -> Value:
     """Each group of rows [O / groups] has columns of its own [C / groups]; as many are left of each."""
     columns, why = weight.shape[1], f"{call.where} works in groups"
     source, kernel = call.node_of("input"), factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
@@ -83,7 +83,7 @@ def _channels(labels: torch.Tensor, shape: tuple[int, ...], why: str) -> Marks:
     return marked(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)
 
 
-def embedding(flow: Flow, call: Call) -> Marks:
+def embedding(flow: Flow, call: Call) -> Value:
     """weight [V, C]: columns of a table are written, its rows are looked up by number."""
     weight = factor(call, "weight", "VC")
     if not weight.marks.constant:

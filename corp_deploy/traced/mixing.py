@@ -10,22 +10,27 @@ from .call import Call
 from .flow import Flow
 from .marks import Marks, marked
 from .moves import fixed
+from .names import named
 from .pointwise import channelwise
 
-OVER_DIM = frozenset(
-    "_log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum glu_mixed kthvalue "
-    "linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min nanmean norm prod softmax softmin sort "
-    "std std_mean sum topk var var_mean".split()
+OVER_DIM = named(
+    """
+    _log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum glu_mixed kthvalue
+    linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min nanmean norm prod softmax softmin sort
+    std std_mean sum topk var var_mean
+    """
 )
 POOLS = frozenset(
     f"{name}{rank}d"
     for name in ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool")
     for rank in (1, 2, 3)
 ) | {"max_pool2d_with_indices", "_adaptive_avg_pool2d"}
-RESIZES = frozenset(
-    "grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
-    "upsample_nearest3d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest_exact2d "
-    "_upsample_nearest_exact2d".split()
+RESIZES = named(
+    """
+    grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest_exact2d
+    _upsample_nearest_exact2d
+    """
 )
 
 

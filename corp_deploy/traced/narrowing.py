@@ -2,7 +2,6 @@
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +13,7 @@ from .flow import Flow
 from .labels import compact
 from .marks import Marks
 from .program import Program, module_of, operation
-from .resizing import agrees, loses, narrowed, resized
+from .resizing import agrees, loses, resized
 
 
 class Refused(Exception):

@@ -5,11 +5,10 @@ are multiplied are one. Letters of both factors and of the result are batches, a
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, fx
 
-from .call import Call
+from .call import Call, Value
 from .flow import Flow, Hearing
 from .marks import Marks, marked
 from .moves import fixed
@@ -61,7 +60,7 @@ def spread_out(one: Factor, other: Factor) -> Factor:
     return replace(one, letters="".join(odd.get(letter, letter) for letter in one.letters))
 
 
-def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Marks:
+def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
     """One times the other, summed over the letters that `out` lacks."""
     one, other = spread_out(one, other), spread_out(other, one)
     if other.marks.constant and not one.marks.constant:
@@ -83,7 +82,7 @@ def _batch(one: Factor, other: Factor, out: str) -> str:
     return "".join(letter for letter in one.letters if letter in other.letters and letter in out)
 
 
-def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> Marks:
+def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> Value:
     """A linear map with a parameter: it reads what is summed over and writes its own letters."""
     summed, batch = _summed(one, weight, out), _batch(one, weight, out)
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
@@ -138,7 +137,7 @@ def _through(one: Factor, shape: tuple[int, ...], out: str) -> Marks:
     return _placed(one.at(letters), letters, shape, out)
 
 
-def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Marks:
+def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
     """Queries times keys: each element of one with its element of the other. The result has a label for each batch,
     that holds those of what was summed up in it.
     """
@@ -166,7 +165,7 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
     return replace(each, marks=Marks(each.marks.shape, None, why))
 
 
-def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Marks:
+def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
     """Attention times values: sums over what isn't labelled, so that labels of a side go on; of both the first's."""
     batch = set(_batch(one, other, out))
     fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)

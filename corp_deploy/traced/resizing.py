@@ -76,7 +76,8 @@ def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
     """Where a slice starts and ends among what is left."""
     first: Marks = call["self"]
     dim, name = call["dim"] % len(first.shape), _CUTS[call.op]
-    if call.arguments.get("step", 1) != 1 or first.labels is None:
+    is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]
+    if call.arguments.get("step", 1) != 1 or first.labels is None or is_whole:
         return {}
     start = (call[name] or 0) % first.shape[dim]
     keep = kept(compact(first.labels), gone)
@@ -92,7 +93,7 @@ def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
 
 
 def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
-    """Whether a move with these arguments, run on what is left of its tensors' labels, gives what is left of its own."""
+    """Whether a move with these arguments, run on what is left of its tensors' labels, gives what is left of its."""
     if call.op not in RUN | SHAPED:
         return True
 

@@ -14,7 +14,7 @@ from .pointwise import POINTWISE, batch_norm, pointwise
 Rule = Callable[[Flow, Call], Any]
 
 
-def _rules() -> dict[str, Rule]:
+def _rules() -> Mapping[str, Rule]:
     table: dict[str, Rule] = {}
     for ops, rule in _BY_SET:
         table |= dict.fromkeys(ops, rule)
@@ -29,13 +29,18 @@ _BY_SET: tuple[tuple[frozenset[str], Rule], ...] = (
     (mix.OVER_DIM, mix.over),
     (mix.POOLS | mix.RESIZES, mix.of_maps),
 )
-_BY_NAME: Mapping[str, Rule] = {
+_BY_NAME: dict[str, Rule] = {
     "getitem": move.picked,
     "cat": move.joined,
     "concat": move.joined,
     "stack": move.joined,
     "select_scatter": move.scattered,
     "slice_scatter": move.scattered,
+    "copy": move.replaced,
+    "new_zeros": move.filled,
+    "new_ones": move.filled,
+    "new_full": move.filled,
+    "new_empty": move.filled,
     "pad": move.padded,
     "constant_pad_nd": move.padded,
     "index": move.indexed,
