@@ -96,6 +96,9 @@ class Grouped(nn.Module):
 class Rotary(nn.Module):
     """Queries and keys turned by a table, the halves of each head against one another."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
@@ -117,6 +120,8 @@ class Rotary(nn.Module):
 
 class Relative(nn.Module):
     """A bias for each head and distance, attention spelled out."""
+
+    index: Tensor
 
     def __init__(self) -> None:
         super().__init__()

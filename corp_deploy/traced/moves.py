@@ -80,17 +80,17 @@ def joined(flow: Flow, call: Call) -> Any:
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
     parts = [tidy(each) for each in given.labels.split(sizes, dim)]
     whole = [None if each is None else varying(each) for each in parts]
-    coarse = [each for each, dims in zip(parts, whole, strict=True) if each is not None and dims and dim not in dims]
-    fine = [each for each, dims in zip(parts, whole, strict=True) if dims and dim in dims and len(dims) > 1]
     why = f"{call.where} puts it beside what stays"
+    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and dims]
+    coarse = [each for each, dims in labelled if dim not in dims]
     for each in coarse:
         flow.join(coarse[0].narrow(dim, 0, 1), each.narrow(dim, 0, 1), why)
         if None in parts:
             flow.stay(each, why)
-    for each in fine if coarse else ():
-        flow.hold(coarse[0].narrow(dim, 0, 1), each)
-    if None in parts:
-        for each in fine:
+    for each in (each for each, dims in labelled if dim in dims and len(dims) > 1):
+        if coarse:
+            flow.hold(coarse[0].narrow(dim, 0, 1), each)
+        if None in parts:
             flow.guard(each.movedim(dim, -1), each.dim() - 1, why)
     return flow.renewed(given)
 

@@ -46,14 +46,20 @@ def alike(flow: Flow, units: Tensor) -> Iterator[Alike]:
     every = every[np.lexsort((every[:, 2], every[:, 1], every[:, 0]))]
     _, starts = np.unique(every[:, 0], return_index=True)
     by_places: dict[tuple[int, ...], list[Index]] = defaultdict(list)
-    for of_group in np.split(every, starts[1:]) if len(every) else ():
+    for of_group in np.split(every, starts[1:]) if len(every) else []:
         by_places[tuple(of_group[:, 1].tolist())].append(of_group)
-    for numbers, members in sorted(by_places.items(), key=lambda item: (min(item[0]), item[1][0][0, 2])):
-        stacked = np.stack(sorted(members, key=lambda each: tuple(each[:, 2].tolist())))
+    for numbers, members in sorted(by_places.items(), key=lambda item: (min(item[0]), int(item[1][0][0, 2]))):
+        ordered: list[Index] = sorted(members, key=_positions)
+        stacked = np.stack(ordered)
         used = list(dict.fromkeys(numbers))
         index = tuple(stacked[:, np.array(numbers) == number, 2] for number in used)
         places = tuple(labelled[number][0] for number in used)
         yield Alike(places=places, index=index, group_G=torch.from_numpy(stacked[:, 0, 0]))
+
+
+def _positions(of_group: Index) -> list[int]:
+    positions: list[int] = of_group[:, 2].tolist()
+    return positions
 
 
 def _labelled(flow: Flow) -> Iterator[tuple[Place, Tensor]]:
