@@ -79,15 +79,17 @@ def joined(flow: Flow, call: Call) -> Any:
     dim = call["dim"] % len(given.shape)
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
     parts = [tidy(each) for each in given.labels.split(sizes, dim)]
-    whole = [None if each is None else varying(each) for each in parts]
+    whole = [() if each is None else varying(each) for each in parts]
     why = f"{call.where} puts it beside what stays"
-    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and dims]
-    coarse = [each for each, dims in labelled if dim not in dims]
+    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
+    # What varies along the parts' axis as its last one, as dimensions of heads do, is narrowed in each part by itself.
+    fine = [each for each, dims in labelled if dim == dims[-1]]
+    coarse = [each for each, dims in labelled if dim != dims[-1]]
     for each in coarse:
-        flow.join(coarse[0].narrow(dim, 0, 1), each.narrow(dim, 0, 1), why)
+        flow.join(coarse[0].narrow(dim, 0, 1), each, why)
         if None in parts:
             flow.stay(each, why)
-    for each in (each for each, dims in labelled if dim in dims and len(dims) > 1):
+    for each in fine:
         if coarse:
             flow.hold(coarse[0].narrow(dim, 0, 1), each)
         if None in parts:
