@@ -13,7 +13,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
-from tests.traced_models import CODE, DENSENET, PVT
+from tests.traced_examples import CODE, DENSENET, PVT
 
 DIM, HIDDEN, HEADS = 48, 192, 3
 

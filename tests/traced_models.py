@@ -1,114 +1,243 @@
-"""Small models that no family knows: one written as people write theirs, and two of timm's."""
+"""Small modules as people write them, with their inputs: what sites are found in."""
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-
-SIDE = 32
-CLASSES = 7
-PVT = Architecture(
-    name="pvt_v2_b0",
-    kwargs={
-        "depths": [1, 1],
-        "embed_dims": [16, 32],
-        "num_heads": [1, 2],
-        "sr_ratios": [2, 1],
-        "mlp_ratios": [4, 4],
-        "num_classes": CLASSES,
-        "img_size": SIDE,
-    },
-)
-DENSENET = Architecture(
-    name="densenet121",
-    kwargs={"growth_rate": 16, "block_config": [2, 2], "num_classes": CLASSES, "img_size": SIDE},
-)
-CODE = """
-from tests.traced_models import Patched
-
-def make(**kwargs):
-    return Patched(**kwargs)
-"""
+D, HEADS, TOKENS = 16, 2, 6
 
 
-class Attention(nn.Module):
-    """One layer for queries, keys and values, taken apart by split and view."""
-
-    def __init__(self, dim: int, heads: int) -> None:
+class Residual(nn.Module):
+    def __init__(self, body: nn.Module, *, dim: int = D) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.heads, self.dim = heads, dim
+        self.norm, self.body = nn.LayerNorm(dim), body
 
     def forward(self, x: Tensor) -> Tensor:
-        size = (*x.shape[:2], self.heads, self.dim // self.heads)
-        q, k, v = (each.view(size).transpose(1, 2) for each in self.c_attn(x).split(self.dim, dim=2))
-        weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(size[-1]), dim=-1)
-        out: Tensor = self.c_proj((weights @ v).transpose(1, 2).contiguous().view(x.shape))
+        out: Tensor = x + self.body(self.norm(x))
         return out
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+class NanoAttention(nn.Module):
+    """Fused, causal, in chunks, as nanoGPT has it."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(dim), Attention(dim, heads), nn.LayerNorm(dim)
-        self.c_fc, self.c_out = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
+        self.c_attn, self.c_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        out: Tensor = x + self.c_out(functional.gelu(self.c_fc(self.ln_2(x))))
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(D, dim=2)
+        k, q, v = (each.view(B, T, HEADS, C // HEADS).transpose(1, 2) for each in (k, q, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
         return out
 
 
-class Patched(nn.Module):
-    """Images to patches by two convolutions, through blocks, to the mean patch's classes."""
+class Nano(nn.Module):
+    """A head that has the embedding's weights."""
 
-    def __init__(self, dim: int = 48, heads: int = 3, depth: int = 2, classes: int = CLASSES) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.input_size = (3, SIDE, SIDE)
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, dim, 4, 4)
+        self.wte, self.wpe = nn.Embedding(20, D), nn.Embedding(TOKENS, D)
+        mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+        self.attn, self.mlp, self.norm = Residual(NanoAttention()), Residual(mlp), nn.LayerNorm(D)
+        self.lm_head = nn.Linear(D, 20, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        out: Tensor = self.lm_head(self.norm(self.mlp(self.attn(x))))
+        return out
+
+
+class OwnAttention(nn.Module):
+    """nn.MultiheadAttention over itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.head = nn.MultiheadAttention(D, HEADS, batch_first=True), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.attn(x, x, x, need_weights=False)[0])
+        return out
+
+
+class EinsumAttention(nn.Module):
+    """Every product by letters, scores scaled by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)) for layer in (self.q, self.k, self.v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D // HEADS)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        out: Tensor = self.out(mixed.flatten(2))
+        return out
+
+
+class Grouped(nn.Module):
+    """Four heads of queries, two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(D, 16), nn.Linear(D, 8), nn.Linear(D, 8), nn.Linear(16, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class Rotary(nn.Module):
+    """Queries and keys turned by a table, the halves of each head against one another."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        angles = torch.outer(torch.arange(TOKENS), 1 / 10 ** torch.arange(0, 1, 2 / (D // HEADS)))
+        self.register_buffer("cos", torch.cat((angles, angles), -1).cos())
+        self.register_buffer("sin", torch.cat((angles, angles), -1).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k = (each * self.cos + self._turned(each) * self.sin for each in (q, k))
+        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+    @staticmethod
+    def _turned(x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return torch.cat((-two, one), -1)
+
+
+class Relative(nn.Module):
+    """A bias for each head and distance, attention spelled out."""
+
+    index: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.table = nn.Parameter(torch.randn(2 * TOKENS - 1, HEADS))
+        places = torch.arange(TOKENS)
+        self.register_buffer("index", places[:, None] - places[None] + TOKENS - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * (C // HEADS) ** -0.5) @ k.transpose(-2, -1) + self.table[self.index].permute(2, 0, 1)
+        out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
+        return out
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, 24), nn.Linear(D, 24), nn.Linear(24, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class UNet(nn.Module):
+    """What is wide goes around what is narrow, and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+        self.three, self.out = nn.Conv2d(24, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.relu(self.one(x))
+        narrow = F.relu(self.two(F.max_pool2d(wide, 2)))
+        both = torch.cat((wide, F.interpolate(narrow, scale_factor=2)), 1)
+        out: Tensor = self.out(F.relu(self.three(both)))
+        return out
+
+
+class TwoInputs(nn.Module):
+    """Two towers that are added up; several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(4, 12), nn.Linear(5, 12), nn.Linear(12, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        hidden = F.relu(self.left(left) + self.right(right))
+        return {"logits": self.last(hidden), "mean": self.last(hidden).mean(-1)}
+
+
+class Twice(nn.Module):
+    """One layer called twice: it writes once, and what it writes is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(4, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        out: Tensor = self.last(F.relu(self.again(F.relu(self.again(x)))))
+        return out
+
+
+class Squeezed(nn.Module):
+    """Depthwise convolution, and squeeze and excitation, between two pointwise ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.norm = nn.Conv2d(3, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.reduce, self.excite, self.project = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.depthwise(F.silu(self.norm(self.expand(x)))))
+        gate = self.excite(F.relu(self.reduce(x.mean((2, 3), keepdim=True)))).sigmoid()
+        out: Tensor = self.project(x * gate)
+        return out
+
+
+class ResBlocks(nn.Module):
+    """A stream that two blocks add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1))
+            for _ in range(2)
         )
-        self.wpe = nn.Parameter(torch.zeros(1, (SIDE // 8) ** 2, dim))
-        self.h = nn.ModuleList(Block(dim, heads) for _ in range(depth))
-        self.head = nn.Linear(dim, classes)
+        self.head = nn.Linear(8, 3)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images).flatten(2).transpose(1, 2) + self.wpe
-        for block in self.h:
-            x = block(x)
-        logits: Tensor = self.head(x.mean(dim=1))
-        return logits
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
 
 
-@torch.no_grad()
-def with_structure(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Layers whose channels are much alike, so that some tell of others."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            rows, columns = len(parameter), parameter[0].numel()
-            rank = max(min(rows, columns) // 4, 1)
-            mixed = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
-            noise = 0.05 * torch.randn(rows, columns, generator=generator)
-            parameter.copy_((mixed / (rank * columns) ** 0.5 + noise / columns**0.5).view_as(parameter))
-        else:
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+class Shuffled(nn.Module):
+    """Groups of channels, shuffled in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 12, 1, groups=3), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(F.channel_shuffle(F.relu(self.two(F.relu(self.one(x)))), 3))
+        return out
 
 
-def checkpoint_of(architecture: Architecture, seed: int = 0) -> Checkpoint:
-    """With weights of some structure."""
-    model = with_structure(dense_from_architecture(architecture), seed)
-    return Checkpoint(model=model, architecture=architecture, lineage={})
-
-
-def images(count: int, seed: int) -> NDArray[np.float32]:
-    """Smooth random images [count,3,32,32]."""
-    coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    return functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear").numpy()
+def encoder() -> nn.Module:
+    """torch's own, with a head."""
+    layer = nn.TransformerEncoderLayer(D, HEADS, 32, batch_first=True, dropout=0.1)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(D, 3))

@@ -48,7 +48,9 @@ def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
     """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
     labels = next(
-        each.labels for each in flow.touches if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
+        each.labels
+        for each in flow.touches
+        if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
     )
     places = torch.from_numpy(first.index_GM[groups].reshape(-1))
     return flow.groups.of(labels.reshape(-1)[places]).long()
@@ -56,30 +58,27 @@ def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
     """What holds nothing any more goes too, as a head without dimensions does. Raises BadInput where it can't."""
-    stays, goes = stuck(flow), goes.clone()
+    stays, goes, held = stuck(flow), goes.clone(), flow.held()
     while True:
-        empty = torch.stack([_empty(flow, met, goes) for met in flow.inside]) if flow.inside else goes[None] & False
-        holds = torch.stack([_outer(flow, met, len(goes)) for met in flow.inside]) if flow.inside else empty
-        more = goes | ((holds.sum(0) > 0) & (empty == holds).all(0) & ~stays)
+        lost, left = _emptied(held, goes)
+        more = goes | (lost & ~left & ~stays)
         if torch.equal(more, goes):
             break
         goes = more
-    if bool((empty.any(0) & ~goes).any()):
+    if bool((lost & ~goes).any()):
         raise BadInput(
-            "all of a head or of another part would go: keep some of each, or let queries, keys and values of a head go "
-            "together"
+            "all of a head or of another part would go: keep some of each, or let queries, keys and values "
+            "of a head go together"
         )
     return goes
 
 
-def _outer(flow: Flow, met: Tensor, count: int) -> Tensor:
-    holds = torch.zeros(count, dtype=torch.bool)
-    holds[flow.groups.of(met[:, 0]).long()] = True
-    return holds
-
-
-def _empty(flow: Flow, met: Tensor, goes: Tensor) -> Tensor:
-    """Which groups hold only what goes."""
-    outer, inner = flow.groups.of(met).long().unbind(1)
-    left = torch.zeros(len(goes), dtype=torch.long).scatter_add_(0, outer, (~goes[inner]).long())
-    return _outer(flow, met, len(goes)) & (left == 0)
+def _emptied(held: Sequence[tuple[Tensor, Tensor]], goes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which groups hold nothing any more by some relation, and which still do by some."""
+    lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
+    for outer, inner in held:
+        holds = torch.zeros_like(goes)
+        holds[outer[~goes[inner]]] = True
+        left |= holds
+        lost[outer] |= ~holds[outer]
+    return lost, left

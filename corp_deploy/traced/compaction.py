@@ -43,7 +43,9 @@ def compacted(labels: Tensor, gone: Tensor) -> Tensor:
     keep = kept(small, gone)
     sizes = left(keep)
     taken = small[keep].reshape(sizes)
-    return taken.expand([size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)])
+    return taken.expand(
+        [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
+    )
 
 
 def kept(labels: Tensor, gone: Tensor) -> Tensor:
@@ -66,4 +68,9 @@ def taken(tensor: Tensor, keep: Tensor) -> Tensor:
         return tensor.new_empty(whole)
     order = [*axes, *rest]
     back = [order.index(dim) for dim in range(len(order))]
-    return front[mask].reshape([*(sizes[dim] for dim in axes), *(tensor.shape[dim] for dim in rest)]).permute(back).contiguous()
+    return (
+        front[mask]
+        .reshape([*(sizes[dim] for dim in axes), *(tensor.shape[dim] for dim in rest)])
+        .permute(back)
+        .contiguous()
+    )

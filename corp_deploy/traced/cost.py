@@ -5,9 +5,14 @@ import math
 from torch import fx
 
 from .call import call_of
+from .names import named
 from .program import operation, sizes_at_one
 
-_BY_SUM = frozenset("matmul mm bmm addmm baddbmm einsum".split())
+_BY_SUM = named(
+    """
+    matmul mm bmm addmm baddbmm einsum
+    """
+)
 
 
 def macs(node: fx.Node) -> int:
@@ -34,8 +39,8 @@ def _of_product(node: fx.Node) -> int:
     if len(shapes) < 2 or None in shapes:
         return 0
     if operation(node) == "einsum":
-        terms, _, out = str(node.args[0]).replace(" ", "").partition("->")
-        named = {letter: size for term, shape in zip(terms.split(","), shapes, strict=False) if "." not in term
-                 for letter, size in zip(term, shape, strict=False)}  # fmt: skip
-        return int(math.prod(named.values())) if "." not in terms else int(math.prod(sizes_at_one(node)) * shapes[0][-1])
+        terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
+        if "." not in "".join(terms):
+            each = zip("".join(terms), [size for shape in shapes for size in shape], strict=False)
+            return math.prod(dict(each).values())
     return int(math.prod(sizes_at_one(node)) * shapes[0][-1])

@@ -147,6 +147,15 @@ class Flow:
                 self._by_node.setdefault(touch.node, []).append(touch)
         return self._by_node.get(node, [])
 
+    def hear(self, hearing: Hearing) -> None:
+        self.heard.append(hearing)
+
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each relation the groups that hold and those that they hold, itself left out."""
+        of = [self.groups.of(met).long() for met in self.inside if len(met)]
+        apart = [met[met[:, 0] != met[:, 1]] for met in of]
+        return [(met[:, 0], met[:, 1]) for met in apart if len(met)]
+
     def elements(self, marks: Marks, node: fx.Node) -> Tensor:
         """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""
         if marks.labels is not None:

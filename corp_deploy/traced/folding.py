@@ -1,4 +1,4 @@
-"""What depends on no input: standardised weights, tables of positions, joined biases; computed once, then a constant."""
+"""What depends on no input, as standardised weights and tables of positions: computed once, then a constant."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
     ends = [node for node in free if node.op != "get_attr" and any(user not in free for user in node.users)]
     ends = [node for node in ends if isinstance(node.meta.get("val"), Tensor) and not _is_filled(node)]
     values = _computed(graph, ends, free)
-    names = []
+    names: list[str] = []
     for node in ends:
         name = _name(graph, node, free, set(names))
         _put(graph, name, values[node])
@@ -75,7 +75,9 @@ def _value(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) 
 
 def _name(graph: fx.GraphModule, node: fx.Node, free: Mapping[fx.Node, None], taken: set[str]) -> str:
     sources = _sources(node)
-    alike = [each for each in sources if each.meta["val"].shape == node.meta["val"].shape and _only_for(each, node, free)]
+    alike = [
+        each for each in sources if each.meta["val"].shape == node.meta["val"].shape and _only_for(each, node, free)
+    ]
     if alike and str(alike[0].target) not in taken:
         return str(alike[0].target)
     beside = str(sources[0].target) if sources else "constant"

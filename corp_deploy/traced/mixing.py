@@ -10,20 +10,27 @@ from .call import Call
 from .flow import Flow
 from .marks import Marks, marked
 from .moves import fixed
+from .names import named
 from .pointwise import channelwise
 
-OVER_DIM = frozenset(
-    "_log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum glu_mixed kthvalue "
-    "linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min nanmean norm prod softmax softmin sort "
-    "std std_mean sum topk var var_mean".split()
+OVER_DIM = named(
+    """
+    _log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum glu_mixed kthvalue
+    linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min nanmean norm prod softmax softmin sort
+    std std_mean sum topk var var_mean
+    """
 )
 POOLS = frozenset(
-    f"{name}{rank}d" for name in ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool") for rank in (1, 2, 3)
+    f"{name}{rank}d"
+    for name in ("adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "max_pool")
+    for rank in (1, 2, 3)
 ) | {"max_pool2d_with_indices", "_adaptive_avg_pool2d"}
-RESIZES = frozenset(
-    "grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
-    "upsample_nearest3d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest_exact2d "
-    "_upsample_nearest_exact2d".split()
+RESIZES = named(
+    """
+    grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest_exact2d
+    _upsample_nearest_exact2d
+    """
 )
 
 
@@ -80,7 +87,9 @@ def group_norm(flow: Flow, call: Call) -> Any:
     if set(first.dims) != {1}:
         return mixed(flow, call, first, range(len(first.shape)))
     if groups != channels:
-        flow.lump(first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1)), (-1,), f"{call.where} mixes it")
+        flow.lump(
+            first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1)), (-1,), f"{call.where} mixes it"
+        )
     return channelwise(flow, call, ("weight", "bias"))
 
 

@@ -5,39 +5,47 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .call import Call
+from .call import Call, Value
 from .flow import Flow
 from .labels import tidy, varying
 from .marks import Marks, marked
+from .names import named
 
-SAME = frozenset(
-    "alias clone contiguous detach detach_ dropout dropout_ feature_dropout alpha_dropout lift_fresh lift_fresh_copy to "
-    "_to_copy type_as resolve_conj resolve_neg".split()
+SAME = named(
+    """
+    alias clone contiguous detach detach_ dropout dropout_ feature_dropout alpha_dropout lift_fresh lift_fresh_copy
+    to _to_copy type_as resolve_conj resolve_neg
+    """
 )
 """What gives the same elements in the same places."""
-SHAPED = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel".split())
+SHAPED = named(
+    """
+    view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel
+    """
+)
 """What keeps the order of all elements."""
-RUN = frozenset(
-    "permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk "
-    "tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile "
-    "repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal "
-    "broadcast_to".split()
+RUN = named(
+    """
+    permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk
+    tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile repeat_interleave
+    pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to
+    """
 )
 """What is run as it is."""
 
 
-def same(flow: Flow, call: Call) -> Marks:
+def same(flow: Flow, call: Call) -> Value:
     """One tensor goes through; further ones say what type it becomes."""
     first = call.tensors[0]
     return Marks(first.shape, first.labels, first.why) if first.labels is not None else _passed(flow, call, first)
 
 
-def _passed(flow: Flow, call: Call, first: Marks) -> Marks:
+def _passed(flow: Flow, call: Call, first: Marks) -> Value:
     """A constant that goes through an op that needs an input's sizes or type has elements of its own from there on."""
     return marked(flow.elements(first, call.node), first.why)
 
 
-def shaped(flow: Flow, call: Call) -> Marks:
+def shaped(flow: Flow, call: Call) -> Value:
     """A view."""
     first = call.tensors[0]
     if first.is_fixed:
@@ -71,18 +79,20 @@ def joined(flow: Flow, call: Call) -> Any:
     dim = call["dim"] % len(given.shape)
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
     parts = [tidy(each) for each in given.labels.split(sizes, dim)]
-    whole = [None if each is None else varying(each) for each in parts]
-    coarse = [each for each, dims in zip(parts, whole, strict=True) if each is not None and dims and dim not in dims]
-    fine = [each for each, dims in zip(parts, whole, strict=True) if dims and dim in dims and len(dims) > 1]
+    whole = [() if each is None else varying(each) for each in parts]
     why = f"{call.where} puts it beside what stays"
+    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
+    # What varies along the parts' axis as its last one, as dimensions of heads do, is narrowed in each part by itself.
+    fine = [each for each, dims in labelled if dim == dims[-1]]
+    coarse = [each for each, dims in labelled if dim != dims[-1]]
     for each in coarse:
-        flow.join(coarse[0].narrow(dim, 0, 1), each.narrow(dim, 0, 1), why)
+        flow.join(coarse[0].narrow(dim, 0, 1), each, why)
         if None in parts:
             flow.stay(each, why)
-    for each in fine if coarse else ():
-        flow.hold(coarse[0].narrow(dim, 0, 1), each)
-    if None in parts:
-        for each in fine:
+    for each in fine:
+        if coarse:
+            flow.hold(coarse[0].narrow(dim, 0, 1), each)
+        if None in parts:
             flow.guard(each.movedim(dim, -1), each.dim() - 1, why)
     return flow.renewed(given)
 
@@ -95,7 +105,7 @@ def scattered(flow: Flow, call: Call) -> Any:
     return flow.renewed(given)
 
 
-def padded(flow: Flow, call: Call) -> Marks:
+def padded(flow: Flow, call: Call) -> Value:
     """Elements that are added along an axis without labels are of the same channels."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
@@ -112,7 +122,7 @@ def padded(flow: Flow, call: Call) -> Marks:
     return marked(labels.expand(call.shape), f"{call.where} adds elements")
 
 
-def indexed(flow: Flow, call: Call) -> Marks:
+def indexed(flow: Flow, call: Call) -> Value:
     """Along axes without labels it doesn't matter what an index says."""
     first, indices = call["self"], list(call["indices"])
     if not isinstance(first, Marks) or first.is_fixed:
@@ -134,7 +144,7 @@ def _index(flow: Flow, labels: Tensor, dim: int, index: Marks) -> Tensor | None:
     return known if known is not None and known.device.type != "meta" else None
 
 
-def selected(flow: Flow, call: Call) -> Marks:
+def selected(flow: Flow, call: Call) -> Value:
     """index_select and gather: along one axis."""
     first, dim, index = call["self"], call["dim"], call["index"]
     if first.is_fixed:
@@ -145,6 +155,17 @@ def selected(flow: Flow, call: Call) -> Marks:
         return stopped(flow, call)
     given = labels.gather(dim, number) if call.op == "gather" else labels.index_select(dim, number)
     return marked(given, first.why)
+
+
+def replaced(flow: Flow, call: Call) -> Value:
+    """copy: what is put in the place of something else."""
+    labels = flow.elements(call["src"], call.node)
+    return marked(labels.broadcast_to(call.shape), call["src"].why)
+
+
+def filled(flow: Flow, call: Call) -> Any:
+    """new_zeros and its like take a type alone."""
+    return fixed(call.shape, f"it comes from {call.where}")
 
 
 def picked(flow: Flow, call: Call) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +13,7 @@ from .flow import Flow
 from .labels import compact
 from .marks import Marks
 from .narrowing import Refused, without
-from .program import Inputs, Program
+from .program import Inputs
 from .proof import difference
 from .resizing import narrowed
 from .site import Site
@@ -98,7 +97,7 @@ def prove(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     wrong = _wrong(found, given.kept, inputs)
     rest = {key: groups for key, groups in given.kept.items() if key not in wrong}
     again = prove(found, rest, inputs)
-    whole = given.whole | {key: "the narrowed program differs from the dense one" for key in wrong} | again.whole
+    whole = given.whole | dict.fromkeys(wrong, "the narrowed program differs from the dense one") | again.whole
     return Narrowed(module=again.module, kept=again.kept, whole=whole, difference=again.difference)
 
 
@@ -108,7 +107,7 @@ def _wrong(found: Found, kept: Kept, inputs: Inputs) -> list[str]:
     wrong: list[str] = []
     while front:
         keys = front.pop()
-        part: Any = {key: kept[key] for key in keys}
+        part = {key: kept[key] for key in keys}
         if len(keys) == len(kept) or _apart(found, part, inputs) > ROUNDING:
             if len(keys) == 1:
                 wrong += keys

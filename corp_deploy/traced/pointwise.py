@@ -2,29 +2,42 @@
 
 from itertools import combinations
 
-from .call import Call
+from .call import Call, Value
 from .flow import Flow
 from .marks import Marks, marked
 from .moves import fixed
+from .names import named
 
-UNARY = frozenset(
-    "abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad elu erf erfc "
-    "erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu "
-    "log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg positive reciprocal relu relu6 round rrelu "
-    "rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign special_erf sqrt square tan tanh tanhshrink "
-    "threshold trunc".split()
+UNARY = named(
+    """
+    abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad elu erf
+    erfc erfinv exp exp2 expm1 floor frac full_like gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf
+    isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like positive
+    reciprocal relu relu6 round rrelu rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign
+    special_erf sqrt square tan tanh tanhshrink zeros_like threshold trunc
+    """
 )
-BINARY = frozenset(
-    "__and__ __or__ add addcdiv addcmul atan2 bitwise_and bitwise_or copy copysign div divide eq floor_divide fmax fmin fmod "
-    "ge gt hypot le lerp logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne pow prelu "
-    "remainder rsub sub subtract true_divide where xlogy".split()
+BINARY = named(
+    """
+    __and__ __or__ add addcdiv addcmul atan2 bitwise_and bitwise_or copysign div divide eq floor_divide fmax fmin
+    fmod ge gt hypot le lerp logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne pow
+    prelu remainder rsub sub subtract true_divide where xlogy
+    """
 )
 POINTWISE = UNARY | BINARY | {f"{op}_" for op in UNARY | BINARY}
-SUMS = frozenset("add add_ sub sub_ subtract rsub addcmul lerp".split())
-PRODUCTS = frozenset("mul mul_ multiply div div_ divide".split())
+SUMS = named(
+    """
+    add add_ sub sub_ subtract rsub addcmul lerp
+    """
+)
+PRODUCTS = named(
+    """
+    mul mul_ multiply div div_ divide
+    """
+)
 
 
-def pointwise(flow: Flow, call: Call) -> Marks:
+def pointwise(flow: Flow, call: Call) -> Value:
     """Labels as they meet, with axes of size 1 spread out; constants go along with whatever they meet."""
     if call.op.startswith("prelu"):
         return _prelu(flow, call)
@@ -87,12 +100,12 @@ def _meet(flow: Flow, call: Call, one: Marks, other: Marks) -> None:
         flow.multiplied.append(one.labels)
 
 
-def _prelu(flow: Flow, call: Call) -> Marks:
+def _prelu(flow: Flow, call: Call) -> Value:
     """Its slopes stand along the second axis."""
     return channelwise(flow, call, ("weight",))
 
 
-def channelwise(flow: Flow, call: Call, parameters: tuple[str, ...]) -> Marks:
+def channelwise(flow: Flow, call: Call, parameters: tuple[str, ...]) -> Value:
     """Along the second axis, with these parameters by channel."""
     first = call["input"] if "input" in call.arguments else call["self"]
     if first.labels is None:
@@ -109,6 +122,6 @@ def channelwise(flow: Flow, call: Call, parameters: tuple[str, ...]) -> Marks:
     return marked(first.labels, first.why)
 
 
-def batch_norm(flow: Flow, call: Call) -> Marks:
+def batch_norm(flow: Flow, call: Call) -> Value:
     """Of known means and variances."""
     return channelwise(flow, call, ("weight", "bias", "running_mean", "running_var"))

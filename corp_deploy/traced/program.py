@@ -69,6 +69,12 @@ def sizes_at_one(node: fx.Node) -> Any:
     return _sizes(node.meta.get("val"))
 
 
+def number_of(node: fx.Node) -> int | None:
+    """The size that a node gives at a batch of 1; None for a tensor."""
+    value = node.meta.get("val")
+    return _at_one(value) if isinstance(value, int | torch.SymInt) else None
+
+
 def _sizes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(_at_one(size) for size in value.shape)

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor, fx
 
 from .call import Call
-from .compaction import Uneven, compacted, kept, left
-from .labels import compact, varying
+from .compaction import Uneven, compacted, kept
+from .emission import Arguments, Scaled, with_nodes
+from .labels import FIXED, TYPE, compact
 from .marks import Marks
 from .moves import RUN, SHAPED
 
-aten = torch.ops.aten
-Arguments = dict[str, Any]
+SPLITS = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"])
 _SIZES = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "expand": "size", "broadcast_to": "size"}
-_SPLITS = frozenset("split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk".split())
+_CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 
 def narrowed(value: Any, gone: Tensor) -> Any:
-    """Marks of what is left; raises Uneven."""
+    """Marks of what is left. Raises Uneven."""
     if isinstance(value, tuple):
         return tuple(narrowed(each, gone) for each in value)
     if not isinstance(value, Marks) or value.labels is None:
@@ -35,27 +35,23 @@ def loses(value: Any, gone: Tensor) -> bool:
     return isinstance(value, Marks) and value.labels is not None and not bool(kept(compact(value.labels), gone).all())
 
 
-def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
+def resized(call: Call, value: Any, gone: Tensor) -> tuple[Any, Arguments]:
     """The op and its arguments, nodes still the old ones. Raises Uneven where no numbers will do."""
-    assert callable(call.node.target), call.node
-    target, arguments = call.node.target, dict(call.arguments)
+    target, arguments, new = call.node.target, dict(call.arguments), narrowed(value, gone)
     if call.op in _SIZES:
         name = _SIZES[call.op]
-        arguments[name] = _sizes(arguments[name], value, narrowed(value, gone))
+        missing = len(value.shape) - len(arguments[name])
+        arguments[name] = _sizes(arguments[name], value.shape[missing:], new.shape[missing:])
     elif call.op == "unflatten":
-        old, new = value.shape, narrowed(value, gone).shape
         dim = arguments["dim"] % len(call["self"].shape)
-        end = dim + len(arguments["sizes"])
-        arguments["sizes"] = _sizes(arguments["sizes"], Marks(old[dim:end]), Marks(new[dim:end]))
-    elif call.op in _SPLITS:
-        dim = arguments["dim"]
-        target, arguments = aten.split_with_sizes.default, {
-            "self": arguments["self"],
-            "split_sizes": [narrowed(each, gone).shape[dim] for each in value],
-            "dim": dim,
-        }
-    elif call.op in ("slice", "narrow", "select") and arguments["dim"] % len(call["self"].shape) in call["self"].dims:
-        arguments |= _cut(call, arguments, narrowed(value, gone), gone)
+        within = slice(dim, dim + len(arguments["sizes"]))
+        arguments["sizes"] = _sizes(arguments["sizes"], value.shape[within], new.shape[within])
+    elif call.op in SPLITS:
+        sizes = [each.shape[arguments["dim"]] for each in new]
+        target = torch.ops.aten.split_with_sizes.default
+        arguments = {"self": arguments["self"], "split_sizes": sizes, "dim": arguments["dim"]}
+    elif call.op in _CUTS and arguments["dim"] % len(call["self"].shape) in call["self"].dims:
+        arguments |= _cut(call, new, gone)
     elif call.op == "scaled_dot_product_attention" and arguments["scale"] is None:
         arguments["scale"] = float(call["query"].shape[-1]) ** -0.5
     elif call.op == "group_norm":
@@ -66,61 +62,49 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
     return target, arguments
 
 
-def _sizes(asked: list[Any], old: Marks, new: Marks) -> list[Any]:
-    """Sizes as they were asked for; a tuple (node, new, old) where one counts the batch too."""
-    missing = len(old.shape) - len(asked)
+def _sizes(asked: list[Any], old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
+    """Sizes as they were asked for, those that are others now anew."""
     given = []
-    for each, before, after in zip(asked, old.shape[missing:], new.shape[missing:], strict=True):
+    for each, before, after in zip(asked, old, new, strict=True):
         is_same = before == after or (isinstance(each, int) and each == -1)
-        given.append(each if is_same else (each, after, before) if isinstance(each, fx.Node) else after)
+        other = Scaled(each, after, before) if isinstance(each, fx.Node) else after
+        given.append(each if is_same else other)
     return given
 
 
-def _cut(call: Call, arguments: Arguments, new: Marks, gone: Tensor) -> Arguments:
+def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
     """Where a slice starts and ends among what is left."""
     first: Marks = call["self"]
-    assert first.labels is not None
-    dim = arguments["dim"] % len(first.shape)
-    if call.op == "slice" and arguments.get("step", 1) != 1:
+    dim, name = call["dim"] % len(first.shape), _CUTS[call.op]
+    is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]
+    if call.arguments.get("step", 1) != 1 or first.labels is None or is_whole:
         return {}
-    start = call[{"slice": "start", "narrow": "start", "select": "index"}[call.op]] or 0
-    start = start + first.shape[dim] if start < 0 else start
+    start = (call[name] or 0) % first.shape[dim]
     keep = kept(compact(first.labels), gone)
-    has_any = keep.any(dim)
-    before = torch.unique(keep.narrow(dim, 0, start).sum(dim)[has_any])
+    before = torch.unique(keep.narrow(dim, 0, start).sum(dim)[keep.any(dim)]).tolist() or [0]
     if len(before) > 1:
         raise Uneven(call.where)
-    at = int(before[0]) if len(before) else 0
     if call.op == "select":
-        return {"index": at}
-    return {"start": at, "end": at + new.shape[dim]} if call.op == "slice" else {"start": at, "length": new.shape[dim]}
-
-
-def is_move(call: Call) -> bool:
-    return call.op in RUN or call.op in SHAPED
+        return {name: before[0]}
+    return {
+        name: before[0],
+        **({"end": before[0] + new.shape[dim]} if call.op == "slice" else {"length": new.shape[dim]}),
+    }
 
 
 def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
-    """Whether a move with these arguments, run on what is left of its tensors' labels, gives what is left of its own."""
-    from .moves import SHAPED
+    """Whether a move with these arguments, run on what is left of its tensors' labels, gives what is left of its."""
+    if call.op not in RUN | SHAPED:
+        return True
 
-    def entering(each: Any) -> Any:
-        if isinstance(each, tuple) and len(each) == 3 and isinstance(each[0], fx.Node):
-            return each[1]
-        marks = call.values[each] if isinstance(each, fx.Node) else each
-        if isinstance(marks, Marks):
-            less = narrowed(marks, gone)
-            return torch.full(less.shape, -1, dtype=torch.int32) if less.labels is None else less.labels
-        return marks
+    def entering(node: fx.Node) -> Any:
+        less = narrowed(call.values[node], gone)
+        if not isinstance(less, Marks):
+            return less
+        return torch.full(less.shape, FIXED, dtype=TYPE) if less.labels is None else less.labels
 
     new = narrowed(value, gone)
-    given = {name: [entering(one) for one in each] if isinstance(each, list | tuple) and not (len(each) == 3 and isinstance(each[0], fx.Node)) else entering(each) for name, each in arguments.items()}
-    if call.op in SHAPED:
-        result: Any = given["self"].reshape(new.shape)
-    else:
-        result = target(**given)
-    pairs = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
-    return all(each.labels is None or (each.shape == tuple(got.shape) and torch.equal(got, each.labels)) for got, each in pairs)
-
-
-__all__ = ["agrees", "is_move", "left", "loses", "narrowed", "resized", "varying"]
+    given = {name: with_nodes(each, entering, lambda size: size.new) for name, each in arguments.items()}
+    result = given["self"].reshape(new.shape) if call.op in SHAPED else target(**given)
+    both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
+    return all(each.labels is None or torch.equal(got, each.labels) for got, each in both)

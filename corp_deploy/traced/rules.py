@@ -3,17 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import contractions as contract
 from . import mixing as mix
 from . import moves as move
+from .attention import addmm, attention, einsum, matmul
 from .call import Call
 from .flow import Flow
+from .layers import convolution, embedding, linear
 from .pointwise import POINTWISE, batch_norm, pointwise
 
 Rule = Callable[[Flow, Call], Any]
 
 
-def _rules() -> dict[str, Rule]:
+def _rules() -> Mapping[str, Rule]:
     table: dict[str, Rule] = {}
     for ops, rule in _BY_SET:
         table |= dict.fromkeys(ops, rule)
@@ -28,13 +29,18 @@ _BY_SET: tuple[tuple[frozenset[str], Rule], ...] = (
     (mix.OVER_DIM, mix.over),
     (mix.POOLS | mix.RESIZES, mix.of_maps),
 )
-_BY_NAME: Mapping[str, Rule] = {
+_BY_NAME: dict[str, Rule] = {
     "getitem": move.picked,
     "cat": move.joined,
     "concat": move.joined,
     "stack": move.joined,
     "select_scatter": move.scattered,
     "slice_scatter": move.scattered,
+    "copy": move.replaced,
+    "new_zeros": move.filled,
+    "new_ones": move.filled,
+    "new_full": move.filled,
+    "new_empty": move.filled,
     "pad": move.padded,
     "constant_pad_nd": move.padded,
     "index": move.indexed,
@@ -48,20 +54,20 @@ _BY_NAME: Mapping[str, Rule] = {
     "rms_norm": mix.last_axes,
     "im2col": mix.patches,
     "col2im": mix.unpatched,
-    "linear": contract.linear,
-    "matmul": contract.matmul,
-    "mm": contract.matmul,
-    "bmm": contract.matmul,
-    "addmm": contract.addmm,
-    "baddbmm": contract.addmm,
-    "einsum": contract.einsum,
-    "scaled_dot_product_attention": contract.attention,
-    "conv1d": contract.convolution,
-    "conv2d": contract.convolution,
-    "conv3d": contract.convolution,
-    "conv_transpose1d": contract.transposed_convolution,
-    "conv_transpose2d": contract.transposed_convolution,
-    "conv_transpose3d": contract.transposed_convolution,
-    "embedding": contract.embedding,
+    "linear": linear,
+    "matmul": matmul,
+    "mm": matmul,
+    "bmm": matmul,
+    "addmm": addmm,
+    "baddbmm": addmm,
+    "einsum": einsum,
+    "scaled_dot_product_attention": attention,
+    "conv1d": convolution,
+    "conv2d": convolution,
+    "conv3d": convolution,
+    "conv_transpose1d": convolution,
+    "conv_transpose2d": convolution,
+    "conv_transpose3d": convolution,
+    "embedding": embedding,
 }
 RULES: Mapping[str, Rule] = _rules()

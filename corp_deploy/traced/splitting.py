@@ -4,8 +4,8 @@ The layer stays one, with its weights under their names; behind it each part is 
 elements up to there is done to each part alone.
 """
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, fx
 
 from .call import call_of
+from .emission import Arguments, emitted, imagined
 from .flow import Flow
 from .labels import TYPE, compact, tidy
 from .marks import Marks
 from .moves import RUN, SAME, SHAPED
-from .program import Program, operation
-from .resizing import narrowed, resized
+from .program import Program, number_of, operation
+from .resizing import SPLITS, resized
 from .rules import RULES
 
 _LAYERS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
-_PICKING = frozenset("select slice narrow getitem".split())
+_PICKING = frozenset(["select", "slice", "narrow", "getitem"])
 
 
 def split(program: Program, uneven: Iterable[fx.Node]) -> Program | None:
@@ -70,7 +71,7 @@ class _Region:
                 continue
             for each in node.all_input_nodes:
                 if each not in self.flow.values:
-                    self.flow.values[each] = _size(each)
+                    self.flow.values[each] = number_of(each)
             value = RULES[operation(node)](self.flow, call_of(node, self.flow.values))
             self.flow.values[node] = value
             labels = value.labels if isinstance(value, Marks) else None
@@ -81,16 +82,15 @@ class _Region:
             else:
                 front += node.users
 
-    def part(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], part: fx.Node, rows: Tensor) -> fx.Node:
+    def part(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], part: fx.Node) -> fx.Node:
         """One part, taken from the layer itself, arranged as it was among the others."""
+        rows = self.parts[part]
         gone = torch.ones(self.rows, dtype=torch.bool)
         gone[rows] = False
-        first, count = int(rows[0]), len(rows)
-        assert int(rows[-1]) - first + 1 == count, part
-        taken = _called(graph, torch.ops.aten.slice.Tensor, (nodes[self.layer], self.dim, first, first + count), part)
-        own = {self.layer: taken}
+        cut = {"self": self.layer, "dim": self.dim, "start": int(rows[0]), "end": int(rows[-1]) + 1}
+        own = {self.layer: _said(graph, part, torch.ops.aten.slice.Tensor, cut, nodes)}
         for node in self._way(part):
-            own[node] = self._again(graph, nodes, own, node, gone)
+            own[node] = self._again(graph, node, gone, nodes | own)
         return own[part]
 
     def _way(self, part: fx.Node) -> list[fx.Node]:
@@ -99,68 +99,41 @@ class _Region:
             way.append(before)
         return way[::-1]
 
-    def _again(
-        self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], own: dict[fx.Node, fx.Node], node: fx.Node, gone: Tensor
-    ) -> fx.Node:
-        call = call_of(node, self.flow.values)
-        if operation(node) == "getitem":
-            source, number = node.args
-            assert isinstance(source, fx.Node) and isinstance(number, int), node
-            if operation(source) != "unbind":
-                return own[source]  # a split that leaves one piece
-            dim = source.args[1] if len(source.args) > 1 else 0
-            return _called(graph, torch.ops.aten.select.int, (own[source.all_input_nodes[0]], dim, 0), node)
-        if operation(node) in ("unbind", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk"):
-            return own[node.all_input_nodes[0]]
-        target, arguments = resized(call, self.flow.values[node], gone)
-        narrowed(self.flow.values[node], gone)
+    def _again(self, graph: fx.Graph, node: fx.Node, gone: Tensor, nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A move of one part alone."""
+        source = node.all_input_nodes[0]
+        if operation(node) == "unbind" or operation(node) in SPLITS:
+            return nodes[source]
+        if operation(node) != "getitem":
+            target, arguments = resized(call_of(node, self.flow.values), self.flow.values[node], gone)
+            return _said(graph, node, target, arguments, nodes)
+        if operation(source) in SPLITS:
+            return nodes[source]
+        call = call_of(source, self.flow.values)
+        arguments = {"self": call.arguments["self"], "dim": call["dim"], "index": 0}
+        return _said(graph, node, torch.ops.aten.select.int, arguments, nodes)
 
-        def said(each: Any) -> Any:
-            if isinstance(each, tuple) and len(each) == 3 and isinstance(each[0], fx.Node):
-                whole = _called(graph, operator.mul, (nodes[each[0]], each[1]), node)
-                return _called(graph, operator.floordiv, (whole, each[2]), node)
-            if isinstance(each, list | tuple):
-                return [said(one) for one in each]
-            return own.get(each, nodes.get(each)) if isinstance(each, fx.Node) else each
 
-        names = [each.name for each in target._schema.arguments]  # type: ignore[attr-defined]
-        return _called(graph, target, tuple(said(arguments[name]) for name in names if name in arguments), node)
+def _said(
+    graph: fx.Graph, like: fx.Node, target: Any, arguments: Arguments, nodes: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """A call with the shape of its result."""
+    new = emitted(graph, like, target, arguments, lambda each: nodes[each])
+    for each in (*new.all_input_nodes, new):
+        if "val" not in each.meta:
+            imagined(each)
+    return new
 
 
 def _apart(program: Program, regions: Sequence[_Region]) -> Program:
-    parts = {part: (region, rows) for region in regions for part, rows in region.parts.items()}
+    parts = {part: region for region in regions for part in region.parts}
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in program.nodes:
-        if node in parts:
-            region, rows = parts[node]
-            nodes[node] = region.part(graph, nodes, node, rows)
-        else:
-            nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+        is_part = node in parts
+        nodes[node] = (
+            parts[node].part(graph, nodes, node) if is_part else graph.node_copy(node, lambda each: nodes[each])
+        )
     graph.eliminate_dead_code()
-    graph.set_codegen(program.graph.graph._codegen)
+    graph.set_codegen(copy(program.graph.graph._codegen))
     return replace(program, graph=fx.GraphModule(program.graph, graph))
-
-
-def _size(node: fx.Node) -> Any:
-    """A number or tensor from outside of the region."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return Marks(call_of(node, {}).shape, None, "")
-    from .program import _at_one
-
-    return _at_one(value) if value is not None else None
-
-
-def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """A call where another stood, with what torch says of its result."""
-    node = graph.call_function(target, args)
-    node.meta = {key: each for key, each in like.meta.items() if key == "nn_module_stack"}
-    inside = fx.map_arg(args, lambda each: each.meta["val"])
-    mode = next((each.fake_mode for each in fx.node.map_aggregate(inside, lambda each: each) if hasattr(each, "fake_mode")), None)
-    if mode is None:
-        node.meta["val"] = target(*inside)
-    else:
-        with mode:
-            node.meta["val"] = target(*inside)
-    return node
