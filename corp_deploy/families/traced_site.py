@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, PatchTaps
-from corp_deploy.traced.layers import Layer
+from corp_deploy.traced.readers import Layer
 from corp_deploy.traced.program import Program
 from corp_deploy.traced.site import Index, Span
 from corp_deploy.traced.site import Site as Groups

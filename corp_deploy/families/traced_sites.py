@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch import fx
 
-from corp_deploy.traced.layers import CONV2D, LINEAR
+from corp_deploy.traced.readers import CONV2D, LINEAR
 from corp_deploy.traced.program import module_of, operation
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
