@@ -19,9 +19,21 @@ WORDS: Mapping[str, str] = MappingProxyType(
 """What a model without sites of a kind is said to be without."""
 
 
+HONOURED: Mapping[str, str] = MappingProxyType(
+    {
+        "traced channels": ChannelSite.kind,
+        "traced convolutions": ConvSite.kind,
+        "traced queries and keys": HeadSite.kind,
+        "traced streams": ConvSite.kind,
+        "traced values": HeadSite.kind,
+    }
+)
+"""Which kind's options those honour that were found in a program."""
+
+
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
-    return sites_of(model).kinds
+    return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
 
 
 def require_streams(sites: Sites, name: str) -> None:

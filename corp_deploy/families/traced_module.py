@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from corp_deploy.traced.readers import Layer, listening, with_biases_
 from corp_deploy.traced.program import Program, trace
+from corp_deploy.traced.readers import Layer, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, PatchTaps
-from corp_deploy.traced.readers import Layer
 from corp_deploy.traced.program import Program
+from corp_deploy.traced.readers import Layer
 from corp_deploy.traced.site import Index, Span
 from corp_deploy.traced.site import Site as Groups
 
@@ -21,9 +21,12 @@ from .widths import HeadGeometry, Width
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias."""
+    """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
+    `source`: the node that gives what it reads.
+    """
 
     layer: Layer
+    source: str
     columns_GM: Index
     weight: str
     bias: str

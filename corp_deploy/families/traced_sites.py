@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from torch import fx
 
-from corp_deploy.traced.readers import CONV2D, LINEAR
 from corp_deploy.traced.program import module_of, operation
+from corp_deploy.traced.readers import CONV2D, LINEAR
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
@@ -87,6 +87,11 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
         return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
     if written := sorted({span.name for span in groups.writers} & read):
         return f"{written[0]} writes and reads it at once"
+    is_shared = len({reading.source for reading in readings}) > 1
+    if is_shared and (groups.parts > 1 or any(reading.columns_GM.shape[1] > 1 for reading in readings)):
+        return "several layers read it behind different ops, and it is kept in parts or by several elements at once"
+    if groups.part_G is not None and len(set(np.bincount(groups.part_G).tolist())) > 1:
+        return "its parts are of different sizes"
     return ""
 
 
@@ -116,4 +121,6 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     assert isinstance(weight, fx.Node), node
     assert isinstance(bias, fx.Node), node
     assert np.array_equal(np.sort(span.index_GM, axis=None), np.unique(span.index_GM)), span
-    return Reading(layer=layer, columns_GM=span.index_GM, weight=str(weight.target), bias=str(bias.target))
+    return Reading(
+        layer=layer, source=span.name, columns_GM=span.index_GM, weight=str(weight.target), bias=str(bias.target)
+    )
