@@ -19,12 +19,13 @@ WORDS: Mapping[str, str] = MappingProxyType(
 """What a model without sites of a kind is said to be without."""
 
 
+STREAMS = "traced streams"
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
         "traced channels": ChannelSite.kind,
         "traced convolutions": ConvSite.kind,
         "traced queries and keys": HeadSite.kind,
-        "traced streams": ConvSite.kind,
+        STREAMS: ConvSite.kind,
         "traced values": HeadSite.kind,
     }
 )
@@ -38,7 +39,7 @@ def kinds_of(model: nn.Module) -> frozenset[str]:
 
 def require_streams(sites: Sites, name: str) -> None:
     """Raise BadInput, with the reasons, where no stream has channels that --residual could remove."""
-    if not sites.coupled:
+    if not sites.coupled and STREAMS not in sites.kinds:
         reasons = "".join(f"; {stream}: {reason}" for stream, reason in sites.uncoupled.items())
         raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed{reasons}")
 

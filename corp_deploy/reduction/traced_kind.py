@@ -1,4 +1,4 @@
-"""Sites of traced models: which widths, what each loses, and the reduction, on the moments of the layers that read them.
+"""Sites of traced models: which widths, what each loses, and the reduction, by statistics of the layers that read them.
 
 Legend: C groups, K kept, P parts.
 """
@@ -58,7 +58,7 @@ class TracedKind:
             return method.residual_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
         if self.part == "channels":
             return method.mlp_sparsity, method.align_hidden, method.mlp_selection, method.mlp_recovery
-        square = method.geometry == "square" and method.value_recovery != "keep"
+        square = self.part == "queries and keys" or (method.geometry == "square" and method.value_recovery != "keep")
         return method.attention_sparsity if square else None, method.align_head, "obs", "affine"
 
     def moments_at(self, site: TracedSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
@@ -68,7 +68,8 @@ class TracedKind:
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
-        return self._said(method)[0]
+        own = self._said(method)[0]
+        return method.heads_sparsity or own if self.part == "values" else own
 
     def uniform(self, site: TracedSite, method: Method) -> int | None:
         sparsity, align, _, _ = self._said(method)
@@ -86,6 +87,8 @@ class TracedKind:
 
     def refusal(self, site: TracedSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
+        if self.part == "values" and method.heads_sparsity:
+            return "of a traced model no heads are removed whole"
         if selection == "fold":
             return "of a traced model channels are removed and none are merged"
         return "this preset's method has no form for convolutions" if recovery == "keep" else ""

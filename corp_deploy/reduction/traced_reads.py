@@ -2,7 +2,7 @@
 
 A group is T columns of every such layer: the places of a kernel, or several inputs that go together.
 
-Legend: C groups, T columns of each, U = C T, O outputs of a layer, X = O T, K kept, P parts of which each keeps as many.
+Legend: C groups, T columns of each, U = C T, O outputs of a layer, X = O T, K kept, P parts that keep as many each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +67,11 @@ class Read:
     @property
     def second_U(self) -> Tensor:
         return self.stats.second_UU.diagonal()
+
+    @property
+    def weight_XC(self) -> Tensor:
+        """A row for each output and column of a group."""
+        return self.weight_OU.view(len(self.weight_OU), -1, self.stats.taps).transpose(1, 2).flatten(0, 1)
 
     @property
     def energy(self) -> float:
