@@ -19,12 +19,14 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.traced_module import known_of
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.site import Index
 from ground.errors import BadInput
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
 
@@ -49,6 +51,13 @@ def calibrated(checkpoint: Checkpoint, home: Path) -> Moments:
     np.save(home / "calibration.npy", images(64, seed=1))
     opened = images_for_model(checkpoint.model, home / "calibration.npy")
     return calibrate(checkpoint, opened, batch_size=16)
+
+
+def kept_of(model: nn.Module) -> Mapping[str, Index]:
+    """Of each site the groups that stay, as the dense program counts them."""
+    cut = known_of(model).cut
+    assert cut is not None
+    return cut.kept
 
 
 def apart(model: nn.Module, dense: nn.Module) -> float:
@@ -118,8 +127,8 @@ def test_weights_are_those_of_least_squares(tmp_path: Path) -> None:
     dense = own_checkpoint()
     reduction = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("best", **HALF))
     report = next(each for each in reduction.sites if each.site == "h.1")
-    model: Any = reduction.model
-    kept_K = torch.from_numpy(model.cut.kept["h.1"])
+    model = reduction.model
+    kept_K = torch.from_numpy(kept_of(model)["h.1"])
     x_NF = heard(dense.model, "h.1.c_out", torch.from_numpy(images(64, seed=1)))
     weight_OF = dense.model.get_parameter("h.1.c_out.weight").detach().double()
     x_NF1 = x_NF - x_NF.mean(dim=0)
@@ -154,8 +163,7 @@ def test_values_go_as_many_of_each_head(tmp_path: Path) -> None:
         "stages.0.blocks.0.attn.v": 8,
         "stages.1.blocks.0.attn.v": 16,
     }
-    model: Any = reduction.model
-    assert np.bincount(model.cut.kept["stages.1.blocks.0.attn.v"] // 16).tolist() == [8, 8]
+    assert np.bincount(kept_of(reduction.model)["stages.1.blocks.0.attn.v"] // 16).tolist() == [8, 8]
     assert 0.0 < apart(reduction.model, dense.model) < 0.5
     assert_saved_is_loaded(dense, reduction, tmp_path)
 
@@ -168,9 +176,7 @@ def test_a_reduced_model_is_reduced_again(tmp_path: Path) -> None:
     twice = reduce(once.model, calibrated(first, tmp_path), method_from_preset("best", **HALF))
     assert [site.width for site in sites_of(twice.model).every if site.name in ("h.0", "h.1")] == [48, 48]
     assert_saved_is_loaded(dense, twice, tmp_path)
-    one: Any = once.model
-    two: Any = twice.model
-    assert set(two.cut.kept["h.0"]) < set(one.cut.kept["h.0"])
+    assert set(kept_of(twice.model)["h.0"]) < set(kept_of(once.model)["h.0"])
 
 
 @pytest.fixture

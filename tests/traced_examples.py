@@ -75,13 +75,14 @@ class Patched(nn.Module):
             nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, dim, 4, 4)
         )
         self.wpe = nn.Parameter(torch.zeros(1, (SIDE // 8) ** 2, dim))
+        self.cut = nn.Identity()  # of the name that a tool might take for itself
         self.h = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.head = nn.Linear(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images).flatten(2).transpose(1, 2) + self.wpe
         for block in self.h:
-            x = block(x)
+            x = self.cut(block(x))
         logits: Tensor = self.head(x.mean(dim=1))
         return logits
 

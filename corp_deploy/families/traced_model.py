@@ -27,7 +27,7 @@ from .timm_library import beside as beside
 from .timm_library import own_state as own_state
 from .timm_library import take_beside_ as take_beside_
 from .timm_library import unused as unused
-from .traced_module import Facts, TracedModule, Tracing, traced_module, tracing_of
+from .traced_module import Facts, TracedModule, Tracing, known_of, traced_module, tracing_of
 from .traced_sites import traced_sites
 from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
@@ -98,11 +98,6 @@ def facts_of(model: nn.Module) -> Facts:
     return Facts(spec=input_spec(model), port=output_ports(model)[0], classes=classes(model))
 
 
-def _traced(model: nn.Module) -> TracedModule:
-    assert isinstance(model, TracedModule), type(model)
-    return model
-
-
 def tracing(model: nn.Module) -> Tracing:
     """The model's program and what is found there."""
     return tracing_of(model, input_spec(model).shape)
@@ -171,18 +166,18 @@ def depth(model: nn.Module) -> int:
 
 def input_spec(model: nn.Module) -> ImageSpec:
     """Of timm's models as timm's configuration says, of others as they say or as they were tried."""
-    facts = _traced(model).facts
+    facts = known_of(model).facts
     return timm_library.image_spec(model, timm_library.configured_size(model)) if facts is None else facts.spec
 
 
 def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    facts = _traced(model).facts
+    facts = known_of(model).facts
     return timm_library.output_ports(model) if facts is None else (facts.port,)
 
 
 def classes(model: nn.Module) -> int:
     """How many classes its output tells apart; 0 for one that is none of logits."""
-    facts = _traced(model).facts
+    facts = known_of(model).facts
     return timm_library.classes(model) if facts is None else facts.classes
 
 
@@ -193,6 +188,6 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    library = sys.modules[_traced(model).plain.__module__]
+    library = sys.modules[known_of(model).plain.__module__]
     adapt: Any = vars(library).get("checkpoint_filter_fn")
     return dict(state) if adapt is None else dict(adapt(dict(state), model))

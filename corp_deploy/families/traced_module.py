@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -75,43 +75,50 @@ class Tracing:
         return {node.name: node for node in self.program.nodes}
 
 
-class _Memory:
-    """A model's tracing, which no copy of the model shares."""
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
+    tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it.
+    """
 
-    def __init__(self) -> None:
-        self.tracing: Tracing | None = None
+    plain: type[nn.Module]
+    facts: Facts | None
+    cut: Cut | None
+    tracing: Tracing | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Memory":
-        return _Memory()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Known":
+        return Known(plain=self.plain, facts=self.facts, cut=self.cut)
 
 
 class TracedModule(nn.Module):
-    """What stands before a module's own class in one whose sites are looked for in its program; `plain` is its class.
-
-    `facts`: None where timm's configuration of the model tells them. `cut`: None for a dense model.
+    """What stands before a module's own class in one whose sites are looked for in its program. Its one name is none
+    that a user's module would have.
     """
 
-    plain: ClassVar[type[nn.Module]]
-    facts: Facts | None
-    cut: Cut | None
-    memory: _Memory
+    known_to_corp_deploy: Known
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Constants of the program may be computed from the weights."""
-        self.memory.tracing = None
+        self.known_to_corp_deploy.tracing = None
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.memory.tracing = None
+        self.known_to_corp_deploy.tracing = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
+def known_of(model: nn.Module) -> Known:
+    """Of a traced module."""
+    assert isinstance(model, TracedModule), type(model)
+    return model.known_to_corp_deploy
+
+
 def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
-    kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), {"plain": plain})
+    kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), {})
     new = kind.__new__(kind)
     new.__dict__ |= vars(model)
-    new.__dict__ |= {"facts": facts, "cut": cut, "memory": _Memory()}
+    new.__dict__["known_to_corp_deploy"] = Known(plain=plain, facts=facts, cut=cut)
     return new
 
 
@@ -134,22 +141,22 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut) ->
 
 def tracing_of(model: nn.Module, shape: tuple[int, ...]) -> Tracing:
     """The program of images [2, *shape], made once. Raises BadInput where the module can't be traced."""
-    assert isinstance(model, TracedModule), type(model)
-    if model.memory.tracing is None:
-        program = _again(model, shape) if model.cut is not None else trace(model, [_images(model, EXAMPLES, shape)])
-        model.memory.tracing = Tracing(program=program, added=with_biases_(program))
-    return model.memory.tracing
+    known = known_of(model)
+    if known.tracing is None:
+        program = (
+            trace(model, [_images(model, EXAMPLES, shape)]) if known.cut is None else _again(model, shape, known.cut)
+        )
+        known.tracing = Tracing(program=program, added=with_biases_(program))
+    return known.tracing
 
 
 def _images(model: nn.Module, count: int, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(count, *shape, device=device(model))
 
 
-def _again(model: TracedModule, shape: tuple[int, ...]) -> Program:
+def _again(model: nn.Module, shape: tuple[int, ...], cut: Cut) -> Program:
     """The program of a narrowed module: a copy of what it runs, with the sizes of one image."""
-    cut = model.cut
-    assert cut is not None
     graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     FakeTensorProp(graph, mode).propagate(_images(model, 1 if cut.any_batch else EXAMPLES, shape))
-    return Program(graph=graph, model=model.plain.__name__, any_batch=cut.any_batch, folded=())
+    return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

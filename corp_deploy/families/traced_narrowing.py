@@ -18,7 +18,7 @@ from ground.errors import BadInput
 
 from .modules import device
 from .traced_model import facts_of, tracing
-from .traced_module import Cut, TracedModule, Tracing, narrowed_module
+from .traced_module import Cut, TracedModule, Tracing, known_of, narrowed_module
 from .traced_sites import names_of
 
 VERSIONS = ("torch", "timm")
@@ -52,8 +52,7 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
-    assert isinstance(model, TracedModule), type(model)
-    own, before = tracing(model), model.cut
+    own, before = tracing(model), known_of(model).cut
     graph = _graph(replace(own, program=with_tensors(own.program, tensors)), own, kept)
     needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
     without_biases_(graph, needless)
@@ -74,8 +73,8 @@ def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
     return [name for name, _ in graph.named_parameters() if name in own.added]
 
 
-def _module(model: TracedModule, graph: fx.GraphModule, cut: Cut) -> nn.Module:
-    name = model.plain.__name__
+def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
+    name = known_of(model).plain.__name__
     return narrowed_module(graph, name, facts_of(model), cut).eval().requires_grad_(False)
 
 
@@ -109,15 +108,16 @@ def _line(span: Span) -> list[Any]:
 
 def program_record(model: nn.Module) -> dict[str, Any] | None:
     """What says which program was narrowed; None of a dense model, and of one that isn't traced."""
-    if not isinstance(model, TracedModule) or model.cut is None:
+    cut = known_of(model).cut if isinstance(model, TracedModule) else None
+    if cut is None:
         return None
     versions = {name: version(name) for name in VERSIONS}
-    return {"digest": model.cut.digest, "biases": list(model.cut.biases), "versions": versions}
+    return {"digest": cut.digest, "biases": list(cut.biases), "versions": versions}
 
 
 def sites_record(model: TracedModule) -> dict[str, Any]:
     """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
-    cut = model.cut
+    cut = known_of(model).cut
     sizes = {name: groups.size for name, groups in names_of(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept
     return {

@@ -28,6 +28,8 @@ from corp_deploy.families.traced_site import Reading, TracedSite
 from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
+_ROUNDING_REL = 1e-2
+"""Of the mean variance: where rounding is more of it, nothing else is known of how channels vary together."""
 _OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
     {
         "none": channels.none,
@@ -132,9 +134,26 @@ def _read(reading: Reading, moments: Moment) -> Read:
         mean_C, second_CC = moments.map_mean_GC[0][index_C], moments.map_second_GCC[0][index_C[:, None], index_C]
         active_C = moments.active_share_GC[0][index_C]
         weight_OU = weight_OCT[:, index_C].flatten(1)
-    stats = PatchStatistics(mean_U=mean_U, second_UU=second_UU, mean_C=mean_C, second_CC=second_CC, taps=taps)
+    stats = PatchStatistics(
+        mean_U=mean_U,
+        second_UU=_above_rounding(second_UU, mean_U),
+        mean_C=mean_C,
+        second_CC=_above_rounding(second_CC, mean_C),
+        taps=taps,
+    )
     tokens = float(moments.tokens)
     return Read(reading=reading, tokens=tokens, stats=stats, weight_OU=weight_OU, bias_O=bias_O, active_C=active_C)
+
+
+def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
+    """Second moments of what is all but constant, whose covariance is the rounding of float32 products: with as much of
+    it on the diagonal as makes it a covariance again.
+    """
+    second_U = second_UU.diagonal()
+    rounding = torch.finfo(torch.float32).eps * len(mean_U) ** 0.5 * float(second_U.mean())
+    if rounding <= _ROUNDING_REL * float((second_U - mean_U.square()).mean()):
+        return second_UU
+    return second_UU + rounding * torch.eye(len(mean_U), dtype=second_UU.dtype, device=second_UU.device)
 
 
 def rest_of(own: Read, half: Read) -> Read:
