@@ -243,7 +243,7 @@ BAD = (
     + """
 
 def bare() -> nn.Module:
-    return Net()
+    return nn.Bilinear(3, 3, 3)
 
 
 def wrong() -> int:
@@ -255,7 +255,7 @@ FAULTS = {
     "other.py:build": "no such file",
     "net.py:nothing": "it has no function 'nothing'",
     "net.py:wrong": r"wrong\(\) gives a int, expected a torch.nn.Module",
-    "net.py:bare": "unless its sites are named",
+    "net.py:bare": "no size of images is known that it takes",
 }
 
 

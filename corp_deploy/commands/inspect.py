@@ -17,10 +17,11 @@ def inspect(model: ModelChoice, out: Output) -> None:
     Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
     """
     from corp_deploy.families.inspection import inspection_of_model
-    from corp_deploy.views.inspection import inspection_table, merging_lines, output_lines, size_line
+    from corp_deploy.views.inspection import inspection_table, merging_lines, output_lines, size_line, stay_lines
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
 
-    checkpoint = model.load(out)
+    checkpoint = model.look(out)
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)
-    lines = (*output_lines(record), *merging_lines(record), size_line(record), preprocessing_line(checkpoint))
+    about = (*output_lines(record), *merging_lines(record), *stay_lines(record))
+    lines = (*about, size_line(record), preprocessing_line(checkpoint))
     out.result(record, inspection_table(record), *lines)

@@ -30,6 +30,15 @@ class ModelChoice:
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
     outputs: Outputs | None = None
 
+    def look(self, out: Output) -> "Checkpoint":
+        """The model to be looked at and not run: of a bare name of timm's without any weights."""
+        from corp_deploy.store.dense_model import is_bare_name, without_weights
+
+        if self.weights is not None or not is_bare_name(self.model):
+            return self.load(out)
+        out.note(f"{self.model}: without weights, as none are given")
+        return without_weights(self.model, self.kwargs, self.preprocessing, self.outputs)
+
     def load(self, out: Output) -> "Checkpoint":
         """The model, after what there is to say about its weights."""
         from corp_deploy.store.dense_model import load_dense

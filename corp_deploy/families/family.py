@@ -29,6 +29,7 @@ from . import (
     timm_relative,
     timm_swin,
     timm_vit,
+    traced_model,
 )
 from .architecture import Architecture
 from .maps import Grid
@@ -40,6 +41,7 @@ from .outputs import Outputs
 from .sites import Sites
 from .steps import Step, Walk
 from .tokenizer import SequenceSpec, TextSpec
+from .traced_module import TracedModule
 from .widths import HeadGeometry
 
 Medium = Literal["images", "text"]
@@ -225,6 +227,7 @@ _OF_TIMM: tuple[TimmFamily, ...] = (
     timm_mixer,
     timm_swin,
     timm_hierarchy,
+    traced_model,
 )
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert, decoder, own_modules)
 _FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
@@ -245,6 +248,15 @@ def family_named(name: str) -> Family:
     if name not in _FAMILIES:
         raise BadInput(f"family {name[:100]!r}: expected one of {', '.join(_FAMILIES)}")
     return _FAMILIES[name]
+
+
+def dense_model(architecture: Architecture) -> nn.Module:
+    """The dense model with its initial weights, in eval mode, of the family that accepts it, else to be traced. Raises
+    BadInput where its family can't build it.
+    """
+    model = family_named(architecture.family).build(architecture)
+    is_known = any(family.accepts(model) for family in _FAMILIES.values())
+    return model if is_known else traced_model.traced(model, architecture)
 
 
 def family_of(model: nn.Module) -> Family:
@@ -295,8 +307,13 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
 
 
 def is_run_whole(model: nn.Module) -> bool:
-    """Whether no step of the model is known, only its sites: those that their user named."""
-    return isinstance(model, NamedSites)
+    """Whether no step of the model is known, only its sites: those that their user named, or that were found."""
+    return isinstance(model, NamedSites | TracedModule)
+
+
+def listened(model: nn.Module) -> nn.Module:
+    """What to run for the sites of a model of any family to be heard: itself, or its program."""
+    return traced_model.listened(model) if isinstance(model, TracedModule) else model
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:

@@ -19,14 +19,27 @@ WORDS: Mapping[str, str] = MappingProxyType(
 """What a model without sites of a kind is said to be without."""
 
 
+STREAMS = "traced streams"
+HONOURED: Mapping[str, str] = MappingProxyType(
+    {
+        "traced channels": ChannelSite.kind,
+        "traced convolutions": ConvSite.kind,
+        "traced queries and keys": HeadSite.kind,
+        STREAMS: ConvSite.kind,
+        "traced values": HeadSite.kind,
+    }
+)
+"""Which kind's options those honour that were found in a program."""
+
+
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
-    return sites_of(model).kinds
+    return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
 
 
 def require_streams(sites: Sites, name: str) -> None:
     """Raise BadInput, with the reasons, where no stream has channels that --residual could remove."""
-    if not sites.coupled:
+    if not sites.coupled and STREAMS not in sites.kinds:
         reasons = "".join(f"; {stream}: {reason}" for stream, reason in sites.uncoupled.items())
         raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed{reasons}")
 

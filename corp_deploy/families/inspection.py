@@ -10,6 +10,8 @@ from .family import Family, family_of, output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
 from .steps import Merge
+from .traced_inspection import stays_of, traced_rows
+from .traced_module import TracedModule
 
 WHOLE = "forward"  # what a model's own forward pass does between its modules
 
@@ -25,6 +27,8 @@ def _rows(
     family: Family, model: nn.Module, macs_by_module: dict[str, int]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for every site, supported or not, and one for everything else that has parameters or multiplies."""
+    if isinstance(model, TracedModule):
+        return traced_rows(model, sum(macs_by_module.values()))
     offered = family.sites(model)
     sites = {site.name: {"width": site.words(), "reason": site.reason} for site in offered.every}
     sites |= {refusal.name: {"width": "-", "reason": refusal.reason} for refusal in offered.refused}
@@ -65,6 +69,7 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "macs": count.macs,
         "sites": sites,
         "fixed": fixed,
+        **({"stays": stays_of(model)} if isinstance(model, TracedModule) else {}),
         **({} if outputs_of(model) is None else {"outputs": _outputs(model, count.shapes)}),
         **({} if merging is None else {"merging": merging.as_json() | {"sentences": list(merging.sentences())}}),
     }

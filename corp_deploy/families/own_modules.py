@@ -30,7 +30,7 @@ from .widths import HeadGeometry
 NAME = FAMILY
 FIXED_PARTS: tuple[str, ...] = ()
 # As torchvision and timm train most classifiers of ImageNet.
-_PREPARED = {
+PREPARED = {
     "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225),
     "crop_pct": 0.875,
@@ -145,7 +145,7 @@ def depth(model: nn.Module) -> int:
 def input_spec(model: nn.Module) -> ImageSpec:
     """As it was said with the sites, else as most classifiers of ImageNet."""
     naming = _naming(model)
-    prepared = _PREPARED | naming.preprocessing.spread(naming.shape[0]).settings
+    prepared = PREPARED | naming.preprocessing.spread(naming.shape[0]).settings
     return ImageSpec(shape=naming.shape, config={**prepared, "input_size": naming.shape})
 
 

@@ -1,7 +1,7 @@
 """What every site costs now, counted, and at any other width, by formula."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from .family import sites_of
 from .model_cost import counted
 from .modules import parameters
 from .site import Currency, Site
+from .traced_module import TracedModule
 from .widths import HeadGeometry, Width, is_empty
 
 
@@ -32,9 +33,18 @@ def _now(site: Site, count: Counted, currency: Currency) -> int:
     return count.within(site.name) if currency == "macs" else parameters(*site.modules)
 
 
+def _as_shared(every: Sequence[Site], currency: Currency) -> SiteCosts:
+    """Of sites that were found in a program, which says what goes with each: never less than it will be."""
+    free = SiteCosts(currency=currency, now={}, tokens=dict.fromkeys((site.name for site in every), 0))
+    return replace(free, now={site.name: free.of(site, site.width, "ragged") for site in every})
+
+
 def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     """The costs of this model's sites, the formulas held against the count."""
-    every, count = sites_of(model).every, counted(model)
+    every = sites_of(model).every
+    if isinstance(model, TracedModule):
+        return _as_shared(every, currency)
+    count = counted(model)
     of_module = {id(module): name for name, module in model.named_modules()}
     tokens = dict.fromkeys((site.name for site in every), 0)  # a constant needs none
     for site in every:

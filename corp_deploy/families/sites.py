@@ -84,5 +84,8 @@ def calibration_taps(
     """
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     listened = [site for site in sites.every if not is_empty(site.width)]
-    taps = [tap for site in sorted(listened, key=lambda site: order[site.name]) for tap in site.listening()]
-    return taps + [tap for site in sites.coupled if coupled for tap in site.listening()]
+    if all(site.name in order for site in listened):
+        listened.sort(key=lambda site: order[site.name])
+    taps = [tap for site in listened for tap in site.listening()]
+    taps += [tap for site in sites.coupled if coupled for tap in site.listening()]
+    return list({tap.name: tap for tap in taps}.values())  # what reads several sites is heard once

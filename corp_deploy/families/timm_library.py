@@ -139,7 +139,7 @@ def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     model.pretrained_cfg = config
 
 
-def _set_size_(model: nn.Module, size: Any) -> None:
+def set_size_(model: nn.Module, size: Any) -> None:
     """Likewise the size of the images, for a model that takes any."""
     height, width = size if isinstance(size, list | tuple) else (size, size)
     config: Any = {**_config(model), "input_size": (channels(model), int(height), int(width))}
@@ -163,10 +163,10 @@ def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
         size = arguments.pop("img_size")
         model = built(name, arguments)
         if size is not None:
-            _set_size_(model, size)
+            set_size_(model, size)
         return model
     if isinstance(model, Hierarchy) and arguments.get("img_size") is not None:
-        _set_size_(model, arguments["img_size"])  # which these models don't tell
+        set_size_(model, arguments["img_size"])  # which these models don't tell
     return model
 
 

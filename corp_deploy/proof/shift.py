@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import family_of, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):
         batches = _batches(feeds, start, start + each)
-        part = collect(model, sites, batches, device="cpu", token_weights=token_weights)
+        part = collect(listened(model), sites, batches, device="cpu", token_weights=token_weights)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

@@ -18,7 +18,7 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
-from corp_deploy.families.family import example_of, family_of, sites_of
+from corp_deploy.families.family import example_of, family_of, listened, sites_of
 from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
@@ -96,7 +96,7 @@ def memory_needed(
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
     model = checkpoint.model
-    shapes = shapes_of_sites(model, sites, example=example_of(model), device=device_of(model))
+    shapes = shapes_of_sites(listened(model), sites, example=example_of(model), device=device_of(model))
     return bytes_needed(shapes, attention_system=statistics.attention_system and not widths, kept=widths)
 
 
@@ -139,7 +139,7 @@ def calibrate(
         token_weights=partial(family_of(there.model).token_weights, there.model),
     )
 
-    lineage = lineage_for_moments(checkpoint, images)
+    lineage, heard = lineage_for_moments(checkpoint, images), listened(there.model)
 
     def take(seen: Sequence[tuple[float, float]] = ()) -> Moments:
         def of_first(count: int, moments: Moments) -> Moments:
@@ -147,7 +147,7 @@ def calibrate(
             return replace(moments, lineage={**moments.lineage, **own})
 
         return calib_calibrate.calibrate(
-            there.model,
+            heard,
             sites,
             images,
             batch_size=batch_size,
@@ -164,7 +164,7 @@ def calibrate(
     pixels = family_of(there.model).input_spec(there.model).medium == "images"
     if saved is not None or device != "cpu" or not pixels:
         return take()
-    with _watched_range(there.model) as seen:
+    with _watched_range(heard) as seen:
         moments = take(seen)
     every = [pair for of_rank in ranks.gathered(seen) for pair in of_rank]
     return replace(moments, lineage={**moments.lineage, **_range_told(every)})

@@ -9,9 +9,19 @@ from .channel_kind import ChannelKind
 from .conv_kind import ConvKind
 from .head_kind import HeadKind
 from .kind import Kind
+from .traced_kind import TracedKind
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
-    {"channels": ChannelKind(), "convolutions": ConvKind(), "heads": HeadKind()}
+    {
+        "channels": ChannelKind(),
+        "convolutions": ConvKind(),
+        "heads": HeadKind(),
+        "traced channels": TracedKind("channels"),
+        "traced convolutions": TracedKind("convolutions"),
+        "traced queries and keys": TracedKind("queries and keys"),
+        "traced streams": TracedKind("streams"),
+        "traced values": TracedKind("values"),
+    }
 )
 
 

@@ -29,6 +29,8 @@ from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescaled
 from .sparse_report import SparsityReport
+from .traced_kind import TracedReduced
+from .traced_reduction import carried_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +165,22 @@ def reduce(
         known, width = chosen[site.name], asked[site.name]
         return reduced_site(model, site, moments, method, width, known=known, held_out=held_out)
 
+    every = list[Reduced]()
     for finished, new in enumerate(pool.each(at_site, affected, device(model)), start=1):
+        every.append(new)
         modules |= new.modules
         reports += new.reports
         kept |= new.kept
         if done is not None:
             done(finished)
     reports = [*of_streams, *(reports if widths is None else as_allocated(reports))]
-    reduced = replaced(model, modules).eval().requires_grad_(False)
+    found = {site.name: new for site, new in zip(affected, every, strict=True) if isinstance(new, TracedReduced)}
+    if found:
+        reduced, whole = carried_out(model, found)
+        reports = [report for report in reports if report.site not in whole]
+        few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in whole.items()))
+    else:
+        reduced = replaced(model, modules).eval().requires_grad_(False)
     if shown is not None:
         reduced = rescaled(dense, reduced, shown, kept=kept)
     return Reduction(

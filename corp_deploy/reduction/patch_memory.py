@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from calib.memory import patch_channels_that_fit, shapes_of_sites
 from calib.sites import Site
 from corp_deploy.families.conv_site import ConvSite
-from corp_deploy.families.family import example_of, sites_of
+from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.families.modules import device
 
 from .conv_modules import reading_of
@@ -46,7 +46,7 @@ def within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) ->
     BadInput where even the fewest take more.
     """
     places = _places(model)
-    shapes = shapes_of_sites(model, taps, example=example_of(model), device=device(model))
+    shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device(model))
     fixed = sum(shape.bytes_of_moments() for name, shape in shapes.items() if name not in places)
     free = {name: shape for name, shape in shapes.items() if name in places}
     counts = patch_channels_that_fit(free, bytes_of_sums - fixed) if free else {}

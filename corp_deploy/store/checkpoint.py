@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_named, family_of, outputs_of, sites_of, with_outputs
+from corp_deploy.families.family import dense_model, family_of, outputs_of, sites_of, with_outputs
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.sites import Sites
+from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
@@ -59,12 +61,10 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 
 def dense_from_architecture(architecture: Architecture) -> nn.Module:
-    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build, and for
-    a model that can't be reduced at all. Nothing is looked for on a network.
+    """The dense model with its initial weights, in eval mode. Raises BadInput for what its family can't build. Nothing
+    is looked for on a network.
     """
-    model = family_named(architecture.family).build(architecture)
-    family_of(model)
-    return model
+    return dense_model(architecture)
 
 
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
@@ -114,11 +114,13 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     family = family_of(checkpoint.model)
     spec = family.input_spec(checkpoint.model)
     merging, outputs = family.merging_of(checkpoint.model), outputs_of(checkpoint.model)
+    program = program_record(checkpoint.model)
     return {
         "kind": KIND,
         "version": 1,
         **_entry_of(checkpoint.architecture),
-        "sites": _widths(family.sites(checkpoint.model)),
+        "sites": _widths(checkpoint.model),
+        **({} if program is None else {"program": program}),
         **({} if merging is None else {"merging": merging.as_json()}),
         **({} if outputs is None else {"outputs": list(outputs.names)}),
         **({"sparsity": dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),
@@ -128,14 +130,22 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     }
 
 
-def _widths(sites: Sites) -> dict[str, Any]:
+def _widths(model: nn.Module) -> dict[str, Any]:
     """As config.json has them; those of streams too."""
+    if isinstance(model, TracedModule):
+        return sites_record(model)
+    sites = sites_of(model)
     streams = {stream.name: stream.as_json() for stream in sites.coupled}
     return streams | {site.name: site.as_json() for site in sites.every}
 
 
-def _resized(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]], where: str) -> nn.Module:
+def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
     """The dense model with every site brought to its recorded widths, weights not yet set."""
+    recorded = config.sites
+    if isinstance(model, TracedModule):
+        program = config.program
+        with torch.device("cpu"):  # where labels of a program's elements are, and all that is made of them
+            return model if program is None else as_recorded(model, recorded, asdict(program), where=where)
     for stream in sites_of(model).coupled:
         own = next(each for each in sites_of(model).coupled if each.name == stream.name)
         model = replaced(model, own.recorded(recorded[stream.name])) if stream.name in recorded else model
@@ -188,7 +198,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     recorded = recorded.spread(config.input.shape[0]) if config.input.shape else recorded
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
-        model = _resized(dense_from_architecture(architecture), config.sites, where)
+        model = _resized(dense_from_architecture(architecture), config, where)
         if config.outputs is not None:
             model = _with_outputs(model, config, where)
         if config.merging is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from corp_deploy.families import decoder_config, hf_config, timm_library, torchvision_names, trusted_code
@@ -162,6 +163,25 @@ def load_dense(
             f"--model {model} has outputs of its own: {own.words()}; drop --outputs {','.join(outputs.names)}"
         )
     return replace(checkpoint, model=with_outputs(checkpoint.model, outputs))
+
+
+def is_bare_name(model: str) -> bool:
+    """Whether a model is named by timm's name alone, so that weights have to be given."""
+    prefixes = (torchvision_names.PREFIX, trusted_code.PREFIX, PREFIX)
+    return not model.startswith(prefixes) and not Path(model.removeprefix("local-dir:")).is_dir()
+
+
+def without_weights(
+    model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: Outputs | None
+) -> Checkpoint:
+    """A model of timm's by its name, without memory: to be looked at. Raises BadInput as `load_dense`."""
+    asked = Architecture(name=model, kwargs=kwargs)
+    with torch.device("meta"):
+        built = dense_from_architecture(asked)
+    timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
+    own = _resolved(asked, built)
+    lineage = {"source": {"preprocessing": _preprocessing_source(None, built, preprocessing)}}
+    return Checkpoint(model=with_outputs(built, outputs), architecture=own, lineage=lineage)
 
 
 def _loaded(

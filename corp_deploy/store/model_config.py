@@ -49,6 +49,19 @@ class _Coupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     coupled: Annotated[int, Meta(ge=1, le=2**20)]
 
 
+class _Traced(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    groups: Annotated[int, Meta(ge=1, le=2**20)]
+    kept: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(min_length=1)] | UnsetType = UNSET
+
+
+class TracedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which program was narrowed: the digest of its sites, biases that repairs added, and what it was traced by."""
+
+    digest: Sha256
+    biases: tuple[str, ...]
+    versions: dict[str, str]
+
+
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model merges tokens, an entry a block."""
 
@@ -81,7 +94,8 @@ class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the dense model is built, the widths of its sites, how tokens are merged, what it gives and takes, which
-    layers are sparse (2:4 by layer), and what its weights' file is.
+    program was narrowed where the model is traced, which layers are sparse (2:4 by layer), and what its weights' file
+    is.
     """
 
     family: str = "timm"
@@ -90,6 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sites: dict[str, dict[str, Any]]
     merging: MergingEntry | None = None
     outputs: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    program: TracedProgram | None = None
     sparsity: dict[str, _Pattern] = msgspec.field(default_factory=dict)
     input: ModelInput
     weights_sha256: Sha256
@@ -112,8 +127,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return built
 
 
-_ENTRIES: dict[str, type[_Channels | _Convolutions | _Coupled | _Heads]] = {
+_ENTRIES: dict[str, type[_Channels | _Convolutions | _Coupled | _Heads | _Traced]] = {
     "coupled": _Coupled,
+    "groups": _Traced,
     "hidden": _Channels,
     "channels": _Convolutions,
     "heads": _Heads,

@@ -1,9 +1,12 @@
 """A model's sites and their cost on the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+
+NAMED = 2
+"""Layers of those that stay for one reason."""
 
 
 def _mmacs(macs: int) -> str:
@@ -26,6 +29,19 @@ def merging_lines(record: Mapping[str, Any]) -> list[str]:
     if merging is None:
         return []
     return [*merging["sentences"], f"tokens behind each block: {' '.join(map(str, merging['tokens'][1:]))}"]
+
+
+def stay_lines(record: Mapping[str, Any]) -> list[str]:
+    """What can't be narrowed and why, reason by reason; nothing for a model whose sites are known by its family."""
+    return [
+        f"stays: {each['count']} channels of {_some(each['layers'])}: {each['reason']}"
+        for each in record.get("stays", ())
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def output_lines(record: Mapping[str, Any]) -> list[str]:

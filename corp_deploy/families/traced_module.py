@@ -1,0 +1,162 @@
+"""A module whose sites are found in its traced program, dense or narrowed: whatever it is, it stays what it was, under
+the names of its own weights.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from corp_deploy.traced.program import Program, trace
+from corp_deploy.traced.readers import Layer, listening, with_biases_
+from corp_deploy.traced.shares import Shares, shares
+from corp_deploy.traced.site import Index
+from corp_deploy.traced.sites import Found, find
+from ground.ports import OutputPort
+
+from .modules import device
+from .timm_images import ImageSpec
+
+EXAMPLES = 2
+"""In the batch that a model is traced with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What no program tells: how images become its input, what its output is, and how many classes it tells apart."""
+
+    spec: ImageSpec
+    port: OutputPort
+    classes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What was kept of a dense program: by the name of a site its groups, as the dense program counts them.
+
+    `sizes`: of all the dense program's sites; `digest`: of their table; `biases`: of layers that have none there.
+    """
+
+    sizes: Mapping[str, int]
+    kept: Mapping[str, Index]
+    biases: tuple[str, ...]
+    digest: str
+    any_batch: bool
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
+class Tracing:
+    """A model's program with its sites. `added`: biases of zeros that the model itself has not."""
+
+    program: Program
+    added: tuple[str, ...]
+
+    @cached_property
+    def found(self) -> Found:
+        return find(self.program)
+
+    @cached_property
+    def shares(self) -> Shares:
+        return shares(self.found, aside=self.added)
+
+    @cached_property
+    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer]]:
+        """The program to be listened to, and its layers by their nodes."""
+        return listening(self.program)
+
+    @cached_property
+    def by_node(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.program.nodes}
+
+
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
+    tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it.
+    """
+
+    plain: type[nn.Module]
+    facts: Facts | None
+    cut: Cut | None
+    tracing: Tracing | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Known":
+        return Known(plain=self.plain, facts=self.facts, cut=self.cut)
+
+
+class TracedModule(nn.Module):
+    """What stands before a module's own class in one whose sites are looked for in its program. Its one name is none
+    that a user's module would have.
+    """
+
+    known_to_corp_deploy: Known
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Constants of the program may be computed from the weights."""
+        self.known_to_corp_deploy.tracing = None
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.known_to_corp_deploy.tracing = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def known_of(model: nn.Module) -> Known:
+    """Of a traced module."""
+    assert isinstance(model, TracedModule), type(model)
+    return model.known_to_corp_deploy
+
+
+def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
+    kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), {})
+    new = kind.__new__(kind)
+    new.__dict__ |= vars(model)
+    new.__dict__["known_to_corp_deploy"] = Known(plain=plain, facts=facts, cut=cut)
+    return new
+
+
+def traced_module(model: nn.Module, facts: Facts | None) -> TracedModule:
+    """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
+    return _wearing(model.eval(), type(model), facts, None)
+
+
+class _Narrowed(nn.Module):
+    """A narrowed program, run as it is written."""
+
+    _graph: fx.Graph
+
+
+def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut) -> TracedModule:
+    """A narrowed program as a module that remembers what was cut; `name` of the dense one's class."""
+    plain: type[nn.Module] = type(name, (_Narrowed,), {"forward": type(graph).forward})
+    return _wearing(graph, plain, facts, cut)
+
+
+def tracing_of(model: nn.Module, shape: tuple[int, ...]) -> Tracing:
+    """The program of images [2, *shape], made once. Raises BadInput where the module can't be traced."""
+    known = known_of(model)
+    if known.tracing is None:
+        program = (
+            trace(model, [_images(model, EXAMPLES, shape)]) if known.cut is None else _again(model, shape, known.cut)
+        )
+        known.tracing = Tracing(program=program, added=with_biases_(program))
+    return known.tracing
+
+
+def _images(model: nn.Module, count: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(count, *shape, device=device(model))
+
+
+def _again(model: nn.Module, shape: tuple[int, ...], cut: Cut) -> Program:
+    """The program of a narrowed module: a copy of what it runs, with the sizes of one image."""
+    graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    FakeTensorProp(graph, mode).propagate(_images(model, 1 if cut.any_batch else EXAMPLES, shape))
+    return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -1,0 +1,166 @@
+"""A traced model without the groups that go: a new module with the weights that stay, proved against the dense one."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from corp_deploy.traced.narrow import narrow, prove
+from corp_deploy.traced.readers import with_tensors, without_biases_
+from corp_deploy.traced.site import Index, Span
+from ground.errors import BadInput
+
+from .modules import device
+from .traced_model import facts_of, tracing
+from .traced_module import Cut, TracedModule, Tracing, known_of, narrowed_module
+from .traced_sites import names_of
+
+VERSIONS = ("torch", "timm")
+"""Of what builds and traces a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowed:
+    """The narrower model, and the sites that had to stay whole, with the reason."""
+
+    model: nn.Module
+    whole: Mapping[str, str]
+
+
+def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
+    """Of sites by name the groups that can be all that is kept, seen on random images; sites that must stay whole, with
+    the reason.
+    """
+    own = tracing(model)
+    names = {groups.key: name for name, groups in names_of(own).items()}
+    keys = {name: key for key, name in names.items()}
+    shape = facts_of(model).spec.shape
+    images = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(device(model))
+    given = prove(own.found, {keys[name]: groups for name, groups in kept.items()}, [images])
+    return {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
+        names[key]: reason for key, reason in given.whole.items()
+    }
+
+
+def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
+    they have in it.
+    """
+    own, before = tracing(model), known_of(model).cut
+    graph = _graph(replace(own, program=with_tensors(own.program, tensors)), own, kept)
+    needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
+    without_biases_(graph, needless)
+    biases = tuple(name for name in _added(graph, own) if name not in needless)
+    return _module(model, graph, _joined(before, own, kept, biases))
+
+
+def _graph(changed: Tracing, own: Tracing, kept: Mapping[str, Index]) -> fx.GraphModule:
+    keys = {name: groups.key for name, groups in names_of(own).items()}
+    found = replace(own.found, program=changed.program)
+    given = narrow(found, {keys[name]: groups for name, groups in kept.items()})
+    assert not given.whole, given.whole
+    return given.module
+
+
+def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
+    """The biases that the model itself has not."""
+    return [name for name, _ in graph.named_parameters() if name in own.added]
+
+
+def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
+    name = known_of(model).plain.__name__
+    return narrowed_module(graph, name, facts_of(model), cut).eval().requires_grad_(False)
+
+
+def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:
+    """What is kept of the dense program, after what was kept of it before."""
+    groups = names_of(own)
+    if before is None:
+        sizes = {name: each.size for name, each in groups.items()}
+        digest, any_batch = digest_of(own), own.program.any_batch
+        return Cut(sizes=sizes, kept=dict(kept), biases=biases, digest=digest, any_batch=any_batch)
+    whole = {name: before.kept.get(name, np.arange(size)) for name, size in before.sizes.items()}
+    if any(name not in groups or groups[name].size != len(each) for name, each in whole.items()):
+        raise BadInput("sites of the reduced model are not those of the dense one any more; reduce the dense model")
+    again = {name: whole[name][each] for name, each in kept.items()}
+    return replace(before, kept={**before.kept, **again}, biases=(*before.biases, *biases))
+
+
+def digest_of(own: Tracing) -> str:
+    """Of all sites: what they are called, and which elements of which parameters each of their groups is."""
+    table = [
+        [name, groups.kind, groups.size, [_line(span) for span in groups.spans]]
+        for name, groups in names_of(own).items()
+    ]
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+
+
+def _line(span: Span) -> list[Any]:
+    index = np.ascontiguousarray(span.index_GM, dtype="<i8")
+    return [span.name, list(span.axes), list(index.shape), hashlib.sha256(index.tobytes()).hexdigest()]
+
+
+def program_record(model: nn.Module) -> dict[str, Any] | None:
+    """What says which program was narrowed; None of a dense model, and of one that isn't traced."""
+    cut = known_of(model).cut if isinstance(model, TracedModule) else None
+    if cut is None:
+        return None
+    versions = {name: version(name) for name in VERSIONS}
+    return {"digest": cut.digest, "biases": list(cut.biases), "versions": versions}
+
+
+def sites_record(model: TracedModule) -> dict[str, Any]:
+    """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
+    cut = known_of(model).cut
+    sizes = {name: groups.size for name, groups in names_of(tracing(model)).items()} if cut is None else cut.sizes
+    kept = {} if cut is None else cut.kept
+    return {
+        name: {"groups": size} | ({"kept": kept[name].tolist()} if name in kept else {}) for name, size in sizes.items()
+    }
+
+
+def as_recorded(
+    model: TracedModule, sites: Mapping[str, Mapping[str, Any]], program: Mapping[str, Any], *, where: str
+) -> nn.Module:
+    """The dense model narrowed as it was written, its weights yet to be set. Raises BadInput where it traces otherwise,
+    or where what is kept can't be.
+    """
+    own = tracing(model)
+    if digest_of(own) != program["digest"]:
+        was, now = program["versions"], {name: version(name) for name in VERSIONS}
+        raise BadInput(
+            f"{where}: the model was written with {_words(was)} and traces otherwise with {_words(now)}, so that what "
+            "is kept of it can't be told; load it with the versions that it was written with, or reduce it again"
+        )
+    kept = {name: np.array(entry["kept"], dtype=np.int64) for name, entry in sites.items() if "kept" in entry}
+    sizes = {name: groups.size for name, groups in names_of(own).items()}
+    if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry["groups"]]:
+        raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
+    given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
+    if given.whole:
+        raise BadInput(f"{where}: {next(iter(given.whole.values()))}; the file was edited, write the model again")
+    biases = tuple(program["biases"])
+    without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
+    _made_on_(given.module, torch.device("cpu"))
+    return _module(model, given.module, _joined(None, own, kept, biases))
+
+
+def _made_on_(graph: fx.GraphModule, place: torch.device) -> None:
+    """Where a program makes tensors itself, of a batch's size say, it makes them there."""
+
+    def placed(argument: Any) -> Any:
+        return place if isinstance(argument, torch.device) else argument
+
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = (fx.node.map_aggregate(each, placed) for each in (node.args, node.kwargs))
+    graph.recompile()
+
+
+def _words(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in VERSIONS)

@@ -1,0 +1,160 @@
+"""Sites that were found in a traced program: groups of elements with the layers that read them.
+
+Legend: G groups, M places of a group among a layer's inputs, X weights that write a group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from calib.sites import ChannelTaps, PatchTaps
+from corp_deploy.traced.program import Program
+from corp_deploy.traced.readers import Layer
+from corp_deploy.traced.site import Index, Span
+from corp_deploy.traced.site import Site as Groups
+
+from .widths import HeadGeometry, Width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
+    `source`: the node that gives what it reads.
+    """
+
+    layer: Layer
+    source: str
+    columns_GM: Index
+    weight: str
+    bias: str
+
+    @property
+    def name(self) -> str:
+        """Of what is heard there, by all sites that the layer reads."""
+        return self.weight.removesuffix(".weight")
+
+    @property
+    def tap(self) -> ChannelTaps | PatchTaps:
+        if isinstance(self.layer, nn.Linear):
+            return ChannelTaps(name=self.name, output=self.layer)
+        return PatchTaps(name=self.name, output=self.layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedSite:
+    """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all."""
+
+    kind: ClassVar[str]
+    name: str
+    groups: Groups
+    readings: tuple[Reading, ...]
+    program: Program
+    macs_now: int
+    parameters_now: int
+
+    @property
+    def reason(self) -> str:
+        return ""
+
+    @property
+    def width(self) -> int:
+        return self.groups.size
+
+    @property
+    def size(self) -> int:
+        return self.groups.size
+
+    @property
+    def parts(self) -> int:
+        """Of which each keeps as many groups."""
+        return self.groups.parts
+
+    @property
+    def last(self) -> Layer:
+        return self.readings[-1].layer
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """None is the site's own."""
+        return ()
+
+    def entering(self, tokens: int) -> tuple[int, ...]:
+        raise NotImplementedError(f"{self.name}: a traced site is no layer that could be run alone")
+
+    def tokens_before(self, tokens: int) -> int:
+        return tokens
+
+    def size_of(self, width: Width) -> int:
+        assert isinstance(width, int), (self.name, width)
+        return width
+
+    def listening(self) -> tuple[ChannelTaps | PatchTaps, ...]:
+        """To every layer that reads the groups."""
+        return tuple(each.tap for each in self.readings)
+
+    def words(self) -> str:
+        of_parts = f", {self.width // self.parts} in each of {self.parts}" if self.parts > 1 else ""
+        return f"{self.groups.kind} {self.width}{of_parts}"
+
+    def outline(self, geometry: HeadGeometry) -> str:
+        return f"{self.groups.kind} of {self.width}"
+
+    def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
+        return self.macs_now * self.size_of(width) // self.width
+
+    def parameters(self, width: Width, geometry: HeadGeometry) -> int:
+        return self.parameters_now * self.size_of(width) // self.width
+
+    def as_json(self) -> dict[str, Any]:
+        return {"groups": self.width}
+
+    def as_metadata(self) -> dict[str, int]:
+        return {"groups": self.width}
+
+    def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
+        """None: a narrowed program is made of all sites at once."""
+        return {}
+
+    def of_layer(self, layer: nn.Module) -> "TracedSite":
+        """Itself, since no layer is the site's own."""
+        return self
+
+    def writing_GX(self) -> Tensor:
+        """The rows of weights that write each group, float64."""
+        rows = [_rows(self.program.tensor(each.name), each) for each in self.groups.writers]
+        return torch.cat([each for each in rows if each.shape[1] > 1] or rows, dim=1)
+
+
+def _rows(weight: Tensor, span: Span) -> Tensor:
+    """What stands at each group's places along a span's axes [G,X]."""
+    others = [dim for dim in range(weight.dim()) if dim not in span.axes]
+    flat = weight.detach().double().permute(*span.axes, *others).flatten(0, len(span.axes) - 1)
+    places = torch.from_numpy(span.index_GM).to(flat.device)
+    return flat[places].flatten(1)
+
+
+class TracedChannels(TracedSite):
+    """Between layers of which none is a convolution of several places; plain or gated."""
+
+    kind: ClassVar[str] = "traced channels"
+
+
+class TracedConvolutions(TracedSite):
+    """Of maps."""
+
+    kind: ClassVar[str] = "traced convolutions"
+
+
+class TracedValues(TracedSite):
+    """Of an attention's heads, as many of each."""
+
+    kind: ClassVar[str] = "traced values"
+
+
+class TracedStream(TracedSite):
+    """That several layers write and add up."""
+
+    kind: ClassVar[str] = "traced streams"

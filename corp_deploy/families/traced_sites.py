@@ -1,0 +1,126 @@
+"""From what is found in a program to the sites that a model offers, and what can't be reduced yet, with the reason."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+from torch import fx
+
+from corp_deploy.traced.program import module_of, operation
+from corp_deploy.traced.readers import CONV2D, LINEAR
+from corp_deploy.traced.site import Site as Groups
+from corp_deploy.traced.site import Span
+
+from .sites import Refusal, Sites
+from .traced_module import Tracing
+from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream, TracedValues
+
+_CLASSES: dict[str, type[TracedSite]] = {
+    "channels": TracedChannels,
+    "gated channels": TracedChannels,
+    "convolution channels": TracedConvolutions,
+    "values": TracedValues,
+    "stream": TracedStream,
+}
+_SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
+QUERIES_KEYS = "traced queries and keys"
+_LATER = "of a traced model values and channels alone are reduced"
+
+
+def traced_sites(tracing: Tracing) -> Sites:
+    """In order of the program."""
+    every, refused = list[TracedSite](), list[Refusal]()
+    for name, groups in names_of(tracing).items():
+        kind = _CLASSES.get(groups.kind)
+        made = _LATER if kind is None else _site(tracing, name, groups, kind)
+        if isinstance(made, TracedSite):
+            every.append(made)
+        else:
+            word = QUERIES_KEYS if kind is None else kind.kind
+            refused.append(Refusal(name=name, reason=made, sites={name: word}))
+    return Sites(every=tuple(every), refused=tuple(refused))
+
+
+def names_of(tracing: Tracing) -> dict[str, Groups]:
+    """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
+    count: Counter[str] = Counter()
+    named: dict[str, Groups] = {}
+    for groups in tracing.found.sites:
+        path = groups.name.partition("#")[0] + _SUFFIXES.get(groups.kind, "")
+        count[path] += 1
+        named[path if count[path] == 1 else f"{path}#{count[path]}"] = groups
+    return named
+
+
+def _site(tracing: Tracing, name: str, groups: Groups, kind: type[TracedSite]) -> TracedSite | str:
+    if not tracing.program.any_batch:
+        return "its program is for one batch size alone, so that no statistics can be taken"
+    readings = list[Reading]()
+    for span in groups.listening:
+        reading = _reading(tracing, span)
+        if isinstance(reading, str):
+            return reading
+        readings.append(reading)
+    if refusal := _refusal(tracing, groups, readings):
+        return refusal
+    return kind(
+        name=name,
+        groups=groups,
+        readings=tuple(readings),
+        program=tracing.program,
+        macs_now=tracing.shares.macs[groups.key],
+        parameters_now=tracing.shares.parameters[groups.key],
+    )
+
+
+def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
+    """Why no repair is known, or nothing."""
+    if not readings:
+        return "no layer with weights of its own reads it"
+    heard = Counter(reading.weight for reading in readings)
+    of_one_weight = Counter(_weights(tracing))
+    for weight in heard:
+        if of_one_weight[weight] > 1:
+            return f"{weight} is used more than once, and one repair must serve all"
+    read = {span.name for span in groups.readers}
+    if other := sorted(read - heard.keys()):
+        return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
+    if written := sorted({span.name for span in groups.writers} & read):
+        return f"{written[0]} writes and reads it at once"
+    is_shared = len({reading.source for reading in readings}) > 1
+    if is_shared and (groups.parts > 1 or any(reading.columns_GM.shape[1] > 1 for reading in readings)):
+        return "several layers read it behind different ops, and it is kept in parts or by several elements at once"
+    if groups.part_G is not None and len(set(np.bincount(groups.part_G).tolist())) > 1:
+        return "its parts are of different sizes"
+    return ""
+
+
+def _weights(tracing: Tracing) -> Iterator[str]:
+    for node in tracing.program.nodes:
+        if operation(node) in ("linear", "conv2d"):
+            weight = node.args[1]
+            assert isinstance(weight, fx.Node), node
+            yield str(weight.target)
+
+
+def _reading(tracing: Tracing, span: Span) -> Reading | str:
+    """Or why what hears these groups is no layer whose statistics are known."""
+    node = tracing.by_node[span.reader]
+    path = module_of(node)[0] or "the model"
+    layer = tracing.heard[1].get(node.name)
+    if layer is None:
+        return f"{operation(node)} in {path} reads it, of which no repair is known"
+    assert node.target in (LINEAR, CONV2D), node
+    source = tracing.by_node[span.name]
+    last = (source.meta["val"].dim() - 1,)
+    if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
+        return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
+    if node.target is CONV2D and span.index_GM.shape[1] > 1:
+        return f"{operation(node)} in {path} reads several channels of each group, of which no repair is known"
+    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+    assert isinstance(weight, fx.Node), node
+    assert isinstance(bias, fx.Node), node
+    assert np.array_equal(np.sort(span.index_GM, axis=None), np.unique(span.index_GM)), span
+    return Reading(
+        layer=layer, source=span.name, columns_GM=span.index_GM, weight=str(weight.target), bias=str(bias.target)
+    )

@@ -1,0 +1,222 @@
+"""Sites of traced models: which widths, what each loses, and the reduction, by statistics of the layers that read them.
+
+Legend: C groups, K kept, P parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from calib.moments import Moments
+from corp_deploy.algebra.channels import ChannelRecovery
+from corp_deploy.algebra.obs import Elimination
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.widths import aligned_width, aligned_widths
+from ground.errors import BadInput
+
+from .chosen import Chosen
+from .kind import ErrorCurve, Reduced
+from .method import Method
+from .report import HeldOut, SiteReport
+from .traced_reads import Read, elimination, error_of, ranked, reads_of, recovered, rest_of, swapped
+
+Part = Literal["channels", "convolutions", "values", "streams", "queries and keys"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a layer that reads a site becomes: its weight's columns [K M] and by how much its bias differs."""
+
+    read: Read
+    recovery: ChannelRecovery
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedReduced(Reduced):
+    """Of a site of a traced model: no module is new, the groups `kept_K` stay and layers that read them change."""
+
+    kept_K: Tensor
+    changes: tuple[Change, ...] = field(default=())
+
+
+class TracedKind:
+    """See Kind; one for each part of models, which has sparsities, selections and repairs of its own."""
+
+    eliminates: ClassVar[bool] = True
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    def _said(self, method: Method) -> tuple[float | None, int, str, str]:
+        """Sparsity, alignment, selection and repair."""
+        if self.part == "convolutions":
+            return method.conv_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
+        if self.part == "streams":
+            return method.residual_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
+        if self.part == "channels":
+            return method.mlp_sparsity, method.align_hidden, method.mlp_selection, method.mlp_recovery
+        square = self.part == "queries and keys" or (method.geometry == "square" and method.value_recovery != "keep")
+        return method.attention_sparsity if square else None, method.align_head, "obs", "affine"
+
+    def moments_at(self, site: TracedSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
+        return reads_of(site, moments, device)
+
+    def rest_of(self, own: tuple[Read, ...], half: tuple[Read, ...]) -> tuple[Read, ...]:
+        return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
+
+    def sparsity(self, method: Method) -> float | None:
+        own = self._said(method)[0]
+        return method.heads_sparsity or own if self.part == "values" else own
+
+    def uniform(self, site: TracedSite, method: Method) -> int | None:
+        sparsity, align, _, _ = self._said(method)
+        if sparsity is None or self.refusal(site, method):
+            return None
+        return site.parts * aligned_width(site.width // site.parts, 1.0 - sparsity, align)
+
+    def widths(self, site: TracedSite, method: Method) -> tuple[int, ...]:
+        align = self._said(method)[1]
+        return tuple(site.parts * each for each in aligned_widths(site.width // site.parts, align))
+
+    def offers(self, site: TracedSite, method: Method) -> tuple[int, ...]:
+        is_idle = self.part == "streams" or (self.part == "values" and self._said(method)[0] is None)
+        return (site.width,) if is_idle or self.refusal(site, method) else self.widths(site, method)
+
+    def refusal(self, site: TracedSite, method: Method) -> str:
+        _, _, selection, recovery = self._said(method)
+        if self.part == "values" and method.heads_sparsity:
+            return "of a traced model no heads are removed whole"
+        if selection == "fold":
+            return "of a traced model channels are removed and none are merged"
+        return "this preset's method has no form for convolutions" if recovery == "keep" else ""
+
+    def note(self, site: TracedSite, method: Method, width: int | None) -> str | None:
+        return None
+
+    def chosen(
+        self,
+        site: TracedSite,
+        moments: tuple[Read, ...],
+        method: Method,
+        width: int,
+        known: Elimination | None = None,
+    ) -> Chosen:
+        _, _, selection, _ = self._said(method)
+        part_C = _parts(site, moments)
+        if width == site.width:
+            return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
+        if selection != "obs":
+            return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
+        kept_K = (known or self.elimination(site, moments, method)).kept(width)
+        swaps = method.mlp_swaps and self.part == "channels" and part_C is None
+        return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
+
+    def reduced(
+        self,
+        site: TracedSite,
+        moments: tuple[Read, ...],
+        method: Method,
+        width: int,
+        *,
+        known: Elimination | Chosen | None = None,
+        held_out: tuple[Read, ...] | None = None,
+        halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
+    ) -> TracedReduced:
+        chosen = known if isinstance(known, Chosen) else self.chosen(site, moments, method, width, known)
+        recovery, kept_K = self._said(method)[3], chosen.kept_K
+        changes = tuple(
+            Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=method.ridge_rel))
+            for read in moments
+        )
+        others = None if held_out is None else _judged(changes, kept_K, held_out)
+        report = self._report(site, method, changes, len(kept_K), others)
+        return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
+
+    def _report(
+        self, site: TracedSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
+    ) -> SiteReport:
+        """The layers that read the site as one."""
+        every = [change.recovery for change in changes]
+        before, after = sum(each.residual_uncompensated for each in every), sum(each.residual for each in every)
+        lost = sum((1.0 - each.r2) * each.residual_uncompensated for each in every)
+        return SiteReport(
+            site=site.name,
+            part="mlp" if self.part == "channels" else self.part,
+            width_dense=site.width,
+            width_asked=site.width * (1.0 - (self.sparsity(method) or 0.0)),
+            width=width,
+            energy=sum(change.read.energy for change in changes),
+            error_uncompensated=before,
+            error=after,
+            r2=1.0 - lost / before if before > 0.0 else 1.0,
+            condition=max(each.condition for each in every),
+            ridge=max(each.ridge for each in every),
+            held_out=judged,
+        )
+
+    def completed(
+        self, site: TracedSite, new: TracedReduced, moments: Moments, method: Method, where: torch.device
+    ) -> TracedReduced:
+        return new
+
+    def elimination(self, site: TracedSite, moments: tuple[Read, ...], method: Method) -> Elimination:
+        return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
+
+    def curves(
+        self, site: TracedSite, moments: tuple[Read, ...], method: Method, known: Elimination | None
+    ) -> list[ErrorCurve]:
+        widths = self.offers(site, method)
+        if len(widths) == 1:
+            return []
+        order = known or self.elimination(site, moments, method)
+        return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
+
+    def layer(self, site: TracedSite, layer: nn.Module, method: Method, width: int) -> NoReturn:
+        raise BadInput(f"{site.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
+
+    def rebuilt(self, branch: object, site: TracedSite, *rest: object) -> NoReturn:
+        raise BadInput(f"{site.name}: of a traced model no block is known that a loop could follow; drop --closed-loop")
+
+    def fitted(self, step: object, site: TracedSite, *rest: object) -> NoReturn:
+        self.rebuilt(step, site)
+
+
+def _parts(site: TracedSite, reads: tuple[Read, ...]) -> Tensor | None:
+    part_G = site.groups.part_G
+    return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
+
+
+def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[Read, ...]) -> HeldOut:
+    pairs = list(zip(changes, others, strict=True))
+    return HeldOut(
+        energy=sum(other.energy for _, other in pairs),
+        error=sum(error_of(change.read, change.recovery, kept_K, other) for change, other in pairs),
+    )
+
+
+def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
+    """The weights and biases that all these sites change, by their names, of dense sizes: what changes of a layer that
+    reads several sites is added up.
+    """
+    tensors: dict[str, Tensor] = {}
+    for reduced in new.values():
+        for change in reduced.changes:
+            _add(tensors, change, reduced.kept_K)
+    return tensors
+
+
+def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
+    read, reading, recovery = change.read, change.read.reading, change.recovery
+    layer = reading.layer
+    assert layer.bias is not None, reading.name
+    weight = tensors.get(reading.weight, layer.weight.detach().double())
+    columns_U = torch.from_numpy(reading.columns_GM).to(weight.device).flatten()
+    new_OU = read.as_dense_OU(recovery, kept_K)
+    weight = weight.clone()
+    weight[:, columns_U] = new_OU.view(len(weight), len(columns_U), *weight.shape[2:])
+    tensors[reading.weight] = weight
+    bias_O = tensors.get(reading.bias, layer.bias.detach().double())
+    tensors[reading.bias] = bias_O + recovery.bias_O - read.bias_O

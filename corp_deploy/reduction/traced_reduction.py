@@ -1,0 +1,18 @@
+"""All sites of a traced model reduced at once: what goes is proved to go alone, then the layers that read it change."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from corp_deploy.families.traced_narrowing import narrowed, provable
+
+from .traced_kind import TracedReduced, tensors_of
+
+
+def carried_out(model: nn.Module, new: Mapping[str, TracedReduced]) -> tuple[nn.Module, dict[str, str]]:
+    """The narrower model, and sites that had to be kept as they are, with the reason."""
+    narrower = {name: each for name, each in new.items() if each.changes}
+    kept, whole = provable(model, {name: each.kept_K.cpu().numpy() for name, each in narrower.items()})
+    tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
+    dtype = next(model.parameters()).dtype
+    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), whole

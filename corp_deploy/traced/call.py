@@ -1,0 +1,66 @@
+"""One call of an op in a program, its arguments by their names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .marks import Marks
+from .program import module_of, operation, sizes_at_one
+
+Value = Any
+"""Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`values`: of all nodes before it; `arguments`: by their names in the op's schema, defaults among them."""
+
+    node: fx.Node
+    values: Mapping[fx.Node, Value]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def op(self) -> str:
+        return operation(self.node)
+
+    @property
+    def shape(self) -> Any:
+        """Of what it gives, at a batch of 1."""
+        return sizes_at_one(self.node)
+
+    @property
+    def where(self) -> str:
+        """The op and its module, for people."""
+        path, kind = module_of(self.node)
+        return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
+
+    def node_of(self, name: str) -> fx.Node | None:
+        argument = self.arguments.get(name)
+        return argument if isinstance(argument, fx.Node) else None
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument as numbers, Marks where it is a tensor, lists of either."""
+        return self.valued(self.arguments.get(name))
+
+    def valued(self, argument: Any) -> Any:
+        return fx.map_arg(argument, lambda node: self.values[node])
+
+    @property
+    def tensors(self) -> list[Marks]:
+        """All that enters it, in order."""
+        entering = (self.values[node] for node in self.node.all_input_nodes)
+        return [each for each in entering if isinstance(each, Marks)]
+
+
+def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
+    """The call that a node is."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return Call(node, values, {str(place): each for place, each in enumerate(node.args)} | dict(node.kwargs))
+    schema = target._schema.arguments
+    named: dict[str, Any] = {each.name: each.default_value for each in schema if each.has_default_value()}
+    named |= {each.name: argument for each, argument in zip(schema, node.args, strict=False)}
+    return Call(node, values, named | dict(node.kwargs))

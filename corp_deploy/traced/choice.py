@@ -1,0 +1,84 @@
+"""What goes: of every site the groups that aren't kept, and what they take along."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ground.errors import BadInput
+
+from .flow import Flow
+from .holding import stuck
+from .site import Index, Site
+
+Kept = Mapping[str, Sequence[int] | Index]
+"""Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
+
+
+def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
+    """Whether each label [labels] goes, by the group that it is in. Raises BadInput for a choice that can't be."""
+    by_key = {site.key: site for site in sites}
+    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    for key, groups in kept.items():
+        if key not in by_key:
+            raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
+        goes |= _of_site(flow, by_key[key], _checked(by_key[key], groups))
+    return _taken_along(flow, goes)
+
+
+def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
+    chosen = np.unique(np.asarray(groups, dtype=np.int64))
+    if not len(chosen) or chosen[0] < 0 or chosen[-1] >= site.size:
+        raise BadInput(f"{site.key}: keeps {len(chosen)} groups of {site.size}, expected 1 or more of them by number")
+    if site.part_G is not None:
+        counts = np.bincount(site.part_G[chosen], minlength=site.parts)
+        if len(set(counts[counts > 0].tolist())) > 1:
+            raise BadInput(f"{site.key}: keeps {counts.tolist()} in its parts, expected as many in each, or none")
+    return chosen
+
+
+def _of_site(flow: Flow, site: Site, chosen: Index) -> Tensor:
+    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    goes[labels_of(flow, site, np.setdiff1d(np.arange(site.size), chosen))] = True
+    return goes
+
+
+def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
+    """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
+    first = site.writers[0]
+    labels = next(
+        each.labels
+        for each in flow.touches
+        if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
+    )
+    places = torch.from_numpy(first.index_GM[groups].reshape(-1))
+    return flow.groups.of(labels.reshape(-1)[places]).long()
+
+
+def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
+    """What holds nothing any more goes too, as a head without dimensions does. Raises BadInput where it can't."""
+    stays, goes, held = stuck(flow), goes.clone(), flow.held()
+    while True:
+        lost, left = _emptied(held, goes)
+        more = goes | (lost & ~left & ~stays)
+        if torch.equal(more, goes):
+            break
+        goes = more
+    if bool((lost & ~goes).any()):
+        raise BadInput(
+            "all of a head or of another part would go: keep some of each, or let queries, keys and values "
+            "of a head go together"
+        )
+    return goes
+
+
+def _emptied(held: Sequence[tuple[Tensor, Tensor]], goes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which groups hold nothing any more by some relation, and which still do by some."""
+    lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
+    for outer, inner in held:
+        holds = torch.zeros_like(goes)
+        holds[outer[~goes[inner]]] = True
+        left |= holds
+        lost[outer] |= ~holds[outer]
+    return lost, left

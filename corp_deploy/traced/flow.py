@@ -1,0 +1,167 @@
+"""Labels on their way through a program: what is joined, what must stay and why, what reads and what writes."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from .call import Value
+from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy
+from .marks import Marks
+from .program import Program
+
+Role = Literal["writes", "reads", "between"]
+MOST_ELEMENTS = 4_000_000
+"""Of a constant that is moved about, for its elements to have labels of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touch:
+    """Labels [the sizes of `axes`] that stand along axes of a parameter or constant where a node uses it."""
+
+    node: fx.Node
+    constant: str
+    axes: tuple[int, ...]
+    labels: Tensor
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hearing:
+    """Labels [the sizes of `axes`] along axes of what `source` gives, where `reader` sums over them."""
+
+    reader: fx.Node
+    source: fx.Node
+    axes: tuple[int, ...]
+    labels: Tensor
+    is_bilinear: bool
+
+
+@dataclass(slots=True)
+class Flow:
+    """What a walk through a program has found by now.
+
+    `groups`: which labels are one. `inside`: pairs of a label and one that it holds, as a head holds its
+    dimensions: the first can go when all that it holds do, and has to. `stays`: labels that can't be removed, with the
+    reason. `lumps`: those joined because something mixes them. `multiplied`, `added`, `summed`: labels where two that
+    are written meet in a product or sum, and those that attention weights sum up.
+    """
+
+    program: Program
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    groups: Groups = field(default_factory=Groups)
+    inside: list[Tensor] = field(default_factory=list)
+    stays: list[tuple[Tensor, str]] = field(default_factory=list)
+    lumps: list[tuple[Tensor, str]] = field(default_factory=list)
+    multiplied: list[Tensor] = field(default_factory=list)
+    added: list[Tensor] = field(default_factory=list)
+    summed: list[Tensor] = field(default_factory=list)
+    touches: list[Touch] = field(default_factory=list)
+    heard: list[Hearing] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    uses: Counter[str] = field(default_factory=Counter)
+    _by_node: dict[fx.Node, list[Touch]] = field(default_factory=dict)
+    _axes: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
+
+    def fresh(self, sizes: Sequence[int]) -> Tensor:
+        """New labels of these sizes."""
+        new = self.groups.add(math.prod(sizes))
+        return torch.arange(new.start, new.stop, dtype=TYPE).reshape(tuple(sizes))
+
+    def renewed(self, value: Value) -> Value:
+        """The same tensor, its labels by the groups that they are in by now."""
+        if isinstance(value, tuple):
+            return tuple(self.renewed(each) for each in value)
+        if not isinstance(value, Marks) or value.labels is None:
+            return value
+        labels = self.groups.of(compact(value.labels))
+        return Marks(value.shape, tidy(labels.expand(value.shape)), value.why, value.constant)
+
+    def join(self, one: Tensor, other: Tensor, why: str) -> None:
+        """Elements that meet are one; what meets a fixed one stays."""
+        met = pairs(one, other)
+        fixed = (met < 0).any(1)
+        self.groups.join(met[~fixed])
+        self.stay(met[fixed].amax(1), why)
+
+    def hold(self, outer: Tensor, inner: Tensor) -> None:
+        """Each of the outer labels holds the inner ones that it meets."""
+        met = pairs(outer, inner)
+        self.inside.append(met[(met >= 0).all(1)])
+        self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds what stays")
+
+    def guard(self, labels: Tensor, outer: int, why: str) -> None:
+        """Of labels [outer axes first, then others] something is left at each place along the outer ones."""
+        sizes = labels.shape[:outer]
+        above = self.fresh(sizes)
+        self.stay(above, why)
+        self.hold(above.reshape([*sizes, *[1] * (labels.dim() - outer)]), labels)
+
+    def stay(self, labels: Tensor | None, why: str) -> None:
+        if labels is not None and len(labels := torch.unique(labels[labels >= 0])):
+            self.stays.append((labels, why))
+
+    def lump(self, labels: Tensor, dims: Sequence[int], why: str) -> Tensor:
+        """Join along axes; of size 1 there."""
+        first = labels
+        for dim in dims:
+            first = first.narrow(dim, 0, 1)
+        met = pairs(first, labels)
+        if len(met):
+            self.join(first, labels, why)
+            self.lumps.append((first.reshape(-1), why))
+        return first
+
+    def across(self, marks: Marks, dims: Sequence[int], why: str) -> Tensor:
+        """The labels [the sizes of dims, in their order] along some axes, joined over all others."""
+        assert marks.labels is not None, why
+        others = [dim for dim in range(len(marks.shape)) if dim not in dims]
+        first = along(marks.labels, dims)
+        self.join(first, marks.labels, why)
+        kept = sorted(dims)
+        flat = first.reshape([marks.shape[dim] for dim in kept])
+        assert len(others) + len(kept) == len(marks.shape), dims
+        return flat.permute([kept.index(dim) for dim in dims])
+
+    def axis(self, constant: str, axes: tuple[int, ...], sizes: Sequence[int]) -> Tensor:
+        """The labels [sizes] along axes of a weight: the same wherever it is used."""
+        key = constant, axes
+        if key not in self._axes:
+            self._axes[key] = self.fresh(sizes)
+        return self._axes[key]
+
+    def axes_of_weights(self) -> dict[tuple[str, tuple[int, ...]], Tensor]:
+        return self._axes
+
+    def touch(self, node: fx.Node, constant: str, axes: tuple[int, ...], labels: Tensor, role: Role) -> None:
+        self.touches.append(Touch(node=node, constant=constant, axes=axes, labels=labels, role=role))
+
+    def touches_of(self, node: fx.Node) -> list[Touch]:
+        """Those where a node uses its parameters."""
+        if not self._by_node:
+            for touch in self.touches:
+                self._by_node.setdefault(touch.node, []).append(touch)
+        return self._by_node.get(node, [])
+
+    def hear(self, hearing: Hearing) -> None:
+        self.heard.append(hearing)
+
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each relation the groups that hold and those that they hold, itself left out."""
+        of = [self.groups.of(met).long() for met in self.inside if len(met)]
+        apart = [met[met[:, 0] != met[:, 1]] for met in of]
+        return [(met[:, 0], met[:, 1]) for met in apart if len(met)]
+
+    def elements(self, marks: Marks, node: fx.Node) -> Tensor:
+        """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""
+        if marks.labels is not None:
+            return marks.labels
+        if not marks.constant or math.prod(marks.shape) > MOST_ELEMENTS:
+            return torch.full((), FIXED, dtype=TYPE).expand(marks.shape)
+        labels = self.fresh(marks.shape)
+        self.touch(node, marks.constant, tuple(range(len(marks.shape))), labels, "between")
+        return labels

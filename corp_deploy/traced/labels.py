@@ -1,0 +1,91 @@
+"""Labels of a tensor's elements: integers, FIXED where an element can't be removed.
+
+A label tensor is tidy where it has stride 0 along every axis that its labels don't vary along; so the labels of a whole
+map of features take no more memory than those of its channels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIXED = -1
+TYPE = torch.int32
+
+
+def tidy(labels: Tensor) -> Tensor | None:
+    """The same labels with stride 0 wherever they don't vary; None where every element is fixed."""
+    small = compact(labels)
+    for dim in range(small.dim()):
+        if small.shape[dim] > 1 and bool((small == small.narrow(dim, 0, 1)).all()):
+            small = small.narrow(dim, 0, 1)
+    return small.expand(labels.shape) if bool((small >= 0).any()) else None
+
+
+def varying(labels: Tensor) -> tuple[int, ...]:
+    """The axes that tidy labels vary along."""
+    return tuple(dim for dim in range(labels.dim()) if labels.shape[dim] > 1 and labels.stride(dim) != 0)
+
+
+def compact(*tensors: Tensor) -> Tensor:
+    """One of several tensors of a shape: of size 1 along the axes that none of them varies along."""
+    first, *_ = tensors
+    for dim in range(first.dim()):
+        if first.shape[dim] > 1 and all(each.stride(dim) == 0 for each in tensors):
+            first = first.narrow(dim, 0, 1)
+    return first
+
+
+def pairs(one: Tensor, other: Tensor) -> Tensor:
+    """The pairs [P, 2] of labels that meet in tensors that can be broadcast, each once."""
+    one, other = torch.broadcast_tensors(one, other)
+    small, beside = compact(one, other), compact(other, one)
+    met = torch.stack((small.reshape(-1), beside.reshape(-1)), 1)
+    met = met[met[:, 0] != met[:, 1]]
+    if not len(met):
+        return met
+    key = (met[:, 0].long() << 32) + (met[:, 1].long() + 1)
+    key = torch.unique(key)
+    return torch.stack((key >> 32, (key & 0xFFFFFFFF) - 1), 1).to(TYPE)
+
+
+def along(labels: Tensor, dims: Sequence[int]) -> Tensor:
+    """Those labels that stand first along the other axes, kept with size 1."""
+    for dim in range(labels.dim()):
+        if dim not in dims:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+class Groups:
+    """Labels of which some are one: a forest in which a group is named by its least label."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parent = torch.empty(0, dtype=torch.long)
+
+    def add(self, count: int) -> range:
+        """So many labels, each its own group."""
+        start, self.count = self.count, self.count + count
+        if self.count > len(self._parent):
+            grown = torch.arange(2 * self.count)
+            grown[:start] = self._parent[:start]
+            self._parent = grown
+        return range(start, self.count)
+
+    def of(self, labels: Tensor) -> Tensor:
+        """The groups of labels by their names, FIXED where there is none."""
+        group = labels.long()
+        while True:
+            upper = torch.where(group < 0, group, self._parent[group])
+            if torch.equal(upper, group):
+                return group.to(TYPE)
+            group = upper
+
+    def join(self, met: Tensor) -> None:
+        """The two labels of each pair [P, 2] are one."""
+        while len(met):
+            ends = self.of(met).long()
+            apart = ends[:, 0] != ends[:, 1]
+            met, ends = met[apart], ends[apart]
+            self._parent.scatter_reduce_(0, ends.amax(1), ends.amin(1), "amin")

@@ -1,0 +1,190 @@
+"""Moves: ops that put elements elsewhere and change none. They are run on the labels themselves."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .call import Call, Value
+from .flow import Flow
+from .labels import tidy, varying
+from .marks import Marks, marked
+from .names import named
+
+SAME = named(
+    """
+    alias clone contiguous detach detach_ dropout dropout_ feature_dropout alpha_dropout lift_fresh lift_fresh_copy
+    to _to_copy type_as resolve_conj resolve_neg
+    """
+)
+"""What gives the same elements in the same places."""
+SHAPED = named(
+    """
+    view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel
+    """
+)
+"""What keeps the order of all elements."""
+RUN = named(
+    """
+    permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk
+    tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile repeat_interleave
+    pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to
+    """
+)
+"""What is run as it is."""
+
+
+def same(flow: Flow, call: Call) -> Value:
+    """One tensor goes through; further ones say what type it becomes."""
+    first = call.tensors[0]
+    return Marks(first.shape, first.labels, first.why) if first.labels is not None else _passed(flow, call, first)
+
+
+def _passed(flow: Flow, call: Call, first: Marks) -> Value:
+    """A constant that goes through an op that needs an input's sizes or type has elements of its own from there on."""
+    return marked(flow.elements(first, call.node), first.why)
+
+
+def shaped(flow: Flow, call: Call) -> Value:
+    """A view."""
+    first = call.tensors[0]
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    return marked(flow.elements(first, call.node).reshape(call.shape), first.why)
+
+
+def moved(flow: Flow, call: Call) -> Any:
+    """Whatever the op makes of the labels."""
+    why = next((each.why for each in call.tensors if each.why), "")
+    if all(each.is_fixed for each in call.tensors):
+        return fixed(call.shape, why)
+    labels: dict[fx.Node, Tensor] = {}
+
+    def entering(node: fx.Node) -> Any:
+        value = call.values[node]
+        if isinstance(value, Marks):
+            return labels.setdefault(node, flow.elements(value, call.node))
+        return value
+
+    assert callable(call.node.target), call.node
+    given = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
+    return tuple(marked(each, why) for each in given) if isinstance(given, list | tuple) else marked(given, why)
+
+
+def joined(flow: Flow, call: Call) -> Any:
+    """cat and stack: parts side by side along one axis are as wide as each other along all others."""
+    given = moved(flow, call)
+    if given.labels is None:
+        return given
+    dim = call["dim"] % len(given.shape)
+    sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
+    parts = [tidy(each) for each in given.labels.split(sizes, dim)]
+    whole = [() if each is None else varying(each) for each in parts]
+    why = f"{call.where} puts it beside what stays"
+    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
+    # What varies along the parts' axis as its last one, as dimensions of heads do, is narrowed in each part by itself.
+    fine = [each for each, dims in labelled if dim == dims[-1]]
+    coarse = [each for each, dims in labelled if dim != dims[-1]]
+    for each in coarse:
+        flow.join(coarse[0].narrow(dim, 0, 1), each, why)
+        if None in parts:
+            flow.stay(each, why)
+    for each in fine:
+        if coarse:
+            flow.hold(coarse[0].narrow(dim, 0, 1), each)
+        if None in parts:
+            flow.guard(each.movedim(dim, -1), each.dim() - 1, why)
+    return flow.renewed(given)
+
+
+def scattered(flow: Flow, call: Call) -> Any:
+    """A part of a tensor put into it."""
+    given = moved(flow, call)
+    if given.labels is not None and set(given.dims) - {dim := call["dim"] % len(given.shape)}:
+        flow.join(given.labels.narrow(dim, 0, 1), given.labels, f"{call.where} puts it beside what stays")
+    return flow.renewed(given)
+
+
+def padded(flow: Flow, call: Call) -> Value:
+    """Elements that are added along an axis without labels are of the same channels."""
+    first, pad = call["self"], list(call["pad"])
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    labels = flow.elements(first, call.node)
+    rank = len(first.shape)
+    dims = [rank - 1 - place // 2 for place, amount in enumerate(pad) if amount]
+    for dim in dims:
+        if labels.stride(dim) == 0 or labels.shape[dim] == 1:
+            labels = labels.narrow(dim, 0, 1)
+    pad = [0 if labels.shape[rank - 1 - place // 2] == 1 else amount for place, amount in enumerate(pad)]
+    if any(pad):
+        labels = torch.constant_pad_nd(labels, pad, -1)
+    return marked(labels.expand(call.shape), f"{call.where} adds elements")
+
+
+def indexed(flow: Flow, call: Call) -> Value:
+    """Along axes without labels it doesn't matter what an index says."""
+    first, indices = call["self"], list(call["indices"])
+    if not isinstance(first, Marks) or first.is_fixed:
+        return fixed(call.shape, first.why)
+    labels = flow.elements(first, call.node)
+    picks: list[Any] = []
+    for dim, index in enumerate(indices):
+        picks.append(slice(None) if index is None else _index(flow, labels, dim, index))
+    if any(each is None for each in picks):
+        return stopped(flow, call)
+    return marked(labels[tuple(picks)], first.why)
+
+
+def _index(flow: Flow, labels: Tensor, dim: int, index: Marks) -> Tensor | None:
+    """An index as numbers: any, where labels don't vary; none where they do and it isn't known."""
+    if dim not in varying(labels):
+        return torch.zeros(index.shape, dtype=torch.long)
+    known = flow.program.tensor(index.constant) if index.constant else None
+    return known if known is not None and known.device.type != "meta" else None
+
+
+def selected(flow: Flow, call: Call) -> Value:
+    """index_select and gather: along one axis."""
+    first, dim, index = call["self"], call["dim"], call["index"]
+    if first.is_fixed:
+        return Marks(call.shape, None, first.why)
+    labels = flow.elements(first, call.node)
+    number = _index(flow, labels, dim % len(first.shape), index)
+    if number is None:
+        return stopped(flow, call)
+    given = labels.gather(dim, number) if call.op == "gather" else labels.index_select(dim, number)
+    return marked(given, first.why)
+
+
+def replaced(flow: Flow, call: Call) -> Value:
+    """copy: what is put in the place of something else."""
+    labels = flow.elements(call["src"], call.node)
+    return marked(labels.broadcast_to(call.shape), call["src"].why)
+
+
+def filled(flow: Flow, call: Call) -> Any:
+    """new_zeros and its like take a type alone."""
+    return fixed(call.shape, f"it comes from {call.where}")
+
+
+def picked(flow: Flow, call: Call) -> Any:
+    """One of several."""
+    return call["0"][call["1"]]
+
+
+def fixed(shape: Any, why: str) -> Any:
+    """No labels on any of what an op gives."""
+    if shape is None:
+        return None
+    if shape and isinstance(shape[0], tuple | type(None)):
+        return tuple(fixed(each, why) for each in shape)
+    return Marks(tuple(shape), None, why)
+
+
+def stopped(flow: Flow, call: Call) -> Any:
+    """Nothing goes on from here."""
+    why = f"{call.where} needs all of it"
+    for each in call.tensors:
+        flow.stay(each.labels, why)
+    return fixed(call.shape, f"it comes from {call.where}")

@@ -1,0 +1,191 @@
+"""A product of two tensors, said by letters, one an axis, as einsum says it.
+
+What is summed over ends there. Of a weight its columns read and its rows write; of two activations the elements that
+are multiplied are one. Letters of both factors and of the result are batches, as heads are.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from .call import Call, Value
+from .flow import Flow, Hearing
+from .marks import Marks, marked
+from .moves import fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """A tensor that is multiplied, its axes by letters."""
+
+    node: fx.Node
+    marks: Marks
+    letters: str
+
+    @property
+    def varying(self) -> str:
+        """The letters that its labels vary along."""
+        return "".join(self.letters[dim] for dim in self.marks.dims)
+
+    def size(self, letter: str) -> int:
+        return self.marks.shape[self.letters.index(letter)]
+
+    def axes(self, letters: str) -> tuple[int, ...]:
+        return tuple(self.letters.index(letter) for letter in letters)
+
+    def at(self, letters: str) -> Tensor:
+        """Its labels [the sizes of letters], the first along all others."""
+        assert self.marks.labels is not None, self
+        labels = self.marks.labels
+        for dim in reversed(range(labels.dim())):
+            labels = labels if self.letters[dim] in letters else labels.select(dim, 0)
+        own = [letter for letter in self.letters if letter in letters]
+        return labels.permute([own.index(letter) for letter in letters])
+
+
+def factor(call: Call, name: str, letters: str) -> Factor:
+    """An argument."""
+    node = call.node_of(name)
+    assert node is not None, (call.node, name)
+    return Factor(node=node, marks=call.values[node], letters=letters)
+
+
+def spread_out(one: Factor, other: Factor) -> Factor:
+    """With letters of its own for axes of size 1 that are spread out to the other side's."""
+    odd = {
+        letter: chr(ord("Α") + place)
+        for place, letter in enumerate(one.letters)
+        if letter in other.letters and one.size(letter) == 1 < other.size(letter)
+    }
+    return replace(one, letters="".join(odd.get(letter, letter) for letter in one.letters))
+
+
+def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
+    """One times the other, summed over the letters that `out` lacks."""
+    one, other = spread_out(one, other), spread_out(other, one)
+    if other.marks.constant and not one.marks.constant:
+        return _weighted(flow, call, one, other, out)
+    if one.marks.constant and not other.marks.constant:
+        return _weighted(flow, call, other, one, out)
+    summed = set(_summed(one, other, out))
+    if set(one.varying) & summed and set(other.varying) & summed:
+        return _bilinear(flow, call, one, other, out)
+    one, other = _unsummed(flow, call, one, other, summed), _unsummed(flow, call, other, one, summed)
+    return _weighing(flow, call, one, other, out)
+
+
+def _summed(one: Factor, other: Factor, out: str) -> str:
+    return "".join(letter for letter in one.letters if letter in other.letters and letter not in out)
+
+
+def _batch(one: Factor, other: Factor, out: str) -> str:
+    return "".join(letter for letter in one.letters if letter in other.letters and letter in out)
+
+
+def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> Value:
+    """A linear map with a parameter: it reads what is summed over and writes its own letters."""
+    summed, batch = _summed(one, weight, out), _batch(one, weight, out)
+    written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
+    if set(one.varying) & set(summed):
+        _read(flow, call, one, weight, batch + summed)
+    else:
+        columns_stay(flow, weight, summed, one.marks.why)
+        if one.marks.labels is not None:
+            return _through(one, call.shape, out)
+    if not written:
+        return fixed(call.shape, f"it comes from {call.where}")
+    letters = "".join(letter for letter in weight.letters if letter in batch + written)
+    return _placed(write(flow, call, weight, letters), letters, call.shape, out)
+
+
+def _read(flow: Flow, call: Call, one: Factor, weight: Factor, letters: str) -> None:
+    """The weight's columns are the labels that they are multiplied with."""
+    why = f"{call.where} reads it together with what stays"
+    columns = flow.across(one.marks, one.axes(letters), why)
+    ids = flow.axis(weight.marks.constant, weight.axes(letters), columns.shape)
+    flow.join(ids, columns, why)
+    flow.touch(call.node, weight.marks.constant, weight.axes(letters), ids, "reads")
+    flow.hear(Hearing(reader=call.node, source=one.node, axes=one.axes(letters), labels=ids, is_bilinear=False))
+
+
+def write(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
+    """The labels [the sizes of letters] of the weight's rows."""
+    axes = weight.axes(letters)
+    ids = flow.axis(weight.marks.constant, axes, [weight.size(letter) for letter in letters])
+    flow.touch(call.node, weight.marks.constant, axes, ids, "writes")
+    return ids
+
+
+def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
+    """Columns that meet what is fixed, where the weight is used elsewhere too."""
+    if flow.uses[weight.marks.constant] > 1:
+        for letter in letters:
+            ids = flow.axis(weight.marks.constant, weight.axes(letter), (weight.size(letter),))
+            flow.stay(ids, why or "it is used twice")
+
+
+def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> Marks:
+    """Labels [the sizes of letters] as those of a result."""
+    order = sorted(range(len(letters)), key=lambda place: out.index(letters[place]))
+    sizes = [ids.shape[letters.index(letter)] if letter in letters else 1 for letter in out]
+    return marked(ids.permute(order).reshape(sizes).expand(shape))
+
+
+def _through(one: Factor, shape: tuple[int, ...], out: str) -> Marks:
+    """What goes on along letters that aren't summed over."""
+    letters = "".join(letter for letter in one.letters if letter in out)
+    return _placed(one.at(letters), letters, shape, out)
+
+
+def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
+    """Queries times keys: each element of one with its element of the other. The result has a label for each batch,
+    that holds those of what was summed up in it.
+    """
+    batch, why = _batch(one, other, out), f"{call.where} multiplies it with what stays"
+    letters = batch + _summed(one, other, out)
+    labels, beside = (flow.across(each.marks, each.axes(letters), why) for each in (one, other))
+    flow.join(labels, beside, why)
+    for each in (one, other):
+        axes = each.axes(letters)
+        flow.hear(Hearing(reader=call.node, source=each.node, axes=axes, labels=labels, is_bilinear=True))
+    heads = "".join(letter for letter in batch if letter in one.varying + other.varying)
+    if not heads:
+        return fixed(call.shape, f"it comes from {call.where}")
+    outer = flow.fresh([one.size(letter) for letter in heads])
+    flow.hold(outer.reshape([one.size(letter) if letter in heads else 1 for letter in letters]), labels)
+    return _placed(outer, heads, call.shape, out)
+
+
+def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[str]) -> Factor:
+    """A side with labels along what is summed over stays when the other side has none there."""
+    if not set(each.varying) & summed:
+        return each
+    why = f"{call.where} multiplies it with what can't be narrowed: {beside.marks.why}"
+    flow.stay(each.marks.labels, why)
+    return replace(each, marks=Marks(each.marks.shape, None, why))
+
+
+def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
+    """Attention times values: sums over what isn't labelled, so that labels of a side go on; of both the first's."""
+    batch = set(_batch(one, other, out))
+    fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)
+    if fine.marks.labels is None:
+        return fixed(call.shape, one.marks.why or other.marks.why or f"it comes from {call.where}")
+    own = "".join(letter for letter in fine.varying if letter not in batch)
+    heads = "".join(letter for letter in fine.letters if letter in batch and letter in fine.varying + coarse.varying)
+    why = f"{call.where} multiplies it with what can't be narrowed: {coarse.marks.why}"
+    if set(coarse.varying) - batch:
+        flow.stay(coarse.marks.labels, f"{call.where} crosses two axes")
+        flow.guard(fine.at(heads + own), len(heads), why)
+    elif coarse.marks.labels is None:
+        if own:
+            flow.guard(fine.at(heads + own), len(heads), why)
+        else:
+            flow.stay(fine.marks.labels, why)
+    elif own:
+        outer = coarse.at(heads)
+        flow.hold(outer.reshape(*outer.shape, *[1] * len(own)), fine.at(heads + own))
+    else:
+        flow.join(coarse.at(heads), fine.at(heads), why)
+    flow.summed.append(fine.at(heads + own))
+    return _through(fine, call.shape, out)

@@ -1,0 +1,147 @@
+"""Layers of a program that hold a weight and sum over channels: given biases, heard as modules, given other weights.
+
+Legend: I inputs, O outputs.
+"""
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .program import Program
+
+LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
+Layer = nn.Linear | nn.Conv2d
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A linear layer or convolution as a node calls it: the names of its weight [O,I] or [O,I,H,W] and bias."""
+
+    node: fx.Node
+    weight: str
+    bias: str
+
+    @property
+    def name(self) -> str:
+        """Of the module that has the weight."""
+        return self.weight.removesuffix(".weight")
+
+
+def layers(program: Program) -> Iterator[Called]:
+    """Those of one group whose weight is a parameter, in order of the program."""
+    for node in program.nodes:
+        if node.op != "call_function" or node.target not in (LINEAR, CONV2D) or _groups(node) != 1:
+            continue
+        weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
+        held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
+        if held[0] and (held[1] or bias is None):
+            yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
+
+
+def _groups(node: fx.Node) -> int:
+    groups = node.args[6] if len(node.args) > 6 else 1
+    assert isinstance(groups, int), node
+    return groups
+
+
+def with_biases_(program: Program) -> tuple[str, ...]:
+    """Give every such layer that has no bias one of zeros, so that there is a place for what repairs add; their
+    names.
+    """
+    graph, given = program.graph, dict[str, None]()
+    taken = {str(node.target) for node in program.nodes if node.op == "get_attr"}
+    for layer in list(layers(program)):
+        if layer.bias:
+            continue
+        name = f"{layer.name}.bias" if f"{layer.name}.bias" not in taken else f"{layer.name}.added_bias"
+        if name not in given:
+            weight = program.tensor(layer.weight)
+            owner, _, last = name.rpartition(".")
+            zeros = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
+            graph.get_submodule(owner).register_parameter(last, zeros)
+            given[name] = None
+        with graph.graph.inserting_before(layer.node):
+            bias = graph.graph.get_attr(name)
+        bias.meta = {**layer.node.meta, "val": program.tensor(name)}
+        rest = layer.node.args[3:]
+        layer.node.args = (*layer.node.args[:2], bias, *rest)
+        layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}
+    graph.recompile()
+    return tuple(given)
+
+
+def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str, ...]) -> None:
+    """Take biases of these names away from their layers."""
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and str(node.target) in names:
+            for user in list(node.users):
+                user.args = (*user.args[:2], None, *user.args[3:])
+            graph.graph.erase_node(node)
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        delattr(graph.get_submodule(owner), last)
+    graph.recompile()
+
+
+def listening(program: Program) -> tuple[fx.GraphModule, dict[str, Layer]]:
+    """The same program with its layers as modules that hear what enters them, by the names of their nodes."""
+    modules = {layer.node.name: _module(program, layer) for layer in layers(program)}
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.nodes:
+        if node.name in modules:
+            nodes[node] = graph.call_module(f"listened.{node.name}", (nodes[node.all_input_nodes[0]],))
+        else:
+            nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+    for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
+        graph.erase_node(node)
+    graph.set_codegen(copy(program.graph.graph._codegen))
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    root: dict[str, Tensor | nn.Module] = {name: program.tensor(name) for name in used}
+    root |= {f"listened.{name}": module for name, module in modules.items()}
+    return fx.GraphModule(root, graph).eval(), modules
+
+
+def _module(program: Program, layer: Called) -> Layer:
+    """It shares its weights with the program."""
+    weight, bias = program.tensor(layer.weight), program.tensor(layer.bias) if layer.bias else None
+    rows, columns = weight.shape[:2]
+    module: Layer
+    if layer.node.target is LINEAR:
+        module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    else:
+        stride, padding, dilation = ((*_said(layer.node, place),) for place in (3, 4, 5))
+        sizes = tuple(weight.shape[2:])
+        how = {"stride": stride, "padding": padding, "dilation": dilation, "bias": bias is not None}
+        module = nn.Conv2d(columns, rows, sizes, device="meta", **how)  # type: ignore[arg-type]
+    module.weight = _parameter(weight)
+    module.bias = None if bias is None else _parameter(bias)
+    return module
+
+
+def _said(node: fx.Node, place: int) -> tuple[int, int]:
+    """A number for each direction."""
+    said = node.args[place] if len(node.args) > place else None
+    numbers: Any = said if isinstance(said, list | tuple) else (said,)
+    first = (0 if place == 4 else 1) if numbers[0] is None else numbers[0]
+    return int(first), int(numbers[-1] if len(numbers) > 1 else first)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def with_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
+    """The same program, node by node, with other values of some parameters."""
+    graph = program.graph.graph
+    used = {str(node.target): None for node in graph.nodes if node.op == "get_attr"}
+    root: dict[str, Tensor] = {
+        name: _parameter(tensors[name]) if name in tensors else program.tensor(name) for name in used
+    }
+    owner = graph.owning_module
+    changed = fx.GraphModule(root, graph)
+    graph.owning_module = owner
+    return replace(program, graph=changed)

@@ -1,0 +1,175 @@
+"""The sites of a program: its removable groups, sorted by where they stand, with names and kinds for people."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .cost import macs
+from .flow import Flow
+from .holding import holders, stuck
+from .labels import compact
+from .marks import Marks
+from .places import Alike, alike
+from .program import Program, module_of
+from .site import Index, Kind, Site, Span, Stay
+from .walk import walked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """`sites` in order of the program, what `stays` and why, ops that are `unknown` with how often they were met,
+    multiply-adds of one input and those of what can be removed.
+    """
+
+    program: Program
+    flow: Flow
+    sites: tuple[Site, ...]
+    stays: tuple[Stay, ...]
+    unknown: dict[str, int]
+    macs: int
+    macs_within: int
+
+
+def find(program: Program) -> Found:
+    """All sites of a program, with weights or without."""
+    flow = walked(program)
+    units = _units(flow)
+    total, within = _macs(program, flow, units)
+    return Found(
+        program=program,
+        flow=flow,
+        sites=tuple(_named(_site(flow, each) for each in alike(flow, units))),
+        stays=tuple(_stays(flow, units)),
+        unknown=dict(flow.unknown),
+        macs=total,
+        macs_within=within,
+    )
+
+
+def _of(flow: Flow, labels: Tensor) -> Tensor:
+    """The groups of those labels that aren't fixed."""
+    groups = flow.groups.of(labels.reshape(-1)).long()
+    return groups[groups >= 0]
+
+
+def _units(flow: Flow) -> Tensor:
+    """Which labels name a group that can be removed: written, and read or multiplied, and nothing holds on to it."""
+    written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
+    for touch in flow.touches:
+        if touch.role != "between":
+            (written if touch.role == "writes" else read)[_of(flow, touch.labels)] = True
+    for hearing in flow.heard:
+        read[_of(flow, hearing.labels)] = True
+    return written & read & ~stuck(flow) & ~holders(flow)
+
+
+def _site(flow: Flow, each: Alike) -> Site:
+    spans: dict[str, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
+    for place, index_GM in zip(each.places, each.index, strict=True):
+        reader = place.node.name if place.role in ("heard", "bilinear") else ""
+        span = Span(name=place.name, axes=place.axes, index_GM=index_GM, reader=reader)
+        spans[place.role].setdefault((place.name, place.axes, reader), span)
+    nodes = list(dict.fromkeys(place.node for place in each.places))
+    return Site(
+        name=_path(nodes),
+        kind=_kind(flow, each),
+        size=len(each.group_G),
+        writers=tuple(spans["writes"].values()),
+        readers=tuple(spans["reads"].values()),
+        between=tuple(spans["between"].values()),
+        listening=(*spans["heard"].values(), *spans["bilinear"].values()),
+        part_G=_parts(flow, each.group_G),
+        lumps=next((why for labels, why in flow.lumps if _is_among(flow, labels, each.group_G)), ""),
+        macs=sum(macs(node) for node in nodes) // len(each.group_G),
+    )
+
+
+def _is_among(flow: Flow, labels: Tensor, group_G: Tensor) -> bool:
+    """Whether the first group is among labels."""
+    return bool((flow.groups.of(compact(labels)) == group_G[0]).any())
+
+
+def _kind(flow: Flow, each: Alike) -> Kind:
+    def meets(labels: Sequence[Tensor]) -> bool:
+        return any(_is_among(flow, every, each.group_G) for every in labels)
+
+    if any(place.role == "bilinear" for place in each.places):
+        return "queries and keys"
+    if meets(flow.summed):
+        return "values"
+    ranks = {place: len(flow.program.tensor(place.name).shape) for place in each.places if place.role == "writes"}
+    rows = sum(index.shape[1] for place, index in zip(each.places, each.index, strict=True) if ranks.get(place, 0) > 1)
+    if rows > 1 and meets(flow.multiplied):
+        return "gated channels"
+    if sum(rank > 1 for rank in ranks.values()) > 1 and meets(flow.added):
+        return "stream"
+    return "convolution channels" if max(ranks.values()) > 2 else "channels"
+
+
+def _parts(flow: Flow, group_G: Tensor) -> Index | None:
+    """By what holds the groups, as a head does; else by the axes in front of their own, where a tensor has such."""
+    first = group_G[0]
+    held = next(((outer, inner) for outer, inner in flow.held() if bool((inner == first).any())), None)
+    part_of = dict(zip(held[1].tolist(), held[0].tolist(), strict=True)) if held else _lines(flow, int(first))
+    parts = [part_of.get(group, -1) for group in group_G.tolist()]
+    number = {part: place for place, part in enumerate(dict.fromkeys(parts))}
+    return np.array([number[part] for part in parts]) if len(number) > 1 else None
+
+
+def _lines(flow: Flow, group: int) -> dict[int, int]:
+    """By group the first line along the last axis that it is in, of the first tensor where there are several lines."""
+    for value in flow.values.values():
+        if isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1:
+            small = flow.groups.of(compact(value.labels))
+            if bool((small == group).any()):
+                lines = small.movedim(value.dims[-1], -1).reshape(-1, value.shape[value.dims[-1]])
+                return {each: line for line, row in reversed(list(enumerate(lines.tolist()))) for each in row}
+    return {}
+
+
+def _path(nodes: Sequence[fx.Node]) -> str:
+    """The innermost module that all are called in; of those that share none, the first."""
+    paths = [path.split(".") for path in (module_of(node)[0] for node in nodes) if path]
+    common = [] if not paths else [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+    return ".".join(common or (paths[0] if paths else [nodes[0].name]))
+
+
+def _named(sites: Iterator[Site]) -> Iterator[Site]:
+    """Of several that share a path and a kind, each has a name."""
+    count: Counter[str] = Counter()
+    for site in sites:
+        count[site.key] += 1
+        yield site if count[site.key] == 1 else replace(site, name=f"{site.name}#{count[site.key]}")
+
+
+def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
+    """What is written and stays, by parameter."""
+    why: dict[int, str] = {}
+    for labels, reason in flow.stays:
+        for group in _of(flow, labels).tolist():
+            why.setdefault(group, reason)
+    holds, written = holders(flow), dict[str, Tensor]()
+    for touch in flow.touches:
+        if touch.role == "writes" and len(flow.program.tensor(touch.constant).shape) > 1:
+            written.setdefault(touch.constant, _of(flow, touch.labels))
+    for name, groups in written.items():
+        stays = groups[~units[groups]]
+        if len(stays):
+            held = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
+            yield Stay(
+                name=name, count=len(stays), reason=next((why[each] for each in stays.tolist() if each in why), held)
+            )
+
+
+def _macs(program: Program, flow: Flow, units: Tensor) -> tuple[int, int]:
+    """All multiply-adds, and those that go when all that can be removed is: by the share of rows or columns of each."""
+    share: dict[fx.Node, float] = defaultdict(float)
+    labelled = [(touch.node, touch.labels) for touch in flow.touches]
+    for node, labels in labelled + [(hearing.reader, hearing.labels) for hearing in flow.heard]:
+        share[node] = max(share[node], float(units[_of(flow, labels)].sum() / labels.numel()))
+    of_node = {node: macs(node) for node in program.nodes if node.op == "call_function"}
+    return sum(of_node.values()), round(sum(count * share[node] for node, count in of_node.items()))

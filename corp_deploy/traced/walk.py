@@ -1,0 +1,65 @@
+"""A walk through a program, op by op."""
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, fx
+
+from .call import call_of
+from .flow import Flow
+from .marks import Marks
+from .moves import fixed, stopped
+from .program import Program, operation, sizes_at_one
+from .rules import RULES
+
+
+def walked(program: Program) -> Flow:
+    """All that labels of the program's weights meet, in order of the program."""
+    flow = Flow(program=program, uses=Counter(_uses(program)))
+    for node in program.nodes:
+        if node.op == "output":
+            for given in node.all_input_nodes:
+                value = flow.values[given]
+                flow.stay(value.labels if isinstance(value, Marks) else None, "it is what the model gives")
+        else:
+            flow.values[node] = _value(flow, node)
+    flow.values = {node: flow.renewed(value) for node, value in flow.values.items()}
+    return flow
+
+
+def _uses(program: Program) -> list[str]:
+    return [str(node.target) for node in program.nodes if node.op == "get_attr" for _ in node.users]
+
+
+def _value(flow: Flow, node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return Marks(tuple(flow.program.tensor(str(node.target)).shape), None, "", str(node.target))
+    if node.op == "placeholder":
+        shape = sizes_at_one(node)
+        return None if shape is None else fixed(shape, f"it comes from the model's input {node.name}")
+    given = node.meta.get("val")
+    if not isinstance(given, Tensor | list | tuple):
+        return _number(flow, node)
+    for each in node.all_input_nodes:
+        flow.values[each] = flow.renewed(flow.values[each])
+    call = call_of(node, flow.values)
+    rule = RULES.get(operation(node))
+    if rule is not None:
+        return rule(flow, call)
+    if any(each.labels is not None for each in call.tensors):
+        flow.unknown[call.op] += 1
+    return stopped(flow, call)
+
+
+def _number(flow: Flow, node: fx.Node) -> Any:
+    """Sizes and what is computed of them, at a batch of 1."""
+    if operation(node) == "sym_size":
+        first = node.args[0]
+        assert isinstance(first, fx.Node)
+        return flow.values[first].shape[node.args[1]]
+    assert callable(node.target), node
+    call = call_of(node, flow.values)
+    try:
+        return node.target(*call.valued(node.args), **call.valued(node.kwargs))
+    except TypeError:
+        return None

@@ -1,0 +1,253 @@
+"""Models that no family knows go the whole way: calibrated, reduced, saved, loaded, exported and verified."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from calib.moments import Moments
+from corp_deploy.cli import main
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.own_modules import architecture_of
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.traced_module import known_of
+from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.site import Index
+from ground.errors import BadInput
+from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
+
+ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
+HALF: Mapping[str, Any] = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, **ALIGNED}
+
+
+def own_checkpoint() -> Checkpoint:
+    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), {}, Preprocessing())
+    with trusting_code(True):
+        model = with_structure(dense_from_architecture(architecture))
+    return Checkpoint(model=model, architecture=architecture, lineage={})
+
+
+def checkpoint_named(name: str) -> Checkpoint:
+    if name == "own":
+        return own_checkpoint()
+    return checkpoint_of({"pvt": PVT, "densenet": DENSENET}[name])
+
+
+def calibrated(checkpoint: Checkpoint, home: Path) -> Moments:
+    np.save(home / "calibration.npy", images(64, seed=1))
+    opened = images_for_model(checkpoint.model, home / "calibration.npy")
+    return calibrate(checkpoint, opened, batch_size=16)
+
+
+def kept_of(model: nn.Module) -> Mapping[str, Index]:
+    """Of each site the groups that stay, as the dense program counts them."""
+    cut = known_of(model).cut
+    assert cut is not None
+    return cut.kept
+
+
+def apart(model: nn.Module, dense: nn.Module) -> float:
+    """The relative error of the outputs on images that were not calibrated on."""
+    with torch.inference_mode():
+        given, expected = (each(torch.from_numpy(images(24, seed=2))) for each in (model, dense))
+    return float((given - expected).norm() / expected.norm())
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", ["own", "pvt", "densenet"])
+def test_half_of_the_channels_go_and_repairs_help(name: str, tmp_path: Path) -> None:
+    dense = checkpoint_named(name)
+    moments = calibrated(dense, tmp_path)
+    errors = {}
+    for preset in ("none", "corp", "best"):
+        reduction = reduce(dense.model, moments, method_from_preset(preset, **HALF))
+        errors[preset] = apart(reduction.model, dense.model)
+        assert reduction.coverage.reduced
+        assert macs(reduction.model) < 0.85 * macs(dense.model)
+    assert errors["best"] < errors["none"], errors
+    assert errors["best"] < errors["corp"], errors
+    assert_saved_is_loaded(dense, reduction, tmp_path)
+
+
+def assert_saved_is_loaded(dense: Checkpoint, reduction: Reduction, home: Path) -> None:
+    """The same program on the same weights, of the same widths."""
+    written = Checkpoint(model=reduction.model, architecture=dense.architecture, lineage={})
+    save(written, home / "reduced")
+    with trusting_code(True):
+        loaded = load_checkpoint(home / "reduced").model
+    pixels = torch.from_numpy(images(3, seed=3))
+    with torch.inference_mode():
+        assert torch.equal(loaded(pixels), reduction.model(pixels))
+    widths, again = ([(site.name, site.width) for site in sites_of(each).every] for each in (reduction.model, loaded))
+    assert widths == again
+
+
+@pytest.mark.slow("graph")
+def test_nothing_removed_is_the_same_model(tmp_path: Path) -> None:
+    dense = own_checkpoint()
+    before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
+    moments = calibrated(dense, tmp_path)
+    whole = reduce(dense.model, moments, method_from_preset("best", mlp_sparsity=0.0, conv_sparsity=0.0)).model
+    assert apart(whole, dense.model) < 1e-6
+    used = {name for name in before if not name.endswith("num_batches_tracked")}
+    assert set(whole.state_dict()) == used
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole.state_dict().items())
+    reduce(dense.model, moments, method_from_preset("best", **HALF))
+    after = dense.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def heard(model: nn.Module, name: str, pixels: Tensor) -> Tensor:
+    """All that entered one of the dense module's layers [tokens,F], float64."""
+    entered: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    with torch.inference_mode():
+        model(pixels)
+    handle.remove()
+    return entered[0].double().flatten(0, -2)
+
+
+@pytest.mark.slow("graph")
+def test_weights_are_those_of_least_squares(tmp_path: Path) -> None:
+    """The layer without a bias gets one; the ridge is rows of the system that pull toward the dense columns."""
+    dense = own_checkpoint()
+    reduction = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("best", **HALF))
+    report = next(each for each in reduction.sites if each.site == "h.1")
+    model = reduction.model
+    kept_K = torch.from_numpy(kept_of(model)["h.1"])
+    x_NF = heard(dense.model, "h.1.c_out", torch.from_numpy(images(64, seed=1)))
+    weight_OF = dense.model.get_parameter("h.1.c_out.weight").detach().double()
+    x_NF1 = x_NF - x_NF.mean(dim=0)
+    gone = torch.ones(len(weight_OF.T), dtype=torch.bool)
+    gone[kept_K] = False
+    pull_KK = (report.ridge * len(x_NF)) ** 0.5 * torch.eye(len(kept_K), dtype=torch.float64)
+    system = torch.cat([x_NF1[:, kept_K], pull_KK])
+    targets = torch.cat([x_NF1[:, gone] @ weight_OF[:, gone].T, torch.zeros(len(kept_K), len(weight_OF))])
+    change_KO = torch.linalg.lstsq(system, targets, driver="gelsd").solution
+    expected_OK = weight_OF[:, kept_K] + change_KO.T
+    bias_O = x_NF.mean(dim=0) @ weight_OF.T - x_NF.mean(dim=0)[kept_K] @ expected_OK.T
+    state = model.state_dict()
+    got_OK, got_O = state["h.1.c_out.weight"].double(), state["h.1.c_out.bias"].double()
+    # The sums are of float32 products, and directions in which channels hardly vary show that.
+    assert float((got_OK - expected_OK).norm() / change_KO.norm()) < 1e-2
+    assert float((got_O - bias_O).norm() / bias_O.norm()) < 1e-2
+    lost = [
+        float((system @ (weight_OK - weight_OF[:, kept_K]).T - targets).square().sum())
+        for weight_OK in (got_OK, expected_OK)
+    ]
+    assert lost[1] <= lost[0] < (1 + 1e-5) * lost[1]
+    assert torch.equal(state["h.1.c_fc.weight"], dense.model.get_parameter("h.1.c_fc.weight")[kept_K])
+
+
+@pytest.mark.slow("graph")
+def test_values_go_as_many_of_each_head(tmp_path: Path) -> None:
+    dense = checkpoint_named("pvt")
+    moments = calibrated(dense, tmp_path)
+    method = method_from_preset("best", attention_sparsity=0.5, geometry="square", **ALIGNED)
+    reduction = reduce(dense.model, moments, method)
+    assert {each.site: each.width for each in reduction.sites} == {
+        "stages.0.blocks.0.attn.v": 8,
+        "stages.1.blocks.0.attn.v": 16,
+    }
+    assert np.bincount(kept_of(reduction.model)["stages.1.blocks.0.attn.v"] // 16).tolist() == [8, 8]
+    assert 0.0 < apart(reduction.model, dense.model) < 0.5
+    assert_saved_is_loaded(dense, reduction, tmp_path)
+
+
+@pytest.mark.slow("graph")
+def test_a_reduced_model_is_reduced_again(tmp_path: Path) -> None:
+    dense = own_checkpoint()
+    once = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("best", **HALF))
+    first = Checkpoint(model=once.model, architecture=dense.architecture, lineage={})
+    twice = reduce(once.model, calibrated(first, tmp_path), method_from_preset("best", **HALF))
+    assert [site.width for site in sites_of(twice.model).every if site.name in ("h.0", "h.1")] == [48, 48]
+    assert_saved_is_loaded(dense, twice, tmp_path)
+    assert set(kept_of(twice.model)["h.0"]) < set(kept_of(once.model)["h.0"])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with weights of a small PVT, images to calibrate on and others to judge by."""
+    monkeypatch.chdir(tmp_path)
+    save_file(checkpoint_of(PVT).model.state_dict(), "weights.safetensors")
+    np.save("calibration.npy", images(64, seed=1))
+    np.save("held-out.npy", images(16, seed=2))
+    return tmp_path
+
+
+DENSE = ("pvt_v2_b0", "--weights", "weights.safetensors", "--model-kwargs", json.dumps(dict(PVT.kwargs)))
+
+
+def run(*words: object) -> Result:
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == 0, (words, result.output)
+    return result
+
+
+@pytest.mark.slow("graph")
+def test_the_commands_take_a_name_without_a_family(home: Path) -> None:
+    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    options = ("--moments", "m.safetensors", "--images", "calibration.npy", "--align", "mlp=4,head=4", "-q")
+    run("reduce", "--model", *DENSE, *options, "--macs", 0.8, "-o", "reduced")
+    dense, reduced = (
+        json.loads(run("inspect", "--model", *words, "--json").stdout)["macs"] for words in (DENSE, ("reduced",))
+    )
+    assert 0.7 < reduced / dense <= 0.8
+    run("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
+    judged = ("--images", "held-out.npy", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
+    run("verify", DENSE[0], *chain, *DENSE[1:], *judged)
+    links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
+    assert {link["status"] for link in links.values()} == {"PASS"}
+    assert links["reduced-onnx-fp32"]["measures"]["relative_error"] < 1e-4
+
+
+@pytest.mark.slow("graph")
+def test_a_program_that_traces_otherwise_is_refused_with_both_versions(home: Path) -> None:
+    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    run("reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced")
+    config = json.loads((home / "reduced/config.json").read_text())
+    assert config["sites"]["stages.0.blocks.0.mlp"]["groups"] == 64
+    config["program"] |= {"digest": "0" * 64, "versions": {"torch": "1.0", "timm": "0.1"}}
+    (home / "reduced/config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"written with torch 1\.0, timm 0\.1 and traces otherwise with torch"):
+        load_checkpoint(home / "reduced")
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (("--mlp", 0.5, "--closed-loop", "--images", "calibration.npy"), "no block is known that a loop could follow"),
+        (("--attn", 0.5), "values and channels alone are reduced"),
+        (("--whole-heads", 0.5), "no heads are removed whole"),
+        (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
+        (("--conv", 0.5), "a model without rows of convolutions"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:
+    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    words = ["reduce", "--model", *DENSE, "--moments", "m.safetensors", "-o", "reduced", *map(str, asked)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2, result.output
+    assert reason in " ".join(result.output.split())
+    assert not (home / "reduced").exists()
+
+
+def test_a_name_that_is_known_is_built_as_before() -> None:
+    model = dense_from_architecture(Architecture(name="resnet18", kwargs={"num_classes": 3}))
+    assert {site.kind for site in sites_of(model).every} == {"convolutions"}

@@ -1,0 +1,228 @@
+"""Own modules as people write them: the sites that each has, and each narrowed beside the dense one."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from corp_deploy.traced.narrow import narrow, prove
+from corp_deploy.traced.program import trace
+from corp_deploy.traced.proof import difference
+from corp_deploy.traced.site import Site
+from corp_deploy.traced.sites import Found, find
+from ground.errors import BadInput
+from tests import traced_models as own
+
+Shape = tuple[int, ...]
+TOKENS, MAP = (own.TOKENS, own.D), (3, 8, 8)
+# By module: inputs behind the batch, and of every site its kind, how many groups, and of how many parts.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Shape], list[tuple[str, int, int]]]] = {
+    "encoder": (own.encoder, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2), ("channels", 32, 1)] * 2),
+    "own attention": (
+        own.OwnAttention,
+        [TOKENS],
+        [("queries and keys", 16, 2), ("values", 16, 2), ("channels", 16, 1)],
+    ),
+    "einsum": (own.EinsumAttention, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2)]),
+    "grouped queries": (own.Grouped, [TOKENS], [("queries and keys", 8, 2), ("values", 8, 2)]),
+    "rotary": (own.Rotary, [TOKENS], [("queries and keys", 8, 2), ("values", 16, 2)]),
+    "relative": (own.Relative, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2)]),
+    "gated": (own.Gated, [TOKENS], [("gated channels", 24, 1)]),
+    "U-Net": (own.UNet, [MAP], [("convolution channels", size, 1) for size in (8, 16, 8)]),
+    "two inputs": (own.TwoInputs, [(4,), (5,)], [("stream", 12, 1)]),
+    "twice": (own.Twice, [(4,)], [("channels", 12, 1)]),
+    "squeezed": (own.Squeezed, [MAP], [("convolution channels", 16, 1), ("convolution channels", 4, 1)]),
+    "stream": (
+        own.ResBlocks,
+        [MAP],
+        [("stream", 8, 1), ("convolution channels", 6, 1), ("convolution channels", 6, 1)],
+    ),
+    "shuffled": (own.Shuffled, [MAP], [("convolution channels", 12, 3), ("convolution channels", 12, 3)]),
+}
+
+
+def found_of(name: str) -> tuple[nn.Module, Found]:
+    torch.manual_seed(0)
+    build, shapes, _ = MODELS[name]
+    model = build().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean, module.running_var = (
+                torch.randn(module.num_features),
+                torch.rand(module.num_features) + 0.5,
+            )
+    return model, find(trace(model, inputs(shapes, 2)))
+
+
+def inputs(shapes: Sequence[Shape], batch: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(batch, *shape) for shape in shapes)
+
+
+def half(site: Site, seed: int = 0) -> list[int]:
+    """Any half of every part, another one in each."""
+    parts = np.zeros(site.size, dtype=int) if site.part_G is None else site.part_G
+    draw = np.random.default_rng(seed)
+    kept: list[int] = []
+    for part in range(site.parts):
+        groups = np.flatnonzero(parts == part)
+        kept += draw.permutation(groups)[: max(1, len(groups) // 2)].tolist()
+    return kept
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sites_are_those_that_the_module_has(name: str) -> None:
+    _, found = found_of(name)
+    assert [(site.kind, site.size, site.parts) for site in found.sites] == MODELS[name][2]
+    assert len({site.key for site in found.sites}) == len(found.sites)
+    assert not found.unknown
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
+    model, found = found_of(name)
+    shapes = MODELS[name][1]
+    given = prove(found, {site.key: half(site, place) for place, site in enumerate(found.sites)}, inputs(shapes, 3))
+    assert given.whole == {}
+    assert given.difference is not None
+    assert given.difference < 1e-5
+    assert given.module.state_dict().keys() <= model.state_dict().keys() | set(found.program.folded)
+    counts = [sum(each.numel() for each in module.parameters()) for module in (given.module, model)]
+    assert counts[0] < counts[1]
+    assert (
+        difference(found, torch.zeros(found.flow.groups.count, dtype=torch.bool), given.module, inputs(shapes, 2))
+        > 1e-3
+    )
+    with torch.no_grad():
+        for batch in (1, 2, 5):
+            leaves = tree_leaves(given.module(*inputs(shapes, batch)))
+            assert all(each.shape[0] == batch for each in leaves)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_nothing_removed_it_is_the_model(name: str) -> None:
+    model, found = found_of(name)
+    given = narrow(found, {site.key: range(site.size) for site in found.sites})
+    x = inputs(MODELS[name][1], 4)
+    with torch.no_grad():
+        for one, other in zip(tree_leaves(model(*x)), tree_leaves(given.module(*x)), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_queries_become_narrower_than_values() -> None:
+    """Of one fused layer, and of heads each its own dimensions."""
+    for name in ("rotary", "relative", "own attention"):
+        _, found = found_of(name)
+        (site,) = [site for site in found.sites if site.kind == "queries and keys"]
+        given = prove(found, {site.key: half(site)}, inputs([TOKENS], 2))
+        assert given.whole == {}, name
+        assert given.difference is not None
+        assert given.difference < 1e-5
+
+
+def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
+    for name in ("relative", "einsum"):
+        _, found = found_of(name)
+        kept = {site.key: np.flatnonzero(site.part_G == 1) for site in found.sites}
+        given = prove(found, kept, inputs([TOKENS], 2))
+        assert given.whole == {}, name
+        assert given.difference is not None
+        assert given.difference < 1e-5
+        with pytest.raises(BadInput, match="all of a head"):
+            narrow(found, {key: groups for key, groups in kept.items() if "values" in key})
+
+
+def test_weights_that_are_tied_stay_with_a_reason() -> None:
+    torch.manual_seed(0)
+    model, x = own.Nano().eval(), torch.randint(0, 20, (2, own.TOKENS))
+    found = find(trace(model, (x,)))
+    assert [site.kind for site in found.sites] == ["queries and keys", "values", "channels"]
+    reasons = {stay.name: stay.reason for stay in found.stays}
+    assert reasons["lm_head.weight"] == "layer_norm in attn.norm (LayerNorm) mixes it"
+    given = prove(found, {site.key: half(site) for site in found.sites}, (x,))
+    assert given.whole == {}
+
+
+def test_everything_that_stays_has_its_reason() -> None:
+    _, found = found_of("gated")
+    assert [(stay.name, stay.count, stay.reason) for stay in found.stays] == [
+        ("down.weight", 16, "it is what the model gives")
+    ]
+
+
+def test_what_a_site_costs_and_where_it_is_heard() -> None:
+    _, found = found_of("gated")
+    (site,) = found.sites
+    assert (site.name, site.key) == ("gate", "gate gated channels")
+    assert [(span.name, span.axes) for span in site.writers] == [
+        ("gate.weight", (0,)),
+        ("gate.bias", (0,)),
+        ("up.weight", (0,)),
+        ("up.bias", (0,)),
+    ]
+    assert [(span.name, span.axes, span.index_GM[:, 0].tolist()) for span in site.readers] == [
+        ("down.weight", (1,), list(range(24)))
+    ]
+    assert [(span.reader, span.axes) for span in site.listening] == [("linear_2", (2,))]
+    assert site.macs == 3 * own.TOKENS * own.D
+    assert (found.macs, found.macs_within) == (24 * site.macs, 24 * site.macs)
+
+
+def test_a_model_on_meta_has_the_same_sites() -> None:
+    _, found = found_of("rotary")
+    with torch.device("meta"):
+        program = trace(own.Rotary(), inputs([TOKENS], 2))
+    again = find(program)
+    assert [site.key for site in again.sites] == [site.key for site in found.sites]
+    assert narrow(again, {site.key: half(site) for site in again.sites}).whole == {}
+
+
+def test_a_choice_that_cannot_be_is_refused() -> None:
+    _, found = found_of("einsum")
+    first = found.sites[0].key
+    for kept, words in (
+        ({"none": [0]}, "no such site"),
+        ({first: [99]}, "expected 1 or more"),
+        ({first: [0, 1, 8]}, "parts"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            narrow(found, kept)
+
+
+def test_what_looks_at_values_cannot_be_traced() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(BadInput, match="Looks can't be traced"):
+        trace(Looks(), (torch.randn(2, 3),))
+
+
+def test_fast_paths_are_as_they_were() -> None:
+    found_of("encoder")
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", ["rotary", "squeezed", "encoder", "shuffled"])
+def test_a_narrowed_program_is_exported(name: str) -> None:
+    _, found = found_of(name)
+    given = narrow(found, {site.key: half(site, place) for place, site in enumerate(found.sites)})
+    (shape,) = MODELS[name][1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dynamic: Any = ({0: torch.export.Dim.AUTO},)
+        exported = torch.onnx.export(
+            given.module, inputs([shape], 2), dynamo=True, dynamic_shapes=dynamic, verbose=False
+        )
+        assert exported is not None
+    session = onnxruntime.InferenceSession(exported.model_proto.SerializeToString())
+    (x,) = inputs([shape], 5)
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(output), given.module(x), atol=1e-5, rtol=1e-4)
