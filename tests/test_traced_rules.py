@@ -18,6 +18,7 @@ from corp_deploy.traced.walk import walked
 
 aten = torch.ops.aten
 CHANNELS = 12
+EACH = torch.linspace(0.1, 0.9, CHANNELS)
 Op = Callable[[Tensor], Any]
 # Products of activations and layers are read and written: tests of whole models narrow them.
 CONTRACTIONS = {
@@ -92,8 +93,8 @@ BINARY: dict[str, Op] = {
     "lerp": lambda x: torch.lerp(x, x.flip(1), 0.3),
     "addcmul": lambda x: torch.addcmul(x, x, x.flip(1)),
     "copy": lambda x: aten.copy(torch.zeros_like(x), x * 2),
-    "prelu": lambda x: F.prelu(x, torch.linspace(0.1, 0.9, CHANNELS)),
-    "batch_norm": lambda x: F.batch_norm(x, torch.rand(12), torch.rand(12) + 1, torch.rand(12), torch.rand(12)),
+    "prelu": lambda x: F.prelu(x, EACH),
+    "batch_norm": lambda x: F.batch_norm(x, EACH, EACH, EACH, EACH),
 }
 MIXING: dict[str, Op] = {
     "softmax": lambda x: x.softmax(1),
@@ -105,7 +106,7 @@ MIXING: dict[str, Op] = {
     "rms_norm": lambda x: F.rms_norm(x.permute(0, 2, 3, 1).reshape(-1, 16, 3, 4), (4,)),
     "group_norm": lambda x: F.group_norm(x, 3),
     "group_norm of one": lambda x: F.group_norm(x, 1),
-    "group_norm of each": lambda x: F.group_norm(x, 12, torch.rand(12)),
+    "group_norm of each": lambda x: F.group_norm(x, 12, EACH),
     "instance_norm": lambda x: F.instance_norm(x),
     "normalize": lambda x: F.normalize(x.reshape(-1, 3, 4, 16), dim=2),
     "cumsum": lambda x: x.cumsum(1),
@@ -150,11 +151,11 @@ def outputs(program: Program, x: Tensor) -> list[Tensor]:
 
 
 def labels_behind(program: Program) -> tuple[Tensor, Tensor, Tensor]:
-    """The groups of the channels, of the output's elements, and which must stay; the output itself not counted."""
-    flow = walked(program)
+    """The groups of the channels, of the output's elements, and which must stay, before the model gives them."""
     (end,) = [node for node in program.nodes if node.op == "output"]
     (last,) = end.all_input_nodes
-    flow.stays[:] = [(labels, why) for labels, why in flow.stays if why != "it is what the model gives"]
+    program.graph.graph.erase_node(end)
+    flow = walked(program)
     value = flow.values[last]
     assert isinstance(value, Marks)
     rows = next(touch.labels for touch in flow.touches if touch.constant == "layer.weight")

@@ -78,7 +78,7 @@ def joined(flow: Flow, call: Call) -> Any:
         return given
     dim = call["dim"] % len(given.shape)
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
-    parts = [tidy(each) for each in given.labels.split(sizes, dim)]
+    parts = [tidy(each) for each in given.labels.split(sizes, dim) if each.numel()]
     whole = [() if each is None else varying(each) for each in parts]
     why = f"{call.where} puts it beside what stays"
     labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
