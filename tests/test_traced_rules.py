@@ -104,6 +104,10 @@ MIXING: dict[str, Op] = {
     "layer_norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (12,)),
     "layer_norm of heads": lambda x: F.layer_norm(x.permute(0, 2, 3, 1).reshape(-1, 16, 3, 4), (4,)),
     "rms_norm": lambda x: F.rms_norm(x.permute(0, 2, 3, 1).reshape(-1, 16, 3, 4), (4,)),
+    "native_layer_norm": lambda x: aten.native_layer_norm(x, (4,), None, None, 1e-5)[0],
+    "_native_batch_norm_legit_no_training": lambda x: aten._native_batch_norm_legit_no_training(
+        x, EACH, EACH, EACH, EACH, 0.1, 1e-5
+    )[0],
     "group_norm": lambda x: F.group_norm(x, 3),
     "group_norm of one": lambda x: F.group_norm(x, 1),
     "group_norm of each": lambda x: F.group_norm(x, 12, EACH),

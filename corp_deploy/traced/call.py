@@ -55,6 +55,17 @@ class Call:
         return [each for each in entering if isinstance(each, Marks)]
 
 
+@dataclass(frozen=True, slots=True)
+class Part(Call):
+    """A part of a call, that gives something `of` another shape."""
+
+    of: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of
+
+
 def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
     """The call that a node is."""
     target = node.target
