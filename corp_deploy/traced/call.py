@@ -37,6 +37,10 @@ class Call:
         path, kind = module_of(self.node)
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
+    def because(self, what: str, marks: Marks) -> str:
+        """Why labels stay that meet a tensor without any, by the first of all reasons."""
+        return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
+
     def node_of(self, name: str) -> fx.Node | None:
         argument = self.arguments.get(name)
         return argument if isinstance(argument, fx.Node) else None

@@ -76,9 +76,9 @@ class Flow:
             return tuple(self.renewed(each) for each in value)
         if not isinstance(value, Marks) or value.labels is None:
             return value
-        labels = self.groups.of(compact(value.labels))
-        reason = torch.where(labels >= 0, self.groups.reason_of(labels.clamp(min=0)), 0)
-        labels = tidy(torch.where(reason > 0, FIXED, labels).to(TYPE).expand(value.shape))
+        groups = self.groups.of(compact(value.labels))
+        reason = torch.where(groups >= 0, self.groups.reason_of(groups.clamp(min=0)), 0)
+        labels = tidy(torch.where(reason > 0, FIXED, groups).to(TYPE).expand(value.shape))
         why = value.why if labels is not None else self.groups.reasons[int(reason.max())]
         return Marks(value.shape, labels, why, value.constant)
 

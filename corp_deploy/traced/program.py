@@ -145,13 +145,17 @@ def _plain_attention() -> Iterator[None]:
 
 def _changes_a_view(graph: fx.Graph) -> bool:
     """Whether something is changed in place that is seen through something else too."""
-    return any(_is_view(node.args[0]) or any(map(_is_view, node.args[0].users)) for node in _changing(graph))
+    return any(_is_view(changed) or any(map(_is_view, changed.users)) for _, changed in _changes(graph))
 
 
-def _changing(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that change their first argument."""
-    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    return [node for node in calls if node.target._schema.is_mutable and isinstance(node.args[0], fx.Node)]
+def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """The calls that change their first argument, and that."""
+    calls = [(node, node.target, node.args[0]) for node in graph.nodes if node.op == "call_function" and node.args]
+    return [
+        (node, changed)
+        for node, target, changed in calls
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and isinstance(changed, fx.Node)
+    ]
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -163,9 +167,7 @@ def _is_view(node: fx.Node) -> bool:
 def _without_changes_(graph: fx.Graph) -> None:
     """What is behind a change in place takes what the change gives."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in _changing(graph):
-        changed = node.args[0]
-        assert isinstance(changed, fx.Node), node
+    for node, changed in _changes(graph):
         for user in [user for user in changed.users if order[user] > order[node]]:
             user.replace_input_with(changed, node)
 
