@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .call import Value
-from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy
+from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy, varying
 from .marks import Marks
 from .program import Program
 
@@ -80,6 +80,9 @@ class Flow:
         reason = torch.where(groups >= 0, self.groups.reason_of(groups.clamp(min=0)), 0)
         labels = tidy(torch.where(reason > 0, FIXED, groups).to(TYPE).expand(value.shape))
         why = value.why if labels is not None else self.groups.reasons[int(reason.max())]
+        if labels is not None and not varying(labels):
+            self.stay(labels, why := why or "all of it is one group")
+            labels = None
         return Marks(value.shape, labels, why, value.constant)
 
     def join(self, one: Tensor, other: Tensor, why: str) -> None:

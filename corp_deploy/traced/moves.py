@@ -117,27 +117,20 @@ def padded(flow: Flow, call: Call) -> Value:
 
 
 def indexed(flow: Flow, call: Call) -> Value:
-    """index, index_select, gather: along axes without labels it doesn't matter what an index says."""
+    """index, index_select, gather: along axes without labels it doesn't matter what an index says. Along others it
+    does, and on meta nobody knows it: sites would be others there.
+    """
     first = call["self"]
     if not isinstance(first, Marks) or first.is_fixed:
         return fixed(call.shape, first.why)
     labels, rank = flow.elements(first, call.node), len(first.shape)
     asked = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
-    known = {dim: _known(flow, labels, dim, index) for dim, index in asked.items() if index is not None}
-    if any(index is None for index in known.values()):
+    numbers = {dim: torch.zeros(each.shape, dtype=torch.long) for dim, each in asked.items() if each is not None}
+    if set(numbers) & set(varying(labels)):
         return stopped(flow, call)
     if call.op == "gather":
-        ((dim, index),) = known.items()
-        return marked(labels.gather(dim, index), first.why)
-    return marked(labels[tuple(known.get(dim, slice(None)) for dim in range(max(known) + 1))], first.why)
-
-
-def _known(flow: Flow, labels: Tensor, dim: int, index: Marks) -> Any:
-    """An index as numbers: any, where labels don't vary; none where they do and it isn't known."""
-    if dim not in varying(labels):
-        return torch.zeros(index.shape, dtype=torch.long)
-    numbers = flow.program.tensor(index.constant) if index.constant else None
-    return numbers if numbers is not None and numbers.device.type != "meta" else None
+        return marked(labels.gather(*next(iter(numbers.items()))), first.why)
+    return marked(labels[tuple(numbers.get(dim, slice(None)) for dim in range(max(numbers) + 1))], first.why)
 
 
 def replaced(flow: Flow, call: Call) -> Value:

@@ -50,7 +50,7 @@ def difference(found: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) 
         dense = tree_leaves(Masked(found, gone).run(*(given.values() if isinstance(given, dict) else given)))
         try:
             new = tree_leaves(narrowed(**given) if isinstance(given, dict) else narrowed(*given))
-        except RuntimeError:
+        except (IndexError, RuntimeError):
             return float("inf")
     pairs = zip(dense, new, strict=True)
     return max((_apart(one, other) for one, other in pairs if isinstance(one, Tensor)), default=0.0)
