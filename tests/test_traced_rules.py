@@ -18,6 +18,7 @@ from corp_deploy.traced.walk import walked
 
 aten = torch.ops.aten
 CHANNELS = 12
+EACH = torch.linspace(0.1, 0.9, CHANNELS)
 Op = Callable[[Tensor], Any]
 # Products of activations and layers are read and written: tests of whole models narrow them.
 CONTRACTIONS = {
@@ -36,7 +37,7 @@ MOVES: dict[str, Op] = {
     "transpose": lambda x: x.transpose(1, 2),
     "movedim": lambda x: x.movedim(1, -1),
     "slice": lambda x: x[:, 2:9],
-    "select": lambda x: x[:, 3],
+    "select": lambda x: x.reshape(-1, 3, 4, 16)[:, 1],
     "narrow": lambda x: x.narrow(1, 4, 5),
     "split": lambda x: x.split(5, 1)[1],
     "split_with_sizes": lambda x: x.split([3, 4, 5], 1)[2],
@@ -56,7 +57,7 @@ MOVES: dict[str, Op] = {
     "pad": lambda x: F.pad(x, (1, 1, 0, 1)),
     "constant_pad_nd": lambda x: aten.constant_pad_nd(x, (0, 0, 1, 1)),
     "index": lambda x: x[:, :, [3, 1]],
-    "index_select": lambda x: x.index_select(1, torch.tensor([5, 0, 7])),
+    "index_select": lambda x: x.index_select(2, torch.tensor([3, 0, 2])),
     "gather": lambda x: x.gather(2, torch.zeros(x.shape[0], 12, 2, 4, dtype=torch.long)),
     "slice_scatter": lambda x: x.slice_scatter(x[:, :, :2] * 2, 2, 1, 3),
     "select_scatter": lambda x: x.select_scatter(x[:, :, 0] * 2, 2, 1),
@@ -86,14 +87,14 @@ BINARY: dict[str, Op] = {
     "div": lambda x: x / (1 + x[:, :, :1].abs()),
     "rsub": lambda x: 1 - x,
     "pow": lambda x: x**2,
-    "maximum": lambda x: torch.maximum(x, x.roll(1, 1)),
+    "maximum": lambda x: torch.maximum(x, x.roll(6, 1)),
     "where": lambda x: torch.where(x > 0, x, x.flip(1)),
     "masked_fill": lambda x: x.masked_fill(x < 0, 1.0),
     "lerp": lambda x: torch.lerp(x, x.flip(1), 0.3),
     "addcmul": lambda x: torch.addcmul(x, x, x.flip(1)),
     "copy": lambda x: aten.copy(torch.zeros_like(x), x * 2),
-    "prelu": lambda x: F.prelu(x, torch.linspace(0.1, 0.9, CHANNELS)),
-    "batch_norm": lambda x: F.batch_norm(x, torch.rand(12), torch.rand(12) + 1, torch.rand(12), torch.rand(12)),
+    "prelu": lambda x: F.prelu(x, EACH),
+    "batch_norm": lambda x: F.batch_norm(x, EACH, EACH, EACH, EACH),
 }
 MIXING: dict[str, Op] = {
     "softmax": lambda x: x.softmax(1),
@@ -103,9 +104,13 @@ MIXING: dict[str, Op] = {
     "layer_norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (12,)),
     "layer_norm of heads": lambda x: F.layer_norm(x.permute(0, 2, 3, 1).reshape(-1, 16, 3, 4), (4,)),
     "rms_norm": lambda x: F.rms_norm(x.permute(0, 2, 3, 1).reshape(-1, 16, 3, 4), (4,)),
+    "native_layer_norm": lambda x: aten.native_layer_norm(x, (4,), None, None, 1e-5)[0],
+    "_native_batch_norm_legit_no_training": lambda x: aten._native_batch_norm_legit_no_training(
+        x, EACH, EACH, EACH, EACH, 0.1, 1e-5
+    )[0],
     "group_norm": lambda x: F.group_norm(x, 3),
     "group_norm of one": lambda x: F.group_norm(x, 1),
-    "group_norm of each": lambda x: F.group_norm(x, 12, torch.rand(12)),
+    "group_norm of each": lambda x: F.group_norm(x, 12, EACH),
     "instance_norm": lambda x: F.instance_norm(x),
     "normalize": lambda x: F.normalize(x.reshape(-1, 3, 4, 16), dim=2),
     "cumsum": lambda x: x.cumsum(1),
@@ -128,6 +133,7 @@ MIXING: dict[str, Op] = {
     "upsample_bilinear2d": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "upsample_nearest2d": lambda x: F.interpolate(x, scale_factor=2),
     "new_zeros": lambda x: x + x.new_zeros(1, 12, 1, 1).expand(x.shape[0], -1, -1, -1),
+    "index of channels": lambda x: x[:, [3, 1, 5]],
     "pad of channels": lambda x: F.pad(x, (0, 0, 0, 0, 2, 2)),
     "unknown": lambda x: torch.fft.fft(x, dim=1).real,
 }
@@ -150,11 +156,11 @@ def outputs(program: Program, x: Tensor) -> list[Tensor]:
 
 
 def labels_behind(program: Program) -> tuple[Tensor, Tensor, Tensor]:
-    """The groups of the channels, of the output's elements, and which must stay; the output itself not counted."""
-    flow = walked(program)
+    """The groups of the channels, of the output's elements, and which must stay, before the model gives them."""
     (end,) = [node for node in program.nodes if node.op == "output"]
     (last,) = end.all_input_nodes
-    flow.stays[:] = [(labels, why) for labels, why in flow.stays if why != "it is what the model gives"]
+    program.graph.graph.erase_node(end)
+    flow = walked(program)
     value = flow.values[last]
     assert isinstance(value, Marks)
     rows = next(touch.labels for touch in flow.touches if touch.constant == "layer.weight")

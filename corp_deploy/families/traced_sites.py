@@ -109,7 +109,8 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     path = module_of(node)[0] or "the model"
     layer = tracing.heard[1].get(node.name)
     if layer is None:
-        return f"{operation(node)} in {path} reads it, of which no repair is known"
+        in_groups = " in groups" if operation(node).startswith("conv") else ""
+        return f"{operation(node)}{in_groups} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node
     source = tracing.by_node[span.name]
     last = (source.meta["val"].dim() - 1,)

@@ -28,8 +28,8 @@ from corp_deploy.families.traced_site import Reading, TracedSite
 from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
-_ROUNDING_REL = 1e-2
-"""Of the mean variance: where rounding is more of it, nothing else is known of how channels vary together."""
+_ROUNDING, _ROUNDING_REL = 4.0, 0.25
+"""Of second moments, in units of float32's, and the share of the mean variance from which nothing else is known."""
 _OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
     {
         "none": channels.none,
@@ -150,7 +150,7 @@ def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
     it on the diagonal as makes it a covariance again.
     """
     second_U = second_UU.diagonal()
-    rounding = torch.finfo(torch.float32).eps * len(mean_U) ** 0.5 * float(second_U.mean())
+    rounding = _ROUNDING * torch.finfo(torch.float32).eps * float(second_U.sum())
     if rounding <= _ROUNDING_REL * float((second_U - mean_U.square()).mean()):
         return second_UU
     return second_UU + rounding * torch.eye(len(mean_U), dtype=second_UU.dtype, device=second_UU.device)

@@ -1,8 +1,8 @@
 """Products of activations, however they are spelled: matmul, einsum, scaled_dot_product_attention."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from .call import Call, Value
+from .call import Call, Part, Value
 from .flow import Flow
 from .labels import varying
 from .marks import Marks, marked
@@ -74,7 +74,7 @@ def attention(flow: Flow, call: Call) -> Value:
     times = query.shape[-3] // key.shape[-3] if call["enable_gqa"] else 1
     key, value = _repeated(key, times), _repeated(value, times)
     front = _FRONT[: len(query.shape) - 2]
-    part = _Part(call.node, call.values, call.arguments, (*call.shape[:-1], key.shape[-2]))
+    part = Part(call.node, call.values, call.arguments, (*call.shape[:-1], key.shape[-2]))
     one, other = (
         Factor(node=queries, marks=query, letters=f"{front}LE"),
         Factor(node=keys, marks=key, letters=f"{front}SE"),
@@ -84,17 +84,6 @@ def attention(flow: Flow, call: Call) -> Value:
         flow.heard[-1] = replace(flow.heard[-1], labels=flow.heard[-1].labels[..., ::times, :])
     weights = Factor(node=call.node, marks=scores, letters=f"{front}LS")
     return product(flow, call, weights, Factor(node=values, marks=value, letters=f"{front}SV"), f"{front}LV")
-
-
-@dataclass(frozen=True, slots=True)
-class _Part(Call):
-    """A part of a call, which gives something of another shape."""
-
-    of: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of
 
 
 def _repeated(marks: Marks, times: int) -> Marks:

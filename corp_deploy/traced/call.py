@@ -37,6 +37,10 @@ class Call:
         path, kind = module_of(self.node)
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
+    def because(self, what: str, marks: Marks) -> str:
+        """Why labels stay that meet a tensor without any, by the first of all reasons."""
+        return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
+
     def node_of(self, name: str) -> fx.Node | None:
         argument = self.arguments.get(name)
         return argument if isinstance(argument, fx.Node) else None
@@ -53,6 +57,17 @@ class Call:
         """All that enters it, in order."""
         entering = (self.values[node] for node in self.node.all_input_nodes)
         return [each for each in entering if isinstance(each, Marks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Call):
+    """A part of a call, that gives something `of` another shape."""
+
+    of: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of
 
 
 def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:

@@ -55,22 +55,11 @@ def kept(labels: Tensor, gone: Tensor) -> Tensor:
 
 def taken(tensor: Tensor, keep: Tensor) -> Tensor:
     """What is kept of a tensor by a mask that can be broadcast to it, whose axes of size 1 stay as they are."""
-    sizes = left(keep)
     axes = [dim for dim in range(keep.dim()) if keep.shape[dim] > 1]
-    if len(axes) == 1:
-        line = keep.reshape(-1)
-        return tensor.index_select(axes[0], torch.nonzero(line)[:, 0].to(tensor.device))
-    whole = [size if of > 1 else have for size, of, have in zip(sizes, keep.shape, tensor.shape, strict=True)]
-    rest = [dim for dim in range(tensor.dim()) if dim not in axes]
-    front = tensor.permute([*axes, *rest])
-    mask = keep.permute([*axes, *rest]).reshape([keep.shape[dim] for dim in axes]).to(tensor.device)
-    if tensor.device.type == "meta":
-        return tensor.new_empty(whole)
+    rest = [dim for dim in range(keep.dim()) if keep.shape[dim] == 1]
     order = [*axes, *rest]
-    back = [order.index(dim) for dim in range(len(order))]
-    return (
-        front[mask]
-        .reshape([*(sizes[dim] for dim in axes), *(tensor.shape[dim] for dim in rest)])
-        .permute(back)
-        .contiguous()
-    )
+    front = tensor.permute(order).reshape(keep.numel(), *(tensor.shape[dim] for dim in rest))
+    sizes = left(keep)
+    rows = front.index_select(0, torch.nonzero(keep.reshape(-1))[:, 0].to(tensor.device))
+    shaped = rows.reshape([*(sizes[dim] for dim in axes), *(tensor.shape[dim] for dim in rest)])
+    return shaped.permute([order.index(dim) for dim in range(len(order))]).contiguous()

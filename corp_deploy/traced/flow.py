@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .call import Value
-from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy
+from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy, varying
 from .marks import Marks
 from .program import Program
 
@@ -45,17 +45,16 @@ class Hearing:
 class Flow:
     """What a walk through a program has found by now.
 
-    `groups`: which labels are one. `inside`: pairs of a label and one that it holds, as a head holds its
-    dimensions: the first can go when all that it holds do, and has to. `stays`: labels that can't be removed, with the
-    reason. `lumps`: those joined because something mixes them. `multiplied`, `added`, `summed`: labels where two that
-    are written meet in a product or sum, and those that attention weights sum up.
+    `groups`: which labels are one, and which stay. `inside`: pairs of a label and one that it holds, as a head holds
+    its dimensions: the first can go when all that it holds do, and has to. `lumps`: those joined because something
+    mixes them. `multiplied`, `added`, `summed`: labels where two that are written meet in a product or sum, and those
+    that attention weights sum up.
     """
 
     program: Program
     values: dict[fx.Node, Value] = field(default_factory=dict)
     groups: Groups = field(default_factory=Groups)
     inside: list[Tensor] = field(default_factory=list)
-    stays: list[tuple[Tensor, str]] = field(default_factory=list)
     lumps: list[tuple[Tensor, str]] = field(default_factory=list)
     multiplied: list[Tensor] = field(default_factory=list)
     added: list[Tensor] = field(default_factory=list)
@@ -69,17 +68,22 @@ class Flow:
 
     def fresh(self, sizes: Sequence[int]) -> Tensor:
         """New labels of these sizes."""
-        new = self.groups.add(math.prod(sizes))
-        return torch.arange(new.start, new.stop, dtype=TYPE).reshape(tuple(sizes))
+        return self.groups.add(math.prod(sizes)).reshape(tuple(sizes))
 
     def renewed(self, value: Value) -> Value:
-        """The same tensor, its labels by the groups that they are in by now."""
+        """The same tensor, its labels by the groups that they are in by now, what stays fixed."""
         if isinstance(value, tuple):
             return tuple(self.renewed(each) for each in value)
         if not isinstance(value, Marks) or value.labels is None:
             return value
-        labels = self.groups.of(compact(value.labels))
-        return Marks(value.shape, tidy(labels.expand(value.shape)), value.why, value.constant)
+        groups = self.groups.of(compact(value.labels))
+        reason = torch.where(groups >= 0, self.groups.reason_of(groups.clamp(min=0)), 0)
+        labels = tidy(torch.where(reason > 0, FIXED, groups).to(TYPE).expand(value.shape))
+        why = value.why if labels is not None else self.groups.reasons[int(reason.max())]
+        if labels is not None and not varying(labels):
+            self.stay(labels, why := why or "all of it is one group")
+            labels = None
+        return Marks(value.shape, labels, why, value.constant)
 
     def join(self, one: Tensor, other: Tensor, why: str) -> None:
         """Elements that meet are one; what meets a fixed one stays."""
@@ -102,8 +106,9 @@ class Flow:
         self.hold(above.reshape([*sizes, *[1] * (labels.dim() - outer)]), labels)
 
     def stay(self, labels: Tensor | None, why: str) -> None:
-        if labels is not None and len(labels := torch.unique(labels[labels >= 0])):
-            self.stays.append((labels, why))
+        if labels is not None:
+            labels = torch.unique(compact(labels))
+            self.groups.stay(labels[labels >= 0], why)
 
     def lump(self, labels: Tensor, dims: Sequence[int], why: str) -> Tensor:
         """Join along axes; of size 1 there."""

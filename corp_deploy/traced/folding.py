@@ -1,6 +1,6 @@
 """What depends on no input, as standardised weights and tables of positions: computed once, then a constant."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,124 +13,96 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
     A constant has the name of the one parameter of its shape that it was computed from, so that a standardised weight
     is still the weight; else one of its own, beside its first parameter.
     """
-    before = _used(graph.graph)
+    before = _used(graph)
     free = _independent(graph.graph)
     ends = [node for node in free if node.op != "get_attr" and any(user not in free for user in node.users)]
-    ends = [node for node in ends if isinstance(node.meta.get("val"), Tensor) and not _is_filled(node)]
+    ends = [
+        node for node in ends if isinstance(node.meta.get("val"), Tensor) and (node.all_input_nodes or _is_range(node))
+    ]
     values = _computed(graph, ends, free)
     names: list[str] = []
     for node in ends:
-        name = _name(graph, node, free, set(names))
-        _put(graph, name, values[node])
+        names.append(_name(node, _sources(node), free, names))
+        _put(graph, names[-1], values[node].detach().clone(memory_format=torch.contiguous_format))
         with graph.graph.inserting_before(node):
-            constant = graph.graph.get_attr(name)
+            constant = graph.graph.get_attr(names[-1])
         constant.meta = dict(node.meta)
         node.replace_all_uses_with(constant)
-        names.append(name)
     graph.graph.eliminate_dead_code()
-    _drop_(graph, before - _used(graph.graph))
+    for name in before - _used(graph):
+        owner, _, last = name.rpartition(".")
+        delattr(graph.get_submodule(owner), last)
     graph.recompile()
     return tuple(names)
+
+
+def _used(graph: fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
 
 
 def _independent(graph: fx.Graph) -> dict[fx.Node, None]:
     """The nodes that no input reaches."""
     free: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        is_call = node.op == "call_function" and all(each in free for each in node.all_input_nodes)
-        if node.op == "get_attr" or is_call:
+        if node.op == "get_attr" or (node.op == "call_function" and all(each in free for each in node.all_input_nodes)):
             free[node] = None
     return free
 
 
-def _is_filled(node: fx.Node) -> bool:
-    """One number everywhere stays as it is said: it has no elements of its own."""
-    return not node.all_input_nodes and "full" in str(node.target)
+def _is_range(node: fx.Node) -> bool:
+    """One number everywhere, or random ones, stay as they are said."""
+    return any(name in str(node.target) for name in ("arange", "linspace", "eye"))
 
 
-def _computed(graph: fx.GraphModule, ends: list[fx.Node], free: Mapping[fx.Node, None]) -> dict[fx.Node, Tensor]:
-    """What the ends are, of all that they need."""
+def _computed(graph: fx.GraphModule, ends: list[fx.Node], free: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """What the ends are, and all that they need."""
     needed, front = set(ends), list(ends)
-    while front:
-        for node in front.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                front.append(node)
-    values: dict[fx.Node, Any] = {}
+    for node in front:
+        front += [each for each in node.all_input_nodes if each not in needed]
+        needed.update(node.all_input_nodes)
+    values = fx.Interpreter(graph)
     with torch.no_grad():
         for node in free:
             if node in needed:
-                values[node] = _value(graph, node, values)
-    return {node: values[node].detach().clone(memory_format=torch.contiguous_format) for node in ends}
-
-
-def _value(graph: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    if node.op == "get_attr":
-        owner, _, last = str(node.target).rpartition(".")
-        return getattr(graph.get_submodule(owner), last)
-    assert callable(node.target), node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
-    return node.target(*args, **kwargs)
-
-
-def _name(graph: fx.GraphModule, node: fx.Node, free: Mapping[fx.Node, None], taken: set[str]) -> str:
-    sources = _sources(node)
-    alike = [
-        each for each in sources if each.meta["val"].shape == node.meta["val"].shape and _only_for(each, node, free)
-    ]
-    if alike and str(alike[0].target) not in taken:
-        return str(alike[0].target)
-    beside = str(sources[0].target) if sources else "constant"
-    name = f"{beside}_folded"
-    count = sum(each == name or each.startswith(f"{name}_") for each in taken)
-    return f"{name}_{count}" if count else name
+                values.env[node] = values.run_node(node)
+    return values.env
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The parameters that a node is computed from, the nearest first."""
-    front, seen = [node], {node: None}
-    for each in front:
-        new = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(dict.fromkeys(new))
-        front += new
+    seen = {node: None}
+    for each in (front := [node]):
+        front += [source for source in each.all_input_nodes if source not in seen]
+        seen |= dict.fromkeys(each.all_input_nodes)
     return [each for each in seen if each.op == "get_attr"]
 
 
-def _only_for(source: fx.Node, node: fx.Node, free: Mapping[fx.Node, None]) -> bool:
+def _name(node: fx.Node, sources: list[fx.Node], free: dict[fx.Node, None], taken: list[str]) -> str:
+    shape = node.meta["val"].shape
+    for each in sources:
+        if each.meta["val"].shape == shape and _is_only_for(each, node, free) and str(each.target) not in taken:
+            return str(each.target)
+    name = f"{sources[0].target if sources else 'numbers'}_folded"
+    count = sum(each == name or each.startswith(f"{name}_") for each in taken)
+    return f"{name}_{count}" if count else name
+
+
+def _is_only_for(source: fx.Node, node: fx.Node, free: dict[fx.Node, None]) -> bool:
     """Whether all that a parameter is used for ends in one node."""
-    front, seen = [source], set()
-    while front:
-        for user in front.pop().users:
-            if user is node or user in seen:
-                continue
-            if user not in free:
-                return False
-            seen.add(user)
-            front.append(user)
-    return isinstance(source.meta["val"], nn.Parameter) or source.meta["val"].is_floating_point()
+    front = [source]
+    for each in front:
+        users = [user for user in each.users if user is not node and user not in front]
+        if any(user not in free for user in users):
+            return False
+        front += users
+    return bool(source.meta["val"].is_floating_point())
 
 
 def _put(graph: fx.GraphModule, name: str, value: Tensor) -> None:
-    owner = graph
-    *path, last = name.split(".")
-    for part in path:
-        if not hasattr(owner, part):
-            owner.add_module(part, nn.Module())
-        owner = getattr(owner, part)
+    path, _, last = name.rpartition(".")
+    owner = graph.get_submodule(path)
     if last in owner._parameters:
         owner._parameters[last] = nn.Parameter(value, requires_grad=False)
     else:
         owner._buffers.pop(last, None)
-        owner.__dict__.pop(last, None)
         owner.register_buffer(last, value)
-
-
-def _used(graph: fx.Graph) -> set[str]:
-    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-
-
-def _drop_(graph: fx.GraphModule, names: set[str]) -> None:
-    """Parameters that only served what is folded now."""
-    for name in names:
-        owner, _, last = name.rpartition(".")
-        delattr(graph.get_submodule(owner), last)

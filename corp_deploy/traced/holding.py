@@ -8,9 +8,7 @@ from .flow import Flow
 
 def stuck(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that can't go."""
-    stays = torch.zeros(flow.groups.count, dtype=torch.bool)
-    for labels, _ in flow.stays:
-        stays[flow.groups.of(labels).long()] = True
+    stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     held = flow.held()
     while True:
         before = stays.clone()

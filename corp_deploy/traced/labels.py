@@ -58,34 +58,50 @@ def along(labels: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 class Groups:
-    """Labels of which some are one: a forest in which a group is named by its least label."""
+    """Labels of which some are one: a forest in which a group is named by its least label. `reasons`: why groups stay,
+    by number; a group without one has 0.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.reasons = [""]
         self._parent = torch.empty(0, dtype=torch.long)
+        self._reason = torch.empty(0, dtype=torch.long)
 
-    def add(self, count: int) -> range:
-        """So many labels, each its own group."""
+    def add(self, count: int) -> Tensor:
+        """So many labels [count], each its own group."""
         start, self.count = self.count, self.count + count
         if self.count > len(self._parent):
-            grown = torch.arange(2 * self.count)
-            grown[:start] = self._parent[:start]
-            self._parent = grown
-        return range(start, self.count)
+            parent, reason = torch.arange(2 * self.count), torch.zeros(2 * self.count, dtype=torch.long)
+            parent[:start], reason[:start] = self._parent[:start], self._reason[:start]
+            self._parent, self._reason = parent, reason
+        return torch.arange(start, self.count, dtype=TYPE)
 
     def of(self, labels: Tensor) -> Tensor:
         """The groups of labels by their names, FIXED where there is none."""
         group = labels.long()
-        while True:
-            upper = torch.where(group < 0, group, self._parent[group])
-            if torch.equal(upper, group):
-                return group.to(TYPE)
+        while not torch.equal(upper := torch.where(group < 0, group, self._parent[group]), group):
             group = upper
+        return group.to(TYPE)
+
+    def reason_of(self, labels: Tensor) -> Tensor:
+        """The numbers of the reasons for which the groups of labels stay."""
+        return self._reason[self.of(labels).long()]
 
     def join(self, met: Tensor) -> None:
         """The two labels of each pair [P, 2] are one."""
-        while len(met):
-            ends = self.of(met).long()
-            apart = ends[:, 0] != ends[:, 1]
-            met, ends = met[apart], ends[apart]
+        ends, reason = met, self.reason_of(met).amax(1) if len(met) else met
+        while len(ends):
+            ends = self.of(ends).long()
+            ends = ends[ends[:, 0] != ends[:, 1]]
             self._parent.scatter_reduce_(0, ends.amax(1), ends.amin(1), "amin")
+        if len(met):
+            self._reason.scatter_reduce_(0, self.of(met[:, 0]).long(), reason, "amax")
+
+    def stay(self, labels: Tensor, why: str) -> None:
+        """The groups of labels stay, for the first reason that was said."""
+        groups = self.of(labels).long()
+        if len(groups := groups[self._reason[groups] == 0]):
+            if self.reasons[-1] != why:
+                self.reasons.append(why)
+            self._reason[groups] = len(self.reasons) - 1

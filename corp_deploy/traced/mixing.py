@@ -1,12 +1,12 @@
 """Mixing: what makes an axis one lump, as a norm or softmax along it does; and sums over axes, which add it up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import Call, Part
 from .flow import Flow
 from .marks import Marks, marked
 from .moves import fixed
@@ -91,6 +91,16 @@ def group_norm(flow: Flow, call: Call) -> Any:
             first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1)), (-1,), f"{call.where} mixes it"
         )
     return channelwise(flow, call, ("weight", "bias"))
+
+
+def with_statistics(rule: Callable[[Flow, Call], Any]) -> Callable[[Flow, Call], Any]:
+    """Of a norm that gives its statistics too, which nobody takes in eval."""
+
+    def normed(flow: Flow, call: Call) -> Any:
+        first, *others = fixed(call.shape, f"it comes from {call.where}")
+        return rule(flow, Part(call.node, call.values, call.arguments, first.shape)), *others
+
+    return normed
 
 
 def instance_norm(flow: Flow, call: Call) -> Any:

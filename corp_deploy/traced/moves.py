@@ -36,13 +36,7 @@ RUN = named(
 
 def same(flow: Flow, call: Call) -> Value:
     """One tensor goes through; further ones say what type it becomes."""
-    first = call.tensors[0]
-    return Marks(first.shape, first.labels, first.why) if first.labels is not None else _passed(flow, call, first)
-
-
-def _passed(flow: Flow, call: Call, first: Marks) -> Value:
-    """A constant that goes through an op that needs an input's sizes or type has elements of its own from there on."""
-    return marked(flow.elements(first, call.node), first.why)
+    return marked(flow.elements(call.tensors[0], call.node), call.tensors[0].why)
 
 
 def shaped(flow: Flow, call: Call) -> Value:
@@ -78,7 +72,7 @@ def joined(flow: Flow, call: Call) -> Any:
         return given
     dim = call["dim"] % len(given.shape)
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
-    parts = [tidy(each) for each in given.labels.split(sizes, dim)]
+    parts = [tidy(each) for each in given.labels.split(sizes, dim) if each.numel()]
     whole = [() if each is None else varying(each) for each in parts]
     why = f"{call.where} puts it beside what stays"
     labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
@@ -123,38 +117,20 @@ def padded(flow: Flow, call: Call) -> Value:
 
 
 def indexed(flow: Flow, call: Call) -> Value:
-    """Along axes without labels it doesn't matter what an index says."""
-    first, indices = call["self"], list(call["indices"])
+    """index, index_select, gather: along axes without labels it doesn't matter what an index says. Along others it
+    does, and on meta nobody knows it: sites would be others there.
+    """
+    first = call["self"]
     if not isinstance(first, Marks) or first.is_fixed:
         return fixed(call.shape, first.why)
-    labels = flow.elements(first, call.node)
-    picks: list[Any] = []
-    for dim, index in enumerate(indices):
-        picks.append(slice(None) if index is None else _index(flow, labels, dim, index))
-    if any(each is None for each in picks):
+    labels, rank = flow.elements(first, call.node), len(first.shape)
+    asked = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
+    numbers = {dim: torch.zeros(each.shape, dtype=torch.long) for dim, each in asked.items() if each is not None}
+    if set(numbers) & set(varying(labels)):
         return stopped(flow, call)
-    return marked(labels[tuple(picks)], first.why)
-
-
-def _index(flow: Flow, labels: Tensor, dim: int, index: Marks) -> Tensor | None:
-    """An index as numbers: any, where labels don't vary; none where they do and it isn't known."""
-    if dim not in varying(labels):
-        return torch.zeros(index.shape, dtype=torch.long)
-    known = flow.program.tensor(index.constant) if index.constant else None
-    return known if known is not None and known.device.type != "meta" else None
-
-
-def selected(flow: Flow, call: Call) -> Value:
-    """index_select and gather: along one axis."""
-    first, dim, index = call["self"], call["dim"], call["index"]
-    if first.is_fixed:
-        return Marks(call.shape, None, first.why)
-    labels = flow.elements(first, call.node)
-    number = _index(flow, labels, dim % len(first.shape), index)
-    if number is None:
-        return stopped(flow, call)
-    given = labels.gather(dim, number) if call.op == "gather" else labels.index_select(dim, number)
-    return marked(given, first.why)
+    if call.op == "gather":
+        return marked(labels.gather(*next(iter(numbers.items()))), first.why)
+    return marked(labels[tuple(numbers.get(dim, slice(None)) for dim in range(max(numbers) + 1))], first.why)
 
 
 def replaced(flow: Flow, call: Call) -> Value:

@@ -1,14 +1,12 @@
 """A program narrowed to what is kept of its sites, proved against the dense one."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, fx
 
 from .choice import Kept, gone
-from .compaction import Uneven
-from .compaction import kept as stays
+from .compaction import Uneven, kept
 from .flow import Flow
 from .labels import compact
 from .marks import Marks
@@ -16,7 +14,6 @@ from .narrowing import Refused, without
 from .program import Inputs
 from .proof import difference
 from .resizing import narrowed
-from .site import Site
 from .sites import Found
 from .splitting import split
 from .walk import walked
@@ -28,7 +25,7 @@ ROUNDING = 1e-4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowed:
     """`module` is the program without what went; `whole`: sites that had to be kept, with the reason, by their keys.
-    `difference`: from the dense program with the same elements zeroed, relative; None where it has no weights yet.
+    `difference`: from the dense program with the same elements zeroed, relative; None where it wasn't looked at.
     """
 
     module: fx.GraphModule
@@ -41,9 +38,8 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
     """The narrower program, by its labels alone; a site that can't be narrowed so is kept whole. Raises BadInput for a
     choice that can't be.
     """
-    program, flow = found.program, found.flow
+    program, flow, is_split = found.program, found.flow, False
     chosen, whole = dict(kept), dict[str, str]()
-    is_split = False
     while True:
         goes = gone(flow, found.sites, chosen)
         try:
@@ -54,9 +50,9 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
             if parts is not None:
                 program, flow = parts, walked(parts)
                 continue
-            for key in _at(flow, refused.node, goes, found.sites, chosen):
-                del chosen[key]
+            for key in _at(found, flow, refused.node, chosen):
                 whole[key] = str(refused)
+                del chosen[key]
 
 
 def _uneven(flow: Flow, goes: Tensor) -> Iterator[fx.Node]:
@@ -68,54 +64,44 @@ def _uneven(flow: Flow, goes: Tensor) -> Iterator[fx.Node]:
             yield node
 
 
-def _at(flow: Flow, node: fx.Node, goes: Tensor, sites: Sequence[Site], chosen: Kept) -> list[str]:
+def _at(found: Found, flow: Flow, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
-    groups: set[int] = set()
-    for each in (node, *node.all_input_nodes):
-        values = flow.values.get(each)
-        for value in values if isinstance(values, tuple) else (values,):
-            if isinstance(value, Marks) and value.labels is not None:
-                small = compact(value.labels)
-                groups |= set(flow.groups.of(small[~stays(small, goes)]).tolist())
-    mine = [site.key for site in sites if site.key in chosen and _any_of(flow, site, chosen, groups)]
-    return mine or list(chosen)
-
-
-def _any_of(flow: Flow, site: Site, chosen: Kept, groups: set[int]) -> bool:
-    own = gone(flow, [site], {site.key: chosen[site.key]})
-    return bool(own[torch.tensor(sorted(groups), dtype=torch.long)].any()) if groups else False
+    every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
+    marks = [one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, Marks)]
+    labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
+    own = {key: gone(flow, found.sites, {key: chosen[key]}) for key in chosen}
+    met = [key for key, goes in own.items() if any(not bool(kept(each, goes).all()) for each in labels)]
+    return met or list(chosen)
 
 
 def prove(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
     kept whole.
     """
+    given = _held(found, kept, inputs)
+    if given.difference is not None and given.difference <= ROUNDING:
+        return given
+    wrong = _wrong(found, given.kept, inputs)
+    again = prove(found, {key: groups for key, groups in given.kept.items() if key not in wrong}, inputs)
+    differs = dict.fromkeys(wrong, "the narrowed program differs from the dense one")
+    return replace(again, whole=given.whole | differs | again.whole)
+
+
+def _held(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     given = narrow(found, kept)
     apart = difference(found, gone(found.flow, found.sites, given.kept), given.module, inputs)
-    if apart <= ROUNDING:
-        return Narrowed(module=given.module, kept=given.kept, whole=given.whole, difference=apart)
-    wrong = _wrong(found, given.kept, inputs)
-    rest = {key: groups for key, groups in given.kept.items() if key not in wrong}
-    again = prove(found, rest, inputs)
-    whole = given.whole | dict.fromkeys(wrong, "the narrowed program differs from the dense one") | again.whole
-    return Narrowed(module=again.module, kept=again.kept, whole=whole, difference=again.difference)
+    return replace(given, difference=apart)
 
 
 def _wrong(found: Found, kept: Kept, inputs: Inputs) -> list[str]:
     """The sites that differ by themselves, looked for by halves; all where only some together do."""
-    front: list[list[str]] = [list(kept)]
     wrong: list[str] = []
-    while front:
-        keys = front.pop()
+    for keys in (front := [list(kept)]):
         part = {key: kept[key] for key in keys}
-        if len(keys) == len(kept) or _apart(found, part, inputs) > ROUNDING:
-            if len(keys) == 1:
-                wrong += keys
-            else:
-                front += [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+        if len(keys) < len(kept) and (_held(found, part, inputs).difference or 0.0) <= ROUNDING:
+            continue
+        if len(keys) == 1:
+            wrong += keys
+        else:
+            front += [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
     return wrong or list(kept)
-
-
-def _apart(found: Found, kept: Kept, inputs: Inputs) -> float:
-    given = narrow(found, kept)
-    return difference(found, gone(found.flow, found.sites, given.kept), given.module, inputs)

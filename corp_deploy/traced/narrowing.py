@@ -78,7 +78,7 @@ class _Narrowing:
             if not agrees(call, target, arguments, value, self.gone):
                 raise Refused(node, "what is left of it stands elsewhere")
             return emitted(self.graph, node, target, arguments, lambda each: self.entering(call, each))
-        except Uneven as error:
+        except (Uneven, RuntimeError) as error:
             raise Refused(node, f"an uneven part of it would be left, {error}") from error
 
     def entering(self, call: Call, node: fx.Node) -> fx.Node:

@@ -84,7 +84,7 @@ def _meet(flow: Flow, call: Call, one: Marks, other: Marks) -> None:
     is_spread = all(other.shape[dim] == 1 for dim in lacking)
     if other.labels is None:
         if not is_spread:
-            flow.stay(one.labels, f"{call.where} takes it together with what can't be narrowed: {other.why}")
+            flow.stay(one.labels, call.because("takes it together with", other))
         return
     beyond = [dim for dim in other.dims if dim not in one.dims]
     if beyond:

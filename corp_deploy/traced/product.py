@@ -160,7 +160,7 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
     """A side with labels along what is summed over stays when the other side has none there."""
     if not set(each.varying) & summed:
         return each
-    why = f"{call.where} multiplies it with what can't be narrowed: {beside.marks.why}"
+    why = call.because("multiplies it with", beside.marks)
     flow.stay(each.marks.labels, why)
     return replace(each, marks=Marks(each.marks.shape, None, why))
 
@@ -173,7 +173,7 @@ def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
         return fixed(call.shape, one.marks.why or other.marks.why or f"it comes from {call.where}")
     own = "".join(letter for letter in fine.varying if letter not in batch)
     heads = "".join(letter for letter in fine.letters if letter in batch and letter in fine.varying + coarse.varying)
-    why = f"{call.where} multiplies it with what can't be narrowed: {coarse.marks.why}"
+    why = call.because("multiplies it with", coarse.marks)
     if set(coarse.varying) - batch:
         flow.stay(coarse.marks.labels, f"{call.where} crosses two axes")
         flow.guard(fine.at(heads + own), len(heads), why)

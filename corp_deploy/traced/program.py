@@ -98,6 +98,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
         graph = program.module(check_guards=False)
     assert isinstance(graph, fx.GraphModule), type(graph)
     graph.requires_grad_(False)
+    _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
@@ -124,7 +125,7 @@ def _export(model: nn.Module, inputs: Inputs, *, any_batch: bool) -> ExportedPro
     with _plain_attention(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-        return program.run_decompositions({}) if _changes_in_place(program.graph) else program
+        return program.run_decompositions({}) if _changes_a_view(program.graph) else program
 
 
 def _batch(value: Any) -> dict[int, Any] | None:
@@ -142,24 +143,33 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _changes_in_place(graph: fx.Graph) -> bool:
-    """Whether something is changed that is looked at again, through itself or what is a view of it."""
-    return any(
-        operation(node).endswith("_") and (len(node.args[0].users) > 1 or _is_view(node.args[0]))
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-        and node.args
-        and isinstance(node.args[0], fx.Node)
-    )
+def _changes_a_view(graph: fx.Graph) -> bool:
+    """Whether something is changed in place that is seen through something else too."""
+    return any(_is_view(changed) or any(map(_is_view, changed.users)) for _, changed in _changes(graph))
+
+
+def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """The calls that change their first argument, and that."""
+    calls = [(node, node.target, node.args[0]) for node in graph.nodes if node.op == "call_function" and node.args]
+    return [
+        (node, changed)
+        for node, target, changed in calls
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and isinstance(changed, fx.Node)
+    ]
 
 
 def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if target is operator.getitem:
-        return True
-    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    is_other = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return is_other or node.target is operator.getitem
+
+
+def _without_changes_(graph: fx.Graph) -> None:
+    """What is behind a change in place takes what the change gives."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node, changed in _changes(graph):
+        for user in [user for user in changed.users if order[user] > order[node]]:
+            user.replace_input_with(changed, node)
 
 
 def _drop_checks_(graph: fx.Graph) -> None:

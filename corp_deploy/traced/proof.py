@@ -25,11 +25,8 @@ class Masked(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What enters a node."""
-        masks = self._masks.get(n)
-        if masks is None:
-            return super().fetch_args_kwargs_from_env(n)
-        before = {source: self.env[source] for source, _, _ in masks}
-        for source, axes, keep in masks:
+        before = {source: self.env[source] for source, _, _ in self._masks.get(n, ())}
+        for source, axes, keep in self._masks.get(n, ()):
             self.env[source] = zeroed(self.env[source], axes, keep)
         entering = super().fetch_args_kwargs_from_env(n)
         self.env |= before
@@ -38,43 +35,29 @@ class Masked(fx.Interpreter):
 
 def zeroed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     """0 where a mask [the sizes of axes] says so; an axis that counts the batch too has the mask as often."""
-    order = sorted(range(len(axes)), key=lambda place: axes[place])
-    sizes = [1] * tensor.dim()
-    for place in order:
-        sizes[axes[place]] = keep.shape[place]
-    mask = keep.permute(order).reshape(sizes)
-    times = [tensor.shape[dim] // sizes[dim] if sizes[dim] > 1 else 1 for dim in range(tensor.dim())]
+    sizes = [keep.shape[axes.index(dim)] if dim in axes else 1 for dim in range(tensor.dim())]
+    mask = keep.permute(sorted(range(len(axes)), key=lambda place: axes[place])).reshape(sizes)
+    times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, sizes, strict=True)]
     return tensor * mask.repeat(times).to(tensor)
-
-
-def masked(found: Found, gone: Tensor) -> nn.Module:
-    """The dense program with what goes zeroed."""
-    interpreter = Masked(found, gone)
-
-    class _Dense(nn.Module):
-        def forward(self, *inputs: Any, **named: Any) -> Any:
-            return interpreter.run(*inputs, *named.values())
-
-    return _Dense()
 
 
 def difference(found: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
     """The largest of any output between a narrowed program and the dense one with the same elements zeroed, relative
-    to the largest value of that output; infinite for another shape.
+    to the largest value of that output; infinite where the narrowed one doesn't run.
     """
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    given = dict(inputs) if isinstance(inputs, Mapping) else inputs
     with torch.no_grad():
-        dense = tree_leaves(masked(found, gone)(*args, **kwargs))
-        given = tree_leaves(narrowed(*args, **kwargs))
-    pairs = zip(dense, given, strict=True)
+        dense = tree_leaves(Masked(found, gone).run(*(given.values() if isinstance(given, dict) else given)))
+        try:
+            new = tree_leaves(narrowed(**given) if isinstance(given, dict) else narrowed(*given))
+        except (IndexError, RuntimeError):
+            return float("inf")
+    pairs = zip(dense, new, strict=True)
     return max((_apart(one, other) for one, other in pairs if isinstance(one, Tensor)), default=0.0)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
-    if not one.numel():
-        return 0.0
-    one, other = one.double(), other.double()
-    apart = (one - other).abs().max() / one.abs().max().clamp(min=1e-12)
+    apart = (one.double() - other.double()).abs().amax() / one.double().abs().amax().clamp(min=1e-12)
     return float(apart) if bool(apart.isfinite()) else float("inf")

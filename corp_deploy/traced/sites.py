@@ -38,11 +38,12 @@ def find(program: Program) -> Found:
     """All sites of a program, with weights or without."""
     flow = walked(program)
     units = _units(flow)
+    parts = _parts(flow)
     total, within = _macs(program, flow, units)
     return Found(
         program=program,
         flow=flow,
-        sites=tuple(_named(_site(flow, each) for each in alike(flow, units))),
+        sites=tuple(_named(_site(flow, parts, each) for each in alike(flow, units))),
         stays=tuple(_stays(flow, units)),
         unknown=dict(flow.unknown),
         macs=total,
@@ -67,7 +68,7 @@ def _units(flow: Flow) -> Tensor:
     return written & read & ~stuck(flow) & ~holders(flow)
 
 
-def _site(flow: Flow, each: Alike) -> Site:
+def _site(flow: Flow, parts: Tensor, each: Alike) -> Site:
     spans: dict[str, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for place, index_GM in zip(each.places, each.index, strict=True):
         reader = place.node.name if place.role in ("heard", "bilinear") else ""
@@ -82,7 +83,7 @@ def _site(flow: Flow, each: Alike) -> Site:
         readers=tuple(spans["reads"].values()),
         between=tuple(spans["between"].values()),
         listening=(*spans["heard"].values(), *spans["bilinear"].values()),
-        part_G=_parts(flow, each.group_G),
+        part_G=_numbered(parts[each.group_G].tolist()),
         lumps=next((why for labels, why in flow.lumps if _is_among(flow, labels, each.group_G)), ""),
         macs=sum(macs(node) for node in nodes) // len(each.group_G),
     )
@@ -110,25 +111,28 @@ def _kind(flow: Flow, each: Alike) -> Kind:
     return "convolution channels" if max(ranks.values()) > 2 else "channels"
 
 
-def _parts(flow: Flow, group_G: Tensor) -> Index | None:
-    """By what holds the groups, as a head does; else by the axes in front of their own, where a tensor has such."""
-    first = group_G[0]
-    held = next(((outer, inner) for outer, inner in flow.held() if bool((inner == first).any())), None)
-    part_of = dict(zip(held[1].tolist(), held[0].tolist(), strict=True)) if held else _lines(flow, int(first))
-    parts = [part_of.get(group, -1) for group in group_G.tolist()]
-    number = {part: place for place, part in enumerate(dict.fromkeys(parts))}
-    return np.array([number[part] for part in parts]) if len(number) > 1 else None
-
-
-def _lines(flow: Flow, group: int) -> dict[int, int]:
-    """By group the first line along the last axis that it is in, of the first tensor where there are several lines."""
+def _parts(flow: Flow) -> Tensor:
+    """The part [labels] that each group is of: what holds it, as a head does; else its line along the last axis of the
+    first tensor that has several. -1 without either.
+    """
+    part = torch.full((flow.groups.count,), -1)
+    for outer, inner in flow.held():
+        new = part[inner] < 0
+        part[inner[new]] = outer[new]
     for value in flow.values.values():
         if isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1:
-            small = flow.groups.of(compact(value.labels))
-            if bool((small == group).any()):
-                lines = small.movedim(value.dims[-1], -1).reshape(-1, value.shape[value.dims[-1]])
-                return {each: line for line, row in reversed(list(enumerate(lines.tolist()))) for each in row}
-    return {}
+            small = compact(value.labels).movedim(value.dims[-1], -1)
+            groups = small.reshape(-1, small.shape[-1]).flip(0).long()
+            lines = torch.arange(len(groups)).flip(0)[:, None].expand(groups.shape)
+            new = (groups >= 0) & (part[groups.clamp(min=0)] < 0)
+            part[groups[new]] = lines[new]
+    return part
+
+
+def _numbered(parts: list[int]) -> Index | None:
+    """In order of the groups; None where all are of one."""
+    number = {part: place for place, part in enumerate(dict.fromkeys(parts))}
+    return np.array([number[part] for part in parts]) if len(number) > 1 else None
 
 
 def _path(nodes: Sequence[fx.Node]) -> str:
@@ -148,10 +152,6 @@ def _named(sites: Iterator[Site]) -> Iterator[Site]:
 
 def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
     """What is written and stays, by parameter."""
-    why: dict[int, str] = {}
-    for labels, reason in flow.stays:
-        for group in _of(flow, labels).tolist():
-            why.setdefault(group, reason)
     holds, written = holders(flow), dict[str, Tensor]()
     for touch in flow.touches:
         if touch.role == "writes" and len(flow.program.tensor(touch.constant).shape) > 1:
@@ -159,10 +159,10 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
     for name, groups in written.items():
         stays = groups[~units[groups]]
         if len(stays):
+            reasons = flow.groups.reason_of(stays)
             held = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
-            yield Stay(
-                name=name, count=len(stays), reason=next((why[each] for each in stays.tolist() if each in why), held)
-            )
+            said = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else held
+            yield Stay(name=name, count=len(stays), reason=said)
 
 
 def _macs(program: Program, flow: Flow, units: Tensor) -> tuple[int, int]:
