@@ -66,9 +66,10 @@ class Tracing:
         return shares(self.found, aside=self.added)
 
     @cached_property
-    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer]]:
-        """The program to be listened to, and its layers by their nodes."""
-        return listening(self.program)
+    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+        """The program to be listened to, its layers, and what gives queries and keys, by their nodes."""
+        pairs = (site for site in self.found.sites if site.kind == "queries and keys")
+        return listening(self.program, {span.name for site in pairs for span in site.listening})
 
     @cached_property
     def by_node(self) -> dict[str, fx.Node]:

@@ -1,10 +1,10 @@
 """From what is found in a program to the sites that a model offers, and what can't be reduced yet, with the reason."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
 from corp_deploy.traced.program import module_of, operation
 from corp_deploy.traced.readers import CONV2D, LINEAR
@@ -13,6 +13,7 @@ from corp_deploy.traced.site import Span
 
 from .sites import Refusal, Sites
 from .traced_module import Tracing
+from .traced_pairs import TracedPairs, pairs
 from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream, TracedValues
 
 _CLASSES: dict[str, type[TracedSite]] = {
@@ -20,25 +21,36 @@ _CLASSES: dict[str, type[TracedSite]] = {
     "gated channels": TracedChannels,
     "convolution channels": TracedConvolutions,
     "values": TracedValues,
+    "queries and keys": TracedPairs,
     "stream": TracedStream,
 }
 _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
-QUERIES_KEYS = "traced queries and keys"
-_LATER = "of a traced model values and channels alone are reduced"
 
 
 def traced_sites(tracing: Tracing) -> Sites:
     """In order of the program."""
     every, refused = list[TracedSite](), list[Refusal]()
-    for name, groups in names_of(tracing).items():
-        kind = _CLASSES.get(groups.kind)
-        made = _LATER if kind is None else _site(tracing, name, groups, kind)
+    named = names_of(tracing)
+    for name, groups in named.items():
+        kind = _CLASSES[groups.kind]
+        if kind is TracedPairs:
+            made: TracedSite | str = pairs(tracing, name, groups, _output(tracing, named, groups))
+        else:
+            made = _site(tracing, name, groups, kind)
         if isinstance(made, TracedSite):
             every.append(made)
         else:
-            word = QUERIES_KEYS if kind is None else kind.kind
-            refused.append(Refusal(name=name, reason=made, sites={name: word}))
+            refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
     return Sites(every=tuple(every), refused=tuple(refused))
+
+
+def _output(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> nn.Linear | None:
+    """The layer that reads the values of the same attention."""
+    values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
+    span = None if values is None else next(iter(values.listening), None)
+    reading = None if span is None else _reading(tracing, span)
+    layer = reading.layer if isinstance(reading, Reading) else None
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 def names_of(tracing: Tracing) -> dict[str, Groups]:

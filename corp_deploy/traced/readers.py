@@ -3,7 +3,7 @@
 Legend: I inputs, O outputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,22 +87,30 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
     graph.recompile()
 
 
-def listening(program: Program) -> tuple[fx.GraphModule, dict[str, Layer]]:
-    """The same program with its layers as modules that hear what enters them, by the names of their nodes."""
+def listening(
+    program: Program, given: Collection[str] = ()
+) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+    """The same program with its layers as modules that hear what enters them, and with modules that hear what some
+    other nodes give; both by the names of the nodes.
+    """
     modules = {layer.node.name: _module(program, layer) for layer in layers(program)}
+    taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.nodes:
         if node.name in modules:
             nodes[node] = graph.call_module(f"listened.{node.name}", (nodes[node.all_input_nodes[0]],))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+        if node.name in taps:
+            nodes[node] = graph.call_module(f"given.{node.name}", (nodes[node],))
     for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     root: dict[str, Tensor | nn.Module] = {name: program.tensor(name) for name in used}
     root |= {f"listened.{name}": module for name, module in modules.items()}
-    return fx.GraphModule(root, graph).eval(), modules
+    root |= {f"given.{name}": module for name, module in taps.items()}
+    return fx.GraphModule(root, graph).eval(), modules, taps
 
 
 def _module(program: Program, layer: Called) -> Layer:
