@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from torch import fx, nn
 
-from corp_deploy.traced.program import module_of, operation
-from corp_deploy.traced.readers import CONV2D, LINEAR
+from corp_deploy.traced.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.readers import CONV2D, LINEAR, has_batch_in_front
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
@@ -118,16 +118,19 @@ def _weights(tracing: Tracing) -> Iterator[str]:
 def _reading(tracing: Tracing, span: Span) -> Reading | str:
     """Or why what hears these groups is no layer whose statistics are known."""
     node = tracing.by_node[span.reader]
-    path = module_of(node)[0] or "the model"
+    path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
+    if not has_batch_in_front(source):
+        return f"{operation(node)} in {path} reads it with something else than the batch in front"
     layer = tracing.heard[1].get(node.name)
     if layer is None:
         in_groups = " in groups" if operation(node).startswith("conv") else ""
         return f"{operation(node)}{in_groups} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node
-    source = tracing.by_node[span.name]
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
+    if node.target is CONV2D and sizes_at_one(source)[0] != 1:
+        return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
     if node.target is CONV2D and span.index_GM.shape[1] > 1:
         return f"{operation(node)} in {path} reads several channels of each group, of which no repair is known"
     weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None

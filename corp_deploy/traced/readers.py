@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .program import Program
+from .program import Program, sizes_at_one
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 Layer = nn.Linear | nn.Conv2d
@@ -88,17 +88,17 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
 
 
 def listening(
-    program: Program, given: Collection[str] = ()
+    program: Program, heard: Collection[str], given: Collection[str]
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """The same program with its layers as modules that hear what enters them, and with modules that hear what some
-    other nodes give; both by the names of the nodes.
+    """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
+    give; both by the names of the nodes.
     """
-    modules = {layer.node.name: _module(program, layer) for layer in layers(program)}
+    modules = {layer.node.name: _module(program, layer) for layer in layers(program) if layer.node.name in heard}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.nodes:
         if node.name in modules:
-            nodes[node] = graph.call_module(f"listened.{node.name}", (nodes[node.all_input_nodes[0]],))
+            nodes[node] = _listened(graph, nodes, node)
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
         if node.name in taps:
@@ -111,6 +111,25 @@ def listening(
     root |= {f"listened.{name}": module for name, module in modules.items()}
     root |= {f"given.{name}": module for name, module in taps.items()}
     return fx.GraphModule(root, graph).eval(), modules, taps
+
+
+def _listened(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """A layer as a module; what has more in front than the batch, windows say, has the batch alone in front there."""
+    entering, name = node.all_input_nodes[0], f"listened.{node.name}"
+    sizes, given = sizes_at_one(entering), sizes_at_one(node)
+    if node.target is not LINEAR or sizes[0] == 1:
+        return graph.call_module(name, (nodes[entering],))
+    images = next(each for each in nodes if each.op == "placeholder")
+    batch = graph.call_function(torch.ops.aten.sym_size.int, (nodes[images], 0))
+    reshape = torch.ops.aten.reshape.default
+    tokens = graph.call_function(reshape, (nodes[entering], [batch, -1, sizes[-1]]))
+    return graph.call_function(reshape, (graph.call_module(name, (tokens,)), [-1, *given[1:]]))
+
+
+def has_batch_in_front(node: fx.Node) -> bool:
+    """Whether the first axis of what a node gives is counted by the batch."""
+    first, *others = node.meta["val"].shape
+    return isinstance(first, torch.SymInt) or not any(isinstance(each, torch.SymInt) for each in others)
 
 
 def _module(program: Program, layer: Called) -> Layer:
