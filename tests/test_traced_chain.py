@@ -160,11 +160,39 @@ def test_values_go_as_many_of_each_head(tmp_path: Path) -> None:
     method = method_from_preset("best", attention_sparsity=0.5, geometry="square", **ALIGNED)
     reduction = reduce(dense.model, moments, method)
     assert {each.site: each.width for each in reduction.sites} == {
+        "stages.0.blocks.0.attn.qk": 8,
         "stages.0.blocks.0.attn.v": 8,
+        "stages.1.blocks.0.attn.qk": 8,
         "stages.1.blocks.0.attn.v": 16,
     }
     assert np.bincount(kept_of(reduction.model)["stages.1.blocks.0.attn.v"] // 16).tolist() == [8, 8]
     assert 0.0 < apart(reduction.model, dense.model) < 0.5
+    assert_saved_is_loaded(dense, reduction, tmp_path)
+
+
+@torch.no_grad()
+def with_repeated_dimensions(model: nn.Module) -> nn.Module:
+    """Of every head half of the queries' and keys' rows are the other half again."""
+    for name in ("h.0.attn.c_attn", "h.1.attn.c_attn"):
+        for parameter in (model.get_parameter(f"{name}.weight"), model.get_parameter(f"{name}.bias")):
+            rows = parameter[:96].view(2, 3, 16, -1)
+            rows[:, :, 8:] = rows[:, :, :8].clone()
+    return model
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("preset", ["best", "none"])
+def test_queries_and_keys_that_repeat_others_go_at_no_loss(preset: str, tmp_path: Path) -> None:
+    dense = own_checkpoint()
+    with_repeated_dimensions(dense.model)
+    moments = calibrated(dense, tmp_path)
+    reduction = reduce(dense.model, moments, method_from_preset(preset, attention_sparsity=0.5, **ALIGNED))
+    assert [(each.part, each.width) for each in reduction.sites] == [("qk", 8), ("qk", 8)]
+    error = apart(reduction.model, dense.model)
+    assert error > 1e-3 if preset == "none" else error < 1e-5
+    weight = reduction.model.get_parameter("h.0.attn.c_attn.weight")
+    assert weight.shape == (2 * 3 * 8 + 48, 48)
+    assert torch.equal(weight[-48:], dense.model.get_parameter("h.0.attn.c_attn.weight")[-48:])
     assert_saved_is_loaded(dense, reduction, tmp_path)
 
 
@@ -233,7 +261,6 @@ def test_a_program_that_traces_otherwise_is_refused_with_both_versions(home: Pat
     ("asked", "reason"),
     [
         (("--mlp", 0.5, "--closed-loop", "--images", "calibration.npy"), "no block is known that a loop could follow"),
-        (("--attn", 0.5), "values and channels alone are reduced"),
         (("--whole-heads", 0.5), "no heads are removed whole"),
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),

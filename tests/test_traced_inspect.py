@@ -56,7 +56,7 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
     record = inspected("--model", PVT.name, "--model-kwargs", json.dumps(dict(PVT.kwargs)))
     widths = [row["width"] for row in record["sites"]]  # type: ignore[attr-defined]
     assert widths[:3] == ["queries and keys 16", "values 16", "channels 64"]
-    assert widths[3:] == ["queries and keys 32", "values 32, 16 in each of 2", "channels 128"]
+    assert widths[3:] == ["queries and keys 32, 16 in each of 2", "values 32, 16 in each of 2", "channels 128"]
     assert inspected("--model", "vit_tiny_patch16_224")["depth"] == 12
 
 

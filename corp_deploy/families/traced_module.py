@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from corp_deploy.traced.program import Program, trace
-from corp_deploy.traced.readers import Layer, listening, with_biases_
+from corp_deploy.traced.readers import Layer, has_batch_in_front, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find
@@ -66,9 +66,16 @@ class Tracing:
         return shares(self.found, aside=self.added)
 
     @cached_property
-    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer]]:
-        """The program to be listened to, and its layers by their nodes."""
-        return listening(self.program)
+    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+        """The program to be listened to, its layers, and what gives queries and keys, by their nodes."""
+        given, heard = set[str](), set[str]()
+        for site in self.found.sites:
+            for span in site.listening:
+                if site.kind == "queries and keys":
+                    given.add(span.name)
+                elif has_batch_in_front(self.by_node[span.name]):
+                    heard.add(span.reader)
+        return listening(self.program, heard, given)
 
     @cached_property
     def by_node(self) -> dict[str, fx.Node]:

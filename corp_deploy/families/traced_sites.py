@@ -1,18 +1,19 @@
 """From what is found in a program to the sites that a model offers, and what can't be reduced yet, with the reason."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
-from corp_deploy.traced.program import module_of, operation
-from corp_deploy.traced.readers import CONV2D, LINEAR
+from corp_deploy.traced.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.readers import CONV2D, LINEAR, has_batch_in_front
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
 from .sites import Refusal, Sites
 from .traced_module import Tracing
+from .traced_pairs import TracedPairs, pairs
 from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream, TracedValues
 
 _CLASSES: dict[str, type[TracedSite]] = {
@@ -20,25 +21,36 @@ _CLASSES: dict[str, type[TracedSite]] = {
     "gated channels": TracedChannels,
     "convolution channels": TracedConvolutions,
     "values": TracedValues,
+    "queries and keys": TracedPairs,
     "stream": TracedStream,
 }
 _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
-QUERIES_KEYS = "traced queries and keys"
-_LATER = "of a traced model values and channels alone are reduced"
 
 
 def traced_sites(tracing: Tracing) -> Sites:
     """In order of the program."""
     every, refused = list[TracedSite](), list[Refusal]()
-    for name, groups in names_of(tracing).items():
-        kind = _CLASSES.get(groups.kind)
-        made = _LATER if kind is None else _site(tracing, name, groups, kind)
+    named = names_of(tracing)
+    for name, groups in named.items():
+        kind = _CLASSES[groups.kind]
+        if kind is TracedPairs:
+            made: TracedSite | str = pairs(tracing, name, groups, _output(tracing, named, groups))
+        else:
+            made = _site(tracing, name, groups, kind)
         if isinstance(made, TracedSite):
             every.append(made)
         else:
-            word = QUERIES_KEYS if kind is None else kind.kind
-            refused.append(Refusal(name=name, reason=made, sites={name: word}))
+            refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
     return Sites(every=tuple(every), refused=tuple(refused))
+
+
+def _output(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> nn.Linear | None:
+    """The layer that reads the values of the same attention."""
+    values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
+    span = None if values is None else next(iter(values.listening), None)
+    reading = None if span is None else _reading(tracing, span)
+    layer = reading.layer if isinstance(reading, Reading) else None
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 def names_of(tracing: Tracing) -> dict[str, Groups]:
@@ -106,16 +118,19 @@ def _weights(tracing: Tracing) -> Iterator[str]:
 def _reading(tracing: Tracing, span: Span) -> Reading | str:
     """Or why what hears these groups is no layer whose statistics are known."""
     node = tracing.by_node[span.reader]
-    path = module_of(node)[0] or "the model"
+    path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
+    if not has_batch_in_front(source):
+        return f"{operation(node)} in {path} reads it with something else than the batch in front"
     layer = tracing.heard[1].get(node.name)
     if layer is None:
         in_groups = " in groups" if operation(node).startswith("conv") else ""
         return f"{operation(node)}{in_groups} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node
-    source = tracing.by_node[span.name]
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
+    if node.target is CONV2D and sizes_at_one(source)[0] != 1:
+        return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
     if node.target is CONV2D and span.index_GM.shape[1] > 1:
         return f"{operation(node)} in {path} reads several channels of each group, of which no repair is known"
     weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None

@@ -10,6 +10,7 @@ from .conv_kind import ConvKind
 from .head_kind import HeadKind
 from .kind import Kind
 from .traced_kind import TracedKind
+from .traced_pairs_kind import TracedPairsKind
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
@@ -18,7 +19,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "heads": HeadKind(),
         "traced channels": TracedKind("channels"),
         "traced convolutions": TracedKind("convolutions"),
-        "traced queries and keys": TracedKind("queries and keys"),
+        "traced queries and keys": TracedPairsKind(),
         "traced streams": TracedKind("streams"),
         "traced values": TracedKind("values"),
     }

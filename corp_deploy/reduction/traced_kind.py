@@ -15,6 +15,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.traced.rows import Rows
 from ground.errors import BadInput
 
 from .chosen import Chosen
@@ -23,7 +24,7 @@ from .method import Method
 from .report import HeldOut, SiteReport
 from .traced_reads import Read, elimination, error_of, ranked, reads_of, recovered, rest_of, swapped
 
-Part = Literal["channels", "convolutions", "values", "streams", "queries and keys"]
+Part = Literal["channels", "convolutions", "values", "streams"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,30 @@ class Change:
     recovery: ChannelRecovery
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """Rows of a layer that become mixtures of themselves, head by head: the first ones of `rows_HD` by map_HRD."""
+
+    rows: Rows
+    rows_HD: Tensor
+    map_HRD: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedReduced(Reduced):
-    """Of a site of a traced model: no module is new, the groups `kept_K` stay and layers that read them change."""
+    """Of a site of a traced model: no module is new, the groups `kept_K` stay, layers that read them change, and rows
+    that write them are mixed.
+    """
 
     kept_K: Tensor
     changes: tuple[Change, ...] = field(default=())
+    mapped: tuple[Mapped, ...] = field(default=())
+
+    @property
+    def is_narrower(self) -> bool:
+        return bool(self.changes or self.mapped)
 
 
 class TracedKind:
@@ -58,7 +77,7 @@ class TracedKind:
             return method.residual_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
         if self.part == "channels":
             return method.mlp_sparsity, method.align_hidden, method.mlp_selection, method.mlp_recovery
-        square = self.part == "queries and keys" or (method.geometry == "square" and method.value_recovery != "keep")
+        square = method.geometry == "square" and method.value_recovery != "keep"
         return method.attention_sparsity if square else None, method.align_head, "obs", "affine"
 
     def moments_at(self, site: TracedSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
@@ -205,7 +224,21 @@ def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
     for reduced in new.values():
         for change in reduced.changes:
             _add(tensors, change, reduced.kept_K)
+    for reduced in new.values():
+        for mapped in reduced.mapped:
+            _map(tensors, mapped.rows.weight, mapped.weight, mapped)
+            _map(tensors, mapped.rows.bias, mapped.bias, mapped)
     return tensors
+
+
+def _map(tensors: dict[str, Tensor], name: str, dense: Tensor, mapped: Mapped) -> None:
+    """On what the layer is by now."""
+    now = tensors.get(name, dense).clone()
+    rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
+    mixed_HRI = mapped.map_HRD @ rows_HDI
+    places_HR = mapped.rows_HD[:, : mixed_HRI.shape[1]]
+    now[places_HR] = mixed_HRI.view(*places_HR.shape, *now.shape[1:])
+    tensors[name] = now
 
 
 def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:

@@ -11,7 +11,7 @@ from .traced_kind import TracedReduced, tensors_of
 
 def carried_out(model: nn.Module, new: Mapping[str, TracedReduced]) -> tuple[nn.Module, dict[str, str]]:
     """The narrower model, and sites that had to be kept as they are, with the reason."""
-    narrower = {name: each for name, each in new.items() if each.changes}
+    narrower = {name: each for name, each in new.items() if each.is_narrower}
     kept, whole = provable(model, {name: each.kept_K.cpu().numpy() for name, each in narrower.items()})
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
     dtype = next(model.parameters()).dtype

@@ -3,7 +3,7 @@
 Legend: I inputs, O outputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .program import Program
+from .program import Program, sizes_at_one
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 Layer = nn.Linear | nn.Conv2d
@@ -87,22 +87,49 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
     graph.recompile()
 
 
-def listening(program: Program) -> tuple[fx.GraphModule, dict[str, Layer]]:
-    """The same program with its layers as modules that hear what enters them, by the names of their nodes."""
-    modules = {layer.node.name: _module(program, layer) for layer in layers(program)}
+def listening(
+    program: Program, heard: Collection[str], given: Collection[str]
+) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+    """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
+    give; both by the names of the nodes.
+    """
+    modules = {layer.node.name: _module(program, layer) for layer in layers(program) if layer.node.name in heard}
+    taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.nodes:
         if node.name in modules:
-            nodes[node] = graph.call_module(f"listened.{node.name}", (nodes[node.all_input_nodes[0]],))
+            nodes[node] = _listened(graph, nodes, node)
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+        if node.name in taps:
+            nodes[node] = graph.call_module(f"given.{node.name}", (nodes[node],))
     for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     root: dict[str, Tensor | nn.Module] = {name: program.tensor(name) for name in used}
     root |= {f"listened.{name}": module for name, module in modules.items()}
-    return fx.GraphModule(root, graph).eval(), modules
+    root |= {f"given.{name}": module for name, module in taps.items()}
+    return fx.GraphModule(root, graph).eval(), modules, taps
+
+
+def _listened(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """A layer as a module; what has more in front than the batch, windows say, has the batch alone in front there."""
+    entering, name = node.all_input_nodes[0], f"listened.{node.name}"
+    sizes, given = sizes_at_one(entering), sizes_at_one(node)
+    if node.target is not LINEAR or sizes[0] == 1:
+        return graph.call_module(name, (nodes[entering],))
+    images = next(each for each in nodes if each.op == "placeholder")
+    batch = graph.call_function(torch.ops.aten.sym_size.int, (nodes[images], 0))
+    reshape = torch.ops.aten.reshape.default
+    tokens = graph.call_function(reshape, (nodes[entering], [batch, -1, sizes[-1]]))
+    return graph.call_function(reshape, (graph.call_module(name, (tokens,)), [-1, *given[1:]]))
+
+
+def has_batch_in_front(node: fx.Node) -> bool:
+    """Whether the first axis of what a node gives is counted by the batch."""
+    first, *others = node.meta["val"].shape
+    return isinstance(first, torch.SymInt) or not any(isinstance(each, torch.SymInt) for each in others)
 
 
 def _module(program: Program, layer: Called) -> Layer:
