@@ -264,6 +264,10 @@ def test_a_program_that_traces_otherwise_is_refused_with_both_versions(home: Pat
         (("--whole-heads", 0.5), "no heads are removed whole"),
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),
+        (
+            ("--latency", 0.8, "--latency-tables", "t", "--batch", 1, "--images", "calibration.npy"),
+            "could be timed alone",
+        ),
     ],
 )
 def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:

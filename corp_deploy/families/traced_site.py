@@ -15,6 +15,7 @@ from corp_deploy.traced.program import Program
 from corp_deploy.traced.readers import Layer
 from corp_deploy.traced.site import Index, Span
 from corp_deploy.traced.site import Site as Groups
+from ground.errors import BadInput
 
 from .widths import HeadGeometry, Width
 
@@ -82,7 +83,7 @@ class TracedSite:
         return ()
 
     def entering(self, tokens: int) -> tuple[int, ...]:
-        raise NotImplementedError(f"{self.name}: a traced site is no layer that could be run alone")
+        raise BadInput(f"{self.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
 
     def tokens_before(self, tokens: int) -> int:
         return tokens

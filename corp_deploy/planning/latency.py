@@ -222,9 +222,14 @@ def measure_tables(
     progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
     """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
-    holds them.
+    holds them. Raises BadInput for sites of no layer that could be timed alone.
     """
     model = checkpoint.model
+    if alone := next((site.name for site in sites_of(model).every if not site.modules), None):
+        raise BadInput(
+            f"{alone}: a site that was found in a traced program is no layer that could be timed alone; give a budget "
+            "of --macs or --params"
+        )
     tokens, merges = tokens_of_sites(model), merges_of(model)
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
