@@ -158,7 +158,8 @@ def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[St
     if output.name == "pooled" and classes:
         return "the model's head gives logits; pooled is of one built with num_classes 0"
     if output.part is not None and (kind := _KINDS.get(output.part)) is not None and kind not in kinds:
-        return f"the model has no {kind} token; its tokens are {', '.join(dict.fromkeys(kinds))}"
+        known = f"its tokens are {', '.join(dict.fromkeys(kinds))}" if kinds else "none of its tokens are known"
+        return f"the model has no {kind} token; {known}"
     if output.layer and _last_of(output.layer, steps) < 0:
         return f"the model has no such layer; it has {', '.join(_layers(steps))}"
     stays = output.layer.startswith("stages.") or _last_of(output.layer, steps) < len(steps) - 1
