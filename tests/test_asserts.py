@@ -24,6 +24,7 @@ PURE = {
     "all",
     "any",
     "bool",
+    "callable",
     "covers",
     "get_args",
     "int",

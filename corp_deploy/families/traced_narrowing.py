@@ -64,7 +64,8 @@ def _graph(changed: Tracing, own: Tracing, kept: Mapping[str, Index]) -> fx.Grap
     keys = {name: groups.key for name, groups in names_of(own).items()}
     found = replace(own.found, program=changed.program)
     given = narrow(found, {keys[name]: groups for name, groups in kept.items()})
-    assert not given.whole, given.whole
+    stays = given.whole
+    assert not stays, stays
     return given.module
 
 
