@@ -256,6 +256,31 @@ def test_a_program_that_traces_otherwise_is_refused_with_both_versions(home: Pat
         load_checkpoint(home / "reduced")
 
 
+EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
+    "of another kind": (
+        ("sites", "stages.0.blocks.0.mlp"),
+        {"hidden": 4, "input_bias": True, "output_bias": True},
+        "no site",
+    ),
+    "out of order": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [3, 1]}, "do not rise below 64"),
+    "beyond": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [0, 64]}, "do not rise below 64"),
+    "a bias": (("program", "biases"), ["elsewhere.bias"], "needs no bias 'elsewhere.bias'"),
+}
+
+
+@pytest.mark.slow("graph")
+def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
+    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    run("reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced")
+    written = (home / "reduced/config.json").read_text()
+    for (part, key), value, reason in EDITED.values():
+        config = json.loads(written)
+        config[part][key] = value
+        (home / "reduced/config.json").write_text(json.dumps(config))
+        with pytest.raises(BadInput, match=f"config.json: .*{reason}"):
+            load_checkpoint(home / "reduced")
+
+
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("asked", "reason"),

@@ -5,7 +5,7 @@ Such a model is run whole: nothing is known of what lies between its sites.
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,12 @@ from .architecture import Architecture
 from .merging import Merging
 from .modules import replaced
 from .own_modules import PREPARED
+from .own_modules import grid as grid
+from .own_modules import merging_of as merging_of
+from .own_modules import steps as steps
+from .own_modules import token_kinds as token_kinds
+from .own_modules import token_weights as token_weights
 from .sites import Sites
-from .steps import Step
 from .timm_images import ImageSpec
 from .timm_library import beside as beside
 from .timm_library import own_state as own_state
@@ -113,18 +117,9 @@ def listened(model: nn.Module) -> nn.Module:
     return tracing(model).heard[0]
 
 
-def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-    """None are known."""
-    return iter(())
-
-
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     """Raises BadInput: there is no stream to follow."""
     raise BadInput(f"{type(model).__name__}: {_WHOLE}")
-
-
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
 
 
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
@@ -142,21 +137,8 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     return copy_without_merging(model, merging, merging_refusal(model))
 
 
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
 def merging_refusal(model: nn.Module) -> str:
     return "of a model that is traced no tokens are known"
-
-
-def token_kinds(model: nn.Module) -> tuple[str, ...]:
-    """None are known."""
-    return ()
-
-
-def grid(model: nn.Module, layer: str) -> None:
-    """Tokens make no map."""
 
 
 def depth(model: nn.Module) -> int:

@@ -141,8 +141,15 @@ def as_recorded(
         )
     kept = {name: np.array(entry["kept"], dtype=np.int64) for name, entry in sites.items() if "kept" in entry}
     sizes = {name: groups.size for name, groups in names_of(own).items()}
-    if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry["groups"]]:
+    if unknown := [name for name, entry in sites.items() if sizes.get(name) != entry.get("groups")]:
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
+    if odd := [name for name, each in kept.items() if not _rises(each, sizes[name])]:
+        raise BadInput(
+            f"{where}: {odd[0]!r:.100} keeps groups that do not rise below {sizes[odd[0]]}; the file was edited, write "
+            "it again"
+        )
+    if strange := [name for name in program["biases"] if name not in own.added]:
+        raise BadInput(f"{where}: the model needs no bias {strange[0]!r:.100}; the file was edited, write it again")
     given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
     if given.whole:
         raise BadInput(f"{where}: {next(iter(given.whole.values()))}; the file was edited, write the model again")
@@ -150,6 +157,10 @@ def as_recorded(
     without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
     _made_on_(given.module, torch.device("cpu"))
     return _module(model, given.module, _joined(None, own, kept, biases))
+
+
+def _rises(kept_K: Index, size: int) -> bool:
+    return bool((np.diff(kept_K) > 0).all()) and kept_K[-1] < size
 
 
 def _made_on_(graph: fx.GraphModule, place: torch.device) -> None:
