@@ -1,0 +1,163 @@
+"""Cuts: tensors through which all that comes later is computed, and the program between two of them.
+
+The blocks of a model are found so: behind each of them one stream is all that the rest of the program takes.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils._pytree import tree_structure
+
+from .choice import labels_of
+from .compaction import kept
+from .cost import macs
+from .labels import compact
+from .marks import Marks
+from .program import Program, module_of, number_of, operation, sizes_at_one
+from .sites import Found
+
+_SIZE = torch.ops.aten.sym_size.int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What `node` gives, the batch in front. `name`: the same in a dense program and in one narrowed from it."""
+
+    node: fx.Node
+    name: str
+
+
+def cuts(found: Found) -> tuple[Cut, ...]:
+    """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
+    elements.
+
+    A program of several inputs has none before the last use of all but its first input.
+    """
+    removable, names = _removable(found), _names(found.program)
+    chosen: list[Cut] = []
+    is_due = False
+    for node in _passed_by_all(found.program):
+        is_due = is_due or any(macs(each) > 0 for each in node.since)
+        if is_due and _has_batch_in_front(node.node) and not _loses(found, node.node, removable):
+            chosen.append(Cut(node=node.node, name=names[node.node]))
+            is_due = False
+    return tuple(chosen[:-1] if chosen and not is_due else chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """A node that all later ones are computed through, and those `since` the one before it, itself among them."""
+
+    node: fx.Node
+    since: list[fx.Node]
+
+
+def _passed_by_all(program: Program) -> Iterator[_Passed]:
+    aside = _without_values(program)
+    nodes = [node for node in program.nodes if node not in aside]
+    place = {node: at for at, node in enumerate(nodes)}
+    last, start = 0, 0
+    for at, node in enumerate(nodes):
+        if last <= at and node.op == "call_function":
+            yield _Passed(node=node, since=nodes[start : at + 1])
+            start = at + 1
+        last = max([last, *(place[user] for user in node.users if user in place)])
+
+
+def _without_values(program: Program) -> set[fx.Node]:
+    """Nodes that no value of an input reaches: constants, sizes, and what is computed of these alone."""
+    free: set[fx.Node] = set()
+    for node in program.nodes:
+        is_computed = node.op == "call_function" and free.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or is_computed or number_of(node) is not None:
+            free.add(node)
+    return free
+
+
+def _names(program: Program) -> dict[fx.Node, str]:
+    """The module's path, the op, and which of its calls there a node is."""
+    count: Counter[tuple[str, str]] = Counter()
+    names = {}
+    for node in program.nodes:
+        path, op = module_of(node)[0], operation(node)
+        count[path, op] += 1
+        names[node] = f"{path} {op} {count[path, op]}"
+    return names
+
+
+def _has_batch_in_front(node: fx.Node) -> bool:
+    """Of one tensor, nothing else being along its first axis."""
+    value = node.meta.get("val")
+    is_counted = isinstance(value, Tensor) and value.dim() > 1 and isinstance(value.shape[0], torch.SymInt)
+    return is_counted and sizes_at_one(node)[0] == 1
+
+
+def _removable(found: Found) -> Tensor:
+    """Which labels can go with a site that is no stream."""
+    gone = torch.zeros(found.flow.groups.count, dtype=torch.bool)
+    for site in found.sites:
+        if site.kind != "stream":
+            gone[labels_of(found.flow, site, np.arange(site.size))] = True
+    return gone
+
+
+def _loses(found: Found, node: fx.Node, removable: Tensor) -> bool:
+    value = found.flow.values[node]
+    assert isinstance(value, Marks), node
+    return value.labels is not None and not bool(kept(compact(value.labels), removable).all())
+
+
+def between(program: Program, before: fx.Node | None, after: fx.Node | None) -> fx.GraphModule:
+    """What makes of the tensor at one cut that at a later one, or the outputs; without `before` of the inputs. It has
+    the program's own parameters.
+    """
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    if before is not None:
+        nodes[before] = graph.placeholder(before.name)
+        nodes[before].meta = dict(before.meta)
+        batch = graph.call_function(_SIZE, (nodes[before], 0))
+    for node in _needed(program, before, after):
+        if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
+            nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))
+        else:
+            nodes[node] = graph.node_copy(node, lambda each: nodes[each])
+    if after is not None:
+        graph.output((nodes[after],))
+    graph.set_codegen(_codegen(program, before, after))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(program.graph, graph).eval()
+
+
+def _needed(program: Program, before: fx.Node | None, after: fx.Node | None) -> list[fx.Node]:
+    """In order of the program; sizes of tensors in front of `before` without those tensors."""
+    order = list(program.nodes)
+    inside = set(order[0 if before is None else order.index(before) + 1 :])
+    front = [after or order[-1]]
+    needed = set(front)
+    while front:
+        node = front.pop()
+        is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
+        for each in [] if is_size else node.all_input_nodes:
+            if each is not before and each not in needed:
+                needed.add(each)
+                front.append(each)
+    inputs = [node for node in order if node.op == "placeholder"]
+    assert before is None or needed.isdisjoint(inputs), (before, after)
+    needed |= set(inputs) if before is None else set()
+    return [node for node in order if node in needed]
+
+
+def _codegen(program: Program, before: fx.Node | None, after: fx.Node | None) -> _PyTreeCodeGen:
+    """Inputs and outputs arranged as the program's are, where they are those."""
+    own = program.graph.graph._codegen
+    assert isinstance(own, _PyTreeCodeGen), own
+    names, entering, leaving = own.pytree_info
+    if before is not None:
+        names, entering = [before.name], tree_structure(((0,), {}))
+    return _PyTreeCodeGen(_PyTreeInfo(names, entering, tree_structure(0) if after is not None else leaving))

@@ -1,0 +1,62 @@
+"""Programs taken apart at tensors that all later ones are computed through."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from corp_deploy.traced.cuts import between, cuts
+from corp_deploy.traced.narrow import narrow
+from corp_deploy.traced.program import Program, trace
+from corp_deploy.traced.sites import Found, find
+from tests import traced_models as own
+from tests.traced_examples import SIDE, Patched
+
+IMAGES = (3, SIDE, SIDE)
+
+
+def found_of(model: nn.Module, *shapes: tuple[int, ...]) -> Found:
+    return find(trace(model.eval(), [torch.zeros(2, *shape) for shape in shapes]))
+
+
+def chained(program: Program, found: Found, inputs: torch.Tensor) -> torch.Tensor:
+    """The program run segment by segment, at another batch than it was traced with."""
+    at = [None, *(cut.node for cut in cuts(found)), None]
+    with torch.no_grad():
+        for before, after in pairwise(at):
+            inputs = between(program, before, after)(inputs)
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "count"),
+    [
+        (lambda: Patched(depth=3), IMAGES, 7),  # behind the stem, and behind each branch of each block
+        (own.ResBlocks, (3, 8, 8), 3),  # behind the stem and each block; the stream is a site itself
+        (own.encoder, (own.TOKENS, own.D), 4),
+        (own.UNet, (3, 8, 8), 0),  # what goes around is in the way, and all else is narrowed
+        (own.Gated, (own.D,), 0),
+    ],
+)
+def test_segments_one_behind_the_other_are_the_program(
+    build: type[nn.Module], shape: tuple[int, ...], count: int
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    found, inputs = found_of(model, shape), torch.randn(3, *shape)
+    assert len(cuts(found)) == count
+    with torch.no_grad():
+        assert torch.allclose(chained(found.program, found, inputs), model(inputs), atol=1e-5)
+
+
+def test_a_narrowed_program_has_the_same_cuts() -> None:
+    torch.manual_seed(0)
+    dense = found_of(Patched(), IMAGES)
+    narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})
+    again = found_of(narrower.module, IMAGES)
+    assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]
+
+
+def test_no_cut_stands_before_the_last_use_of_a_second_input() -> None:
+    assert cuts(found_of(own.TwoInputs(), (4,), (5,))) == ()
