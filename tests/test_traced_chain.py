@@ -163,7 +163,7 @@ def test_values_go_as_many_of_each_head(tmp_path: Path) -> None:
         "stages.0.blocks.0.attn.qk": 8,
         "stages.0.blocks.0.attn.v": 8,
         "stages.1.blocks.0.attn.qk": 8,
-        "stages.1.blocks.0.attn.v": 16,
+        "stages.1.blocks.0.attn.v": 8,
     }
     assert np.bincount(kept_of(reduction.model)["stages.1.blocks.0.attn.v"] // 16).tolist() == [8, 8]
     assert 0.0 < apart(reduction.model, dense.model) < 0.5

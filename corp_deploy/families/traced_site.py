@@ -23,7 +23,8 @@ from .widths import HeadGeometry, Width
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
-    `source`: the node that gives what it reads.
+    `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
+    `is_squeeze`: it reads the means of maps that others read.
     """
 
     layer: Layer
@@ -31,6 +32,8 @@ class Reading:
     columns_GM: Index
     weight: str
     bias: str
+    gain_O: Tensor | None
+    is_squeeze: bool = False
 
     @property
     def name(self) -> str:
@@ -147,12 +150,6 @@ class TracedConvolutions(TracedSite):
     """Of maps."""
 
     kind: ClassVar[str] = "traced convolutions"
-
-
-class TracedValues(TracedSite):
-    """Of an attention's heads, as many of each."""
-
-    kind: ClassVar[str] = "traced values"
 
 
 class TracedStream(TracedSite):

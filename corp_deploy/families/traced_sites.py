@@ -1,20 +1,24 @@
 """From what is found in a program to the sites that a model offers, and what can't be reduced yet, with the reason."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import fx, nn
 
 from corp_deploy.traced.program import module_of, operation, sizes_at_one
-from corp_deploy.traced.readers import CONV2D, LINEAR, has_batch_in_front
+from corp_deploy.traced.readers import CONV2D, LINEAR, gain_behind, has_batch_in_front
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
 from .sites import Refusal, Sites
 from .traced_module import Tracing
 from .traced_pairs import TracedPairs, pairs
-from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream, TracedValues
+from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream
+from .traced_values import TracedValues, values
 
 _CLASSES: dict[str, type[TracedSite]] = {
     "channels": TracedChannels,
@@ -41,7 +45,15 @@ def traced_sites(tracing: Tracing) -> Sites:
             every.append(made)
         else:
             refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
-    return Sites(every=tuple(every), refused=tuple(refused))
+    return Sites(every=tuple(_beside_queries(every)), refused=tuple(refused))
+
+
+def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
+    """Values know how wide the queries of their heads are, where those can go too."""
+    widths = {each.groups.name: each.groups_HD.shape[1] for each in every if isinstance(each, TracedPairs)}
+    for each in every:
+        is_beside = isinstance(each, TracedValues) and each.groups.name in widths
+        yield replace(each, queries=widths[each.groups.name]) if is_beside else each  # type: ignore[call-arg]
 
 
 def _output(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> nn.Linear | None:
@@ -73,16 +85,27 @@ def _site(tracing: Tracing, name: str, groups: Groups, kind: type[TracedSite]) -
         if isinstance(reading, str):
             return reading
         readings.append(reading)
+    readings = _squeezes_told(tracing, groups, readings)
     if refusal := _refusal(tracing, groups, readings):
         return refusal
-    return kind(
-        name=name,
-        groups=groups,
-        readings=tuple(readings),
-        program=tracing.program,
-        macs_now=tracing.shares.macs[groups.key],
-        parameters_now=tracing.shares.parameters[groups.key],
-    )
+    own: dict[str, Any] = {
+        "name": name,
+        "groups": groups,
+        "readings": tuple(readings),
+        "program": tracing.program,
+        "macs_now": tracing.shares.macs[groups.key],
+        "parameters_now": tracing.shares.parameters[groups.key],
+    }
+    return values(tracing, own) if kind is TracedValues else kind(**own)
+
+
+def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) -> list[Reading]:
+    """Of channels that maps have, whether what reads them reads places of a map or its means."""
+    shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
+    places = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
+    if groups.kind == "stream" or max(places, default=0) <= 1:
+        return readings
+    return [replace(each, is_squeeze=count == 1) for each, count in zip(readings, places, strict=True)]
 
 
 def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
@@ -99,7 +122,7 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
         return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
     if written := sorted({span.name for span in groups.writers} & read):
         return f"{written[0]} writes and reads it at once"
-    is_shared = len({reading.source for reading in readings}) > 1
+    is_shared = len({reading.source for reading in readings if not reading.is_squeeze}) > 1
     if is_shared and (groups.parts > 1 or any(reading.columns_GM.shape[1] > 1 for reading in readings)):
         return "several layers read it behind different ops, and it is kept in parts or by several elements at once"
     if groups.part_G is not None and len(set(np.bincount(groups.part_G).tolist())) > 1:
@@ -139,5 +162,10 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     distinct = len(np.unique(span.index_GM))
     assert distinct == span.index_GM.size, span
     return Reading(
-        layer=layer, source=span.name, columns_GM=span.index_GM, weight=str(weight.target), bias=str(bias.target)
+        layer=layer,
+        source=span.name,
+        columns_GM=span.index_GM,
+        weight=str(weight.target),
+        bias=str(bias.target),
+        gain_O=gain_behind(tracing.program, node),
     )

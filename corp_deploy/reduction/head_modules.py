@@ -15,7 +15,7 @@ from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 
 from . import heads
 from .emptied import constant_report, mean_given
-from .heads import Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
+from .heads import Given, Halves, HeadMaps, QkAtSite, ValuesAtSite, kept_qk, leaves_values, qk_at_site, values_at_site
 from .kind import LinearReduced
 from .logits import logit_error, logit_scale
 from .method import Method
@@ -28,15 +28,16 @@ def _qk_held_out(site: str, recovery: QkRecovery, held_out: HeadMoments, method:
     return HeldOut(energy=float(energy_H.sum()), error=float(error_H.sum()))
 
 
-def _qk_report(
-    site: HeadSite, at_site: QkAtSite, method: Method, width: int, held_out: HeadMoments | None
+def qk_report(
+    site: str, dense: int, at_site: QkAtSite, method: Method, width: int, held_out: HeadMoments | None
 ) -> SiteReport:
+    """What happened to queries and keys that had the width `dense` per head."""
     recovery = at_site.recovery
     return SiteReport(
-        site=site.name,
+        site=site,
         part="qk",
-        width_dense=site.qk,
-        width_asked=site.qk * method.attention_kept,
+        width_dense=dense,
+        width_asked=dense * method.attention_kept,
         width=width,
         energy=float(at_site.energy_H.sum()),
         error_uncompensated=float(recovery.residual_uncompensated_H.sum()),
@@ -45,25 +46,28 @@ def _qk_report(
         condition=recovery.condition,
         ridge=recovery.ridge,
         ridge_fit=ridge_fit(at_site.ridge),
-        held_out=None if held_out is None else _qk_held_out(site.name, recovery, held_out, method),
+        held_out=None if held_out is None else _qk_held_out(site, recovery, held_out, method),
     )
 
 
-def _value_report(
-    site: HeadSite,
+def value_report(
+    site: str,
+    dense: int,
+    projection: tuple[Tensor, Tensor | None],
     at_site: ValuesAtSite,
-    moments: HeadMoments,
+    moments: Given,
     method: Method,
     width: int,
-    held_out: HeadMoments | None,
+    held_out: Given | None,
 ) -> SiteReport:
-    weight_OC, bias_O = _projection(site)
+    """What happened to values that had the width `dense` per head, read by a projection's weight and bias."""
+    weight_OC, bias_O = projection
     values = at_site.recovery
     return SiteReport(
-        site=site.name,
+        site=site,
         part="v",
-        width_dense=site.v,
-        width_asked=site.v * method.attention_kept,
+        width_dense=dense,
+        width_asked=dense * method.attention_kept,
         width=width,
         energy=heads.output_energy(moments, weight_OC),
         error_uncompensated=values.residual_uncompensated,
@@ -94,11 +98,21 @@ def _rotated(
     may be mixed.
     """
     if method.rotates and site.mixing == "free" and widths.qk < site.qk:
-        qk = replace(qk, q_map_HRD=rotated_maps(qk.q_map_HRD), k_map_HRD=rotated_maps(qk.k_map_HRD))
+        qk = rotated_qk(qk)
     if method.rotates and not site.keeps_v and widths.v < site.v:
-        weight_OK = rotated_back(values.weight_OK, site.heads)
-        values = replace(values, v_map_HRV=rotated_maps(values.v_map_HRV), weight_OK=weight_OK)
+        values = rotated_values(values)
     return qk, values
+
+
+def rotated_qk(qk: QkRecovery) -> QkRecovery:
+    """The same logits, by channels of more even ranges."""
+    return replace(qk, q_map_HRD=rotated_maps(qk.q_map_HRD), k_map_HRD=rotated_maps(qk.k_map_HRD))
+
+
+def rotated_values(values: ValueRecovery) -> ValueRecovery:
+    """The same outputs, by channels of more even ranges."""
+    weight_OK = rotated_back(values.weight_OK, len(values.v_map_HRV))
+    return replace(values, v_map_HRV=rotated_maps(values.v_map_HRV), weight_OK=weight_OK)
 
 
 def reduced_heads(
@@ -126,12 +140,13 @@ def reduced_heads(
         how: dict[str, Any] = {"in_planes": site.in_planes, "grouped": site.grouped, "scores_HD": scores_HD}
         at_site = qk_at_site(site.name, moments, method, weight_XI, widths.qk, halves, **how)
         recovery = at_site.recovery
-        reports.append(_qk_report(site, at_site, method, widths.qk, held_out))
+        reports.append(qk_report(site.name, site.qk, at_site, method, widths.qk, held_out))
     weight_OC, bias_O = _projection(site)
     at_values = values_at_site(moments, method, weight_OC, bias_O, site.heads, widths.v, halves)
     values = at_values.recovery
     if site.keeps_qk or not leaves_values(method, widths.v, site.v):
-        reports.append(_value_report(site, at_values, moments, method, widths.v, held_out))
+        projection = (weight_OC, bias_O)
+        reports.append(value_report(site.name, site.v, projection, at_values, moments, method, widths.v, held_out))
     recovery, values = _rotated(site, method, widths, recovery, values)
     maps = HeadMaps(
         q_HRD=recovery.q_map_HRD,

@@ -6,6 +6,7 @@ Legend: H heads, D dense head width, R reduced head width, C = H D, O outputs of
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -120,6 +121,19 @@ def leaves_values(method: Method, width: int, dense: int) -> bool:
     return width == dense and method.geometry != "square"
 
 
+class Given(Protocol):
+    """Mean, second moment and covariance of what all heads give, side by side."""
+
+    @property
+    def z_mean_C(self) -> Tensor: ...
+
+    @property
+    def z_second_CC(self) -> Tensor: ...
+
+    @property
+    def z_covariance_CC(self) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValuesAtSite:
     """A recovery; `ridge`: how strong it was chosen, where halves of the images chose."""
@@ -129,28 +143,28 @@ class ValuesAtSite:
 
 
 def _value_ridge(
-    halves: Halves, least: float, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+    halves: tuple[Given, Given], least: float, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
 ) -> RidgeChoice:
     """The strength whose values and projections of either half lose least on the other."""
 
-    def share_lost(recovery: ValueRecovery, half: HeadMoments) -> float:
+    def share_lost(recovery: ValueRecovery, half: Given) -> float:
         energy = output_energy(half, weight_OC)
         return error_of(recovery, weight_OC, bias_O, half) / energy if energy > 0.0 else 0.0
 
-    def fit(half: HeadMoments, strength: float) -> ValueRecovery:
+    def fit(half: Given, strength: float) -> ValueRecovery:
         return values.lowrank(half.z_mean_C, half.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=strength)
 
     return chosen_ridge(halves, ridges_from(least), fit, share_lost)
 
 
 def values_at_site(
-    moments: HeadMoments,
+    moments: Given,
     method: Method,
     weight_OC: Tensor,
     bias_O: Tensor | None,
     heads: int,
     width: int,
-    halves: Halves | None = None,
+    halves: tuple[Given, Given] | None = None,
 ) -> ValuesAtSite:
     """The values and the output projection at one width per head. `halves` of the images choose the ridge of the joint
     refit, which pulls toward the best projection of each head alone.
@@ -192,12 +206,12 @@ class HeadMaps:
         return torch.cat([mapped_rows(rows_HDI, each) for rows_HDI, each in zip(by_map, maps, strict=True)])
 
 
-def output_energy(moments: HeadMoments, weight_OC: Tensor) -> float:
+def output_energy(moments: Given, weight_OC: Tensor) -> float:
     """Variance of the dense projection's output: tr(W C W')."""
     return variance(weight_OC, moments.z_covariance_CC)
 
 
-def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadMoments) -> float:
+def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: Given) -> float:
     """E||y - y'||^2 of new values and projection on any moments of the dense z."""
     bias_change_O = -recovery.bias_O if bias_O is None else bias_O - recovery.bias_O
     return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - recovery.as_dense_OC, bias_change_O)

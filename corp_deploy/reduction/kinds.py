@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from corp_deploy.families.site import Site
+from corp_deploy.families.traced_site import TracedSite
 
 from .channel_kind import ChannelKind
 from .conv_kind import ConvKind
@@ -11,17 +12,18 @@ from .head_kind import HeadKind
 from .kind import Kind
 from .traced_kind import TracedKind
 from .traced_pairs_kind import TracedPairsKind
+from .traced_values_kind import TracedValuesKind
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "channels": ChannelKind(),
         "convolutions": ConvKind(),
         "heads": HeadKind(),
-        "traced channels": TracedKind("channels"),
-        "traced convolutions": TracedKind("convolutions"),
+        "traced channels": TracedKind[TracedSite]("channels"),
+        "traced convolutions": TracedKind[TracedSite]("convolutions"),
         "traced queries and keys": TracedPairsKind(),
-        "traced streams": TracedKind("streams"),
-        "traced values": TracedKind("values"),
+        "traced streams": TracedKind[TracedSite]("streams"),
+        "traced values": TracedValuesKind(),
     }
 )
 

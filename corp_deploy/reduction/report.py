@@ -31,6 +31,11 @@ class HeldOut:
     energy: float
     error: float
 
+    @property
+    def share(self) -> float:
+        """What is lost of the dense signal."""
+        return self.error / self.energy if self.energy > 0.0 else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeFit:

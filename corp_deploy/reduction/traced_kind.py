@@ -4,8 +4,8 @@ Legend: C groups, K kept, P parts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from calib.moments import Moments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
+from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.rows import Rows
@@ -21,10 +22,13 @@ from ground.errors import BadInput
 from .chosen import Chosen
 from .kind import ErrorCurve, Reduced
 from .method import Method
-from .report import HeldOut, SiteReport
-from .traced_reads import Read, elimination, error_of, ranked, reads_of, recovered, rest_of, swapped
+from .report import HeldOut, SiteReport, ridge_fit
+from .traced_reads import Read, elimination, error_of, of_places, ranked, reads_of, recovered, rest_of, swapped
 
+OfSite = TypeVar("OfSite", bound=TracedSite)
 Part = Literal["channels", "convolutions", "values", "streams"]
+_LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2col", "streams": "im2col"}
+"""The repair whose ridge halves of the images choose; the others stay as published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class TracedReduced(Reduced):
         return bool(self.changes or self.mapped)
 
 
-class TracedKind:
+class TracedKind(Generic[OfSite]):
     """See Kind; one for each part of models, which has sparsities, selections and repairs of its own."""
 
     eliminates: ClassVar[bool] = True
@@ -77,51 +81,52 @@ class TracedKind:
             return method.residual_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
         if self.part == "channels":
             return method.mlp_sparsity, method.align_hidden, method.mlp_selection, method.mlp_recovery
-        square = method.geometry == "square" and method.value_recovery != "keep"
-        return method.attention_sparsity if square else None, method.align_head, "obs", "affine"
+        return method.attention_sparsity, method.align_head, "obs", "affine"
 
-    def moments_at(self, site: TracedSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
+    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
         return reads_of(site, moments, device)
 
     def rest_of(self, own: tuple[Read, ...], half: tuple[Read, ...]) -> tuple[Read, ...]:
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
-        own = self._said(method)[0]
-        return method.heads_sparsity or own if self.part == "values" else own
+        return self._said(method)[0]
 
-    def uniform(self, site: TracedSite, method: Method) -> int | None:
+    def uniform(self, site: OfSite, method: Method) -> int | None:
         sparsity, align, _, _ = self._said(method)
         if sparsity is None or self.refusal(site, method):
             return None
         return site.parts * aligned_width(site.width // site.parts, 1.0 - sparsity, align)
 
-    def widths(self, site: TracedSite, method: Method) -> tuple[int, ...]:
+    def widths(self, site: OfSite, method: Method) -> tuple[int, ...]:
         align = self._said(method)[1]
         return tuple(site.parts * each for each in aligned_widths(site.width // site.parts, align))
 
-    def offers(self, site: TracedSite, method: Method) -> tuple[int, ...]:
-        is_idle = self.part == "streams" or (self.part == "values" and self._said(method)[0] is None)
-        return (site.width,) if is_idle or self.refusal(site, method) else self.widths(site, method)
+    def offers(self, site: OfSite, method: Method) -> tuple[int, ...]:
+        stays = self.part == "streams" or self.refusal(site, method)
+        return (site.width,) if stays else self.widths(site, method)
 
-    def refusal(self, site: TracedSite, method: Method) -> str:
+    def refusal(self, site: OfSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
-        if self.part == "values" and method.heads_sparsity:
-            return "of a traced model no heads are removed whole"
         if selection == "fold":
             return "of a traced model channels are removed and none are merged"
         return "this preset's method has no form for convolutions" if recovery == "keep" else ""
 
-    def note(self, site: TracedSite, method: Method, width: int | None) -> str | None:
+    def note(self, site: OfSite, method: Method, width: int | None) -> str | None:
         return None
 
     def chosen(
         self,
-        site: TracedSite,
+        site: OfSite,
         moments: tuple[Read, ...],
         method: Method,
         width: int,
         known: Elimination | None = None,
+    ) -> Chosen | None:
+        return self._choice(site, moments, method, width, known)
+
+    def _choice(
+        self, site: OfSite, moments: tuple[Read, ...], method: Method, width: int, known: Elimination | None
     ) -> Chosen:
         _, _, selection, _ = self._said(method)
         part_C = _parts(site, moments)
@@ -129,13 +134,13 @@ class TracedKind:
             return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
         if selection != "obs":
             return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
-        kept_K = (known or self.elimination(site, moments, method)).kept(width)
+        kept_K = (known or self._order(site, moments, method)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
         return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
 
     def reduced(
         self,
-        site: TracedSite,
+        site: OfSite,
         moments: tuple[Read, ...],
         method: Method,
         width: int,
@@ -144,18 +149,25 @@ class TracedKind:
         held_out: tuple[Read, ...] | None = None,
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
-        chosen = known if isinstance(known, Chosen) else self.chosen(site, moments, method, width, known)
-        recovery, kept_K = self._said(method)[3], chosen.kept_K
-        changes = tuple(
-            Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=method.ridge_rel))
-            for read in moments
-        )
-        others = None if held_out is None else _judged(changes, kept_K, held_out)
-        report = self._report(site, method, changes, len(kept_K), others)
+        chosen = known if isinstance(known, Chosen) else self._choice(site, moments, method, width, known)
+        recovery, kept_K, ridge = self._said(method)[3], chosen.kept_K, None
+        if halves is not None and recovery == _LEAST_SQUARES[self.part]:
+            ridge = chosen_ridge(
+                (of_places(halves[0]), of_places(halves[1])),
+                ridges_from(method.ridge_rel),
+                lambda half, strength: _changed(half, recovery, kept_K, strength),
+                lambda changes, half: _judged(changes, kept_K, half).share,
+            )
+        ridge_rel = method.ridge_rel if ridge is None else ridge.strength_whole
+        changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
+        others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
+        report = replace(self._report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
+        squeezes = tuple(read for read in moments if read.reading.is_squeeze)
+        changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
         return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def _report(
-        self, site: TracedSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
+        self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
     ) -> SiteReport:
         """The layers that read the site as one."""
         every = [change.recovery for change in changes]
@@ -177,35 +189,42 @@ class TracedKind:
         )
 
     def completed(
-        self, site: TracedSite, new: TracedReduced, moments: Moments, method: Method, where: torch.device
+        self, site: OfSite, new: TracedReduced, moments: Moments, method: Method, where: torch.device
     ) -> TracedReduced:
         return new
 
-    def elimination(self, site: TracedSite, moments: tuple[Read, ...], method: Method) -> Elimination:
+    def elimination(self, site: OfSite, moments: tuple[Read, ...], method: Method) -> Elimination | None:
+        return self._order(site, moments, method)
+
+    def _order(self, site: OfSite, moments: tuple[Read, ...], method: Method) -> Elimination:
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def curves(
-        self, site: TracedSite, moments: tuple[Read, ...], method: Method, known: Elimination | None
+        self, site: OfSite, moments: tuple[Read, ...], method: Method, known: Elimination | None
     ) -> list[ErrorCurve]:
         widths = self.offers(site, method)
         if len(widths) == 1:
             return []
-        order = known or self.elimination(site, moments, method)
+        order = known or self._order(site, moments, method)
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
-    def layer(self, site: TracedSite, layer: nn.Module, method: Method, width: int) -> NoReturn:
+    def layer(self, site: OfSite, layer: nn.Module, method: Method, width: int) -> NoReturn:
         raise BadInput(f"{site.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
 
-    def rebuilt(self, branch: object, site: TracedSite, *rest: object) -> NoReturn:
+    def rebuilt(self, branch: object, site: OfSite, *rest: object) -> NoReturn:
         raise BadInput(f"{site.name}: of a traced model no block is known that a loop could follow; drop --closed-loop")
 
-    def fitted(self, step: object, site: TracedSite, *rest: object) -> NoReturn:
+    def fitted(self, step: object, site: OfSite, *rest: object) -> NoReturn:
         self.rebuilt(step, site)
 
 
 def _parts(site: TracedSite, reads: tuple[Read, ...]) -> Tensor | None:
     part_G = site.groups.part_G
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
+
+
+def _changed(reads: tuple[Read, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
+    return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
 
 
 def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[Read, ...]) -> HeldOut:
@@ -248,8 +267,9 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     weight = tensors.get(reading.weight, layer.weight.detach().double())
     columns_U = torch.from_numpy(reading.columns_GM).to(weight.device).flatten()
     new_OU = read.as_dense_OU(recovery, kept_K)
-    weight = weight.clone()
-    weight[:, columns_U] = new_OU.view(len(weight), len(columns_U), *weight.shape[2:])
-    tensors[reading.weight] = weight
+    change_OU = read.undone(new_OU - read.weight_OU)
+    tensors[reading.weight] = weight.index_add(
+        1, columns_U, change_OU.view(len(weight), len(columns_U), *weight.shape[2:])
+    )
     bias_O = tensors.get(reading.bias, layer.bias.detach().double())
-    tensors[reading.bias] = bias_O + recovery.bias_O - read.bias_O
+    tensors[reading.bias] = bias_O + read.undone(recovery.bias_O - read.bias_O)

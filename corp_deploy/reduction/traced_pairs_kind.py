@@ -14,10 +14,10 @@ from corp_deploy.families.traced_pairs import Side, TracedPairs
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from ground.errors import BadInput
 
-from .heads import QkAtSite, qk_at_site
+from .head_modules import qk_report, rotated_qk
+from .heads import qk_at_site
 from .kind import ErrorCurve
 from .method import Method
-from .report import SiteReport, ridge_fit
 from .statistics import statistics_at
 from .traced_kind import Mapped, TracedReduced
 
@@ -70,8 +70,9 @@ class TracedPairsKind:
         each = width // len(site.groups_HD)
         rows_XI = torch.cat([_rows(site, side).flatten(0, 1) for side in (site.queries, site.keys)])
         at_site = qk_at_site(site.name, moments, method, rows_XI, each, halves)
-        kept_HR = site.groups_HD[:, :each]
-        maps = (at_site.recovery.q_map_HRD, at_site.recovery.k_map_HRD)
+        kept_HR, narrower = site.groups_HD[:, :each], width < site.width
+        recovery = rotated_qk(at_site.recovery) if method.rotates and narrower else at_site.recovery
+        maps = (recovery.q_map_HRD, recovery.k_map_HRD)
         mapped = tuple(
             Mapped(
                 rows=side.rows,
@@ -82,10 +83,9 @@ class TracedPairsKind:
             )
             for side, map_HRD in zip((site.queries, site.keys), maps, strict=True)
         )
-        narrower = width < site.width
         return TracedReduced(
             modules={},
-            reports=[_report(site, at_site, method, each)],
+            reports=[qk_report(site.name, site.groups_HD.shape[1], at_site, method, each, held_out)],
             kept_K=kept_HR.flatten().sort().values,
             mapped=mapped if narrower else (),
         )
@@ -123,23 +123,3 @@ def _weight(site: TracedPairs, name: str) -> Tensor:
 def _rows(site: TracedPairs, side: Side) -> Tensor:
     """[H,D,I]"""
     return _weight(site, side.rows.weight).flatten(1)[side.rows_HD]
-
-
-def _report(site: TracedPairs, at_site: QkAtSite, method: Method, width: int) -> SiteReport:
-    """Of one head's width, as of any attention."""
-    recovery = at_site.recovery
-    dense = site.groups_HD.shape[1]
-    return SiteReport(
-        site=site.name,
-        part="qk",
-        width_dense=dense,
-        width_asked=dense * method.attention_kept,
-        width=width,
-        energy=float(at_site.energy_H.sum()),
-        error_uncompensated=float(recovery.residual_uncompensated_H.sum()),
-        error=float(recovery.residual_H.sum()),
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
-        ridge_fit=ridge_fit(at_site.ridge),
-    )

@@ -57,7 +57,9 @@ _SCORES: Mapping[str, Callable[["Read"], Tensor]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens."""
+    """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens. A batch norm
+    right behind it is one with its weight and bias, but for what it adds.
+    """
 
     reading: Reading
     tokens: float
@@ -83,6 +85,14 @@ class Read:
     @property
     def is_of_maps(self) -> bool:
         return self.reading.layer.weight.dim() > 2
+
+    def undone(self, change_O: Tensor) -> Tensor:
+        """A change [O,...] of weight or bias as it is ahead of that norm; none of an output that it makes 0."""
+        gain_O = self.reading.gain_O
+        if gain_O is None:
+            return change_O
+        gain = gain_O.to(change_O.device).view(-1, *[1] * (change_O.dim() - 1))
+        return torch.where(gain == 0.0, 0.0, change_O / gain)
 
     def as_dense_OU(self, recovery: ChannelRecovery, kept_K: Tensor) -> Tensor:
         """A recovered layer on all groups, 0 on those that go."""
@@ -111,6 +121,9 @@ def _read(reading: Reading, moments: Moment) -> Read:
     weight_OCT = weight.reshape(*weight.shape[:2], -1)
     assert reading.layer.bias is not None, reading.name
     bias_O = reading.layer.bias.detach().double()
+    if reading.gain_O is not None:
+        gain_O = reading.gain_O.to(bias_O.device)
+        weight_OCT, bias_O = weight_OCT * gain_O[:, None, None], bias_O * gain_O
     if isinstance(moments, ChannelMoments):
         index_U = index_C1.flatten()
         second_UU, mean_U, taps = (
@@ -173,10 +186,15 @@ def rest_of(own: Read, half: Read) -> Read:
     return replace(own, tokens=tokens, stats=stats, active_C=left(own.active_C, half.active_C))
 
 
+def of_places(reads: Sequence[Read]) -> tuple[Read, ...]:
+    """Without squeezes, which follow what the others choose."""
+    return tuple(read for read in reads if not read.reading.is_squeeze)
+
+
 def _stacked(reads: Sequence[Read]) -> list[Read]:
-    """Layers that read the very same tensor as one, whose rows are theirs in turn."""
+    """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say."""
     stacked: dict[tuple[str, int, bool], list[Read]] = {}
-    for read in reads:
+    for read in of_places(reads):
         stacked.setdefault((read.reading.source, read.stats.taps, read.is_of_maps), []).append(read)
     return [replace(each[0], weight_OU=torch.cat([read.weight_OU for read in each])) for each in stacked.values()]
 

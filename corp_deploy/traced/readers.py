@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from .program import Program, sizes_at_one
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
+BATCH_NORM = torch.ops.aten.batch_norm.default
 Layer = nn.Linear | nn.Conv2d
 
 
@@ -46,6 +47,18 @@ def _groups(node: fx.Node) -> int:
     groups = node.args[6] if len(node.args) > 6 else 1
     assert isinstance(groups, int), node
     return groups
+
+
+def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
+    """By what a batch norm multiplies each channel [O] that a layer gives, where nothing else reads that; float64."""
+    norm = next(iter(node.users)) if len(node.users) == 1 else node
+    if norm.target is not BATCH_NORM:
+        return None
+    weight, _, _, variance = (each if each is None else program.tensor(str(each.target)) for each in norm.args[1:5])  # type: ignore[union-attr]
+    eps = norm.args[7]
+    assert variance is not None and isinstance(eps, float), norm  # noqa: PT018
+    gain_O: Tensor = (variance.double() + eps).rsqrt()
+    return gain_O if weight is None else weight.detach().double() * gain_O
 
 
 def with_biases_(program: Program) -> tuple[str, ...]:

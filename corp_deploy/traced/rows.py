@@ -27,16 +27,27 @@ def rows_of(source: fx.Node, layers: Mapping[fx.Node, Called]) -> Rows | None:
     """Of what a node gives, by any of these layers; None where something else than moves, or a scaling by one number,
     makes it.
     """
-    way = [source]
-    while way[-1] not in layers:
-        if not _is_passed(way[-1]):
-            return None
-        way.append(way[-1].all_input_nodes[0])
-    layer = way.pop()
+    *way, layer = _way(source)
+    if layer not in layers:
+        return None
     values: dict[fx.Node, Any] = {layer: _numbered(layer)}
     for node in reversed(way):
         values[node] = _moved(node, values)
     return Rows(weight=layers[layer].weight, bias=layers[layer].bias, numbers=values[source])
+
+
+def moved_from(node: fx.Node) -> fx.Node:
+    """What gives all that a node gives, where moves, or a scaling by one number, are all that lies between; else the
+    last of what does lie there.
+    """
+    return _way(node)[-1]
+
+
+def _way(node: fx.Node) -> list[fx.Node]:
+    way = [node]
+    while _is_passed(way[-1]):
+        way.append(way[-1].all_input_nodes[0])
+    return way
 
 
 def _is_passed(node: fx.Node) -> bool:

@@ -1,0 +1,64 @@
+"""Values that were found in a traced program: the dimensions of heads that attention weights sum up.
+
+Legend: H heads, V dimensions of a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from corp_deploy.traced.names import named
+from corp_deploy.traced.program import operation
+from corp_deploy.traced.readers import layers
+from corp_deploy.traced.rows import Rows, moved_from, rows_of
+from corp_deploy.traced.site import Site as Groups
+
+from .traced_module import Tracing
+from .traced_site import Reading, TracedSite
+
+_SUMS = named(
+    """
+    scaled_dot_product_attention matmul bmm einsum
+    """
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedValues(TracedSite):
+    """Of one attention; `groups_HV` are the site's groups by head, `queries` how wide a head's queries are, where those
+    can be narrowed too.
+
+    `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
+    layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
+    """
+
+    kind: ClassVar[str] = "traced values"
+    groups_HV: Tensor
+    rows: Rows | None
+    rows_HV: Tensor
+    queries: int | None
+
+
+def values(tracing: Tracing, own: Mapping[str, Any]) -> TracedValues:
+    """The site of these fields, which are those of any."""
+    groups, readings = own["groups"], own["readings"]
+    part_G = torch.zeros(groups.size, dtype=torch.int64) if groups.part_G is None else torch.from_numpy(groups.part_G)
+    groups_HV = part_G.argsort(stable=True).view(groups.parts, -1)
+    writer = groups.writers[0]
+    rows_HV = torch.from_numpy(writer.index_GM[:, 0])[groups_HV]
+    is_one = len(readings) == writer.index_GM.shape[1] == readings[0].columns_GM.shape[1] == 1
+    rows = _rows(tracing, groups, readings[0]) if is_one else None
+    return TracedValues(**own, groups_HV=groups_HV, rows=rows, rows_HV=rows_HV, queries=None)
+
+
+def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:
+    product = moved_from(tracing.by_node[reading.source])
+    if operation(product) not in _SUMS:
+        return None
+    writers = {layer.node: layer for layer in layers(tracing.program)}
+    touched = {span.name for span in groups.spans}
+    known = (rows_of(node, writers) for node in product.all_input_nodes)
+    return next((each for each in known if each and touched <= {each.weight, each.bias, reading.weight}), None)
