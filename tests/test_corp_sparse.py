@@ -13,22 +13,25 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.cli import main
+from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
+from corp_deploy.families.traced_layers import layered
 from corp_deploy.invocation.reduction import reduction_from_options
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparse_places import sparse_places
-from corp_deploy.reduction.sparse_report import SparsityReport
+from corp_deploy.reduction.sparse_report import LayerSparsity, SparsityReport
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -37,6 +40,8 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import encoders, small_convnets, tiny, windowed_models
+from tests.traced_examples import DENSENET, PVT, checkpoint_of
+from tests.traced_examples import images as traced_images
 
 TWO_OF_FOUR = Sparsity(kept=2, of=4)
 ALL: Any = dict.fromkeys(("mlp", "head", "conv"), TWO_OF_FOUR)
@@ -62,14 +67,14 @@ def weight_of(model: nn.Module, name: str) -> Tensor:
     return model.get_parameter(f"{name}.weight").detach()
 
 
-def heard(model: nn.Module, name: str, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """What enters and leaves a layer, in float64."""
+def heard(model: nn.Module, layer: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """What enters and leaves a layer of it, in float64."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def hear(_: nn.Module, inputs: Any, y: Tensor) -> None:
         found.append((inputs[0].double(), y.double()))
 
-    handle = model.get_submodule(name).register_forward_hook(hear)
+    handle = layer.register_forward_hook(hear)
     with torch.inference_mode():
         model(batch)
     handle.remove()
@@ -85,21 +90,60 @@ def test_every_layer_of_the_sites_is_sparse_and_refitted_to_the_reduced_model() 
     names = [each.layer for each in report.layers]
     assert names == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
     for each in report.layers:
-        layer: Any = model.get_submodule(each.layer)
-        assert int(groups(layer.weight).max()) == 2, each.layer
-        assert (each.pattern, each.reason) == ("2:4", "")
-        assert each.error <= each.error_masked, each
-        assert each.macs == 17 * layer.weight.numel(), each
-        assert each.macs_of_zeros == each.macs // 2, each
-        (x, y), (_, t) = heard(model, each.layer, batch), heard(dense, each.layer, batch)
-        x, left = x.flatten(0, -2), (y - t).flatten(0, -2)
-        told = float(left.square().sum() / len(left))
-        assert told == pytest.approx(each.error, rel=1e-3, abs=1e-6 * each.energy)
-        own: Any = dense.get_submodule(each.layer)
-        ridge = 1e-4 * float((x - x.mean(0)).square().mean(0).mean())
-        gradient = left.T @ x / len(x) + ridge * (layer.weight - own.weight).detach().double()
-        mask = layer.weight.detach() != 0
-        assert float((gradient * mask).abs().max()) < 1e-5 * float((t.flatten(0, -2).T @ x / len(x)).abs().max())
+        layer, own = model.get_submodule(each.layer), dense.get_submodule(each.layer)
+        assert_refitted(each, layer, own, model, dense, batch)
+        assert each.macs == 17 * weight_of(model, each.layer).numel(), each
+
+
+def assert_refitted(
+    each: LayerSparsity, layer: Any, own: Any, model: nn.Module, dense: nn.Module, batch: Tensor
+) -> None:
+    """`layer` of the sparse model, `own` of the dense one."""
+    assert int(groups(layer.weight).max()) == 2, each.layer
+    assert (each.pattern, each.reason) == ("2:4", "")
+    assert each.error <= each.error_masked, each
+    assert each.macs_of_zeros == each.macs // 2, each
+    (x, y), (_, t) = heard(model, layer, batch), heard(dense, own, batch)
+    if isinstance(layer, nn.Conv2d):
+        how: Any = {name: getattr(layer, name) for name in ("kernel_size", "dilation", "padding", "stride")}
+        x, y, t = (part.flatten(2).transpose(1, 2) for part in (functional.unfold(x, **how), y, t))
+    x, left, weight = x.flatten(0, -2), (y - t).flatten(0, -2), layer.weight.detach().flatten(1)
+    told = float(left.square().sum() / len(left))
+    assert told == pytest.approx(each.error, rel=1e-3, abs=1e-6 * each.energy)
+    ridge = 1e-4 * float((x - x.mean(0)).square().mean(0).mean())
+    gradient = left.T @ x / len(x) + ridge * (weight - own.weight.detach().flatten(1)).double()
+    assert float((gradient * (weight != 0)).abs().max()) < 1e-5 * float((t.flatten(0, -2).T @ x / len(x)).abs().max())
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(("architecture", "sparse"), [(PVT, 10), (DENSENET, 9)])
+def test_layers_of_a_traced_model_are_refitted_too(architecture: Architecture, sparse: int) -> None:
+    """Its kinds are those of the sites that a layer writes or reads."""
+    dense, pixels = checkpoint_of(architecture).model, traced_images(48, seed=1)
+    source = tiny.opened(Path(small_convnets._FOLDER.name) / "traced.npy", pixels, dense)
+    model, report = sparsified(dense, source, Sparsifying(kinds=ALL))
+    program, layers = layered(model)
+    paths = {each.name: each.path for each in layers}
+    assert len(report.patterns) == sparse
+    for each in report.layers:
+        part = "head" if ".attn." in each.layer else "mlp" if ".mlp." in each.layer else "conv"
+        assert each.kind == part, each
+        if each.pattern:
+            layer, own = program.get_submodule(paths[each.layer]), dense.get_submodule(each.layer)
+            assert torch.equal(weight_of(model, each.layer), weight_of(program, paths[each.layer]))
+            assert_refitted(each, layer, own, program, dense, torch.from_numpy(pixels))
+        else:
+            assert each.reason == "it sums over 3 channels, fewer than 4"
+    save(
+        replace(tiny.checkpoint(), model=model, architecture=architecture, sparsity=report.patterns),
+        folder := Path(small_convnets._FOLDER.name) / architecture.name,
+    )
+    loaded = load_checkpoint(folder)
+    assert loaded.sparsity == report.patterns
+    with torch.inference_mode():
+        assert torch.equal(loaded.model(torch.from_numpy(pixels)), model(torch.from_numpy(pixels)))
+    with pytest.raises(BadInput, match="of a traced model layers keep their order"):
+        sparsified(dense, source, Sparsifying(kinds=ALL, permute="inside"))
 
 
 def test_the_reduced_models_targets_lose_less_than_the_streams_own() -> None:
@@ -138,7 +182,7 @@ def test_an_order_of_the_stream_leaves_the_model_as_it_is(kwargs: dict[str, Any]
     torch.testing.assert_close(own(batch), dense(batch), rtol=1e-5, atol=1e-5)
     qkv = "blocks.0.attn.qkv"
     torch.testing.assert_close(weight_of(own, qkv), weight_of(dense, qkv)[:, order])
-    (x, _), (y, _) = heard(own, qkv, batch), heard(dense, qkv, batch)
+    (x, _), (y, _) = (heard(one, one.get_submodule(qkv), batch) for one in (own, dense))
     torch.testing.assert_close(x, y[..., order], rtol=1e-5, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ Legend: B inputs, N tokens or places, G groups of a convolution (1 of a linear l
 channels of a group, T places of a kernel.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,22 +17,33 @@ from calib.patches import patches
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_layers import ProgramLayer
 from corp_deploy.store.sparse_layers import rows_of_weight
+from corp_deploy.traced.site import Kind
 
 from .sparse_options import SparseKind
 
-Layer = nn.Linear | Convolution
+Layer = nn.Linear | nn.Conv2d
+_OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {
+    "head": frozenset({"queries and keys", "values"}),
+    "mlp": frozenset({"channels", "gated channels"}),
+    "conv": frozenset({"convolution channels", "stream"}),
+}
+"""Of a traced model; a layer of several is of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlace:
-    """A layer by its path in the model. `reorder_` puts what it reads in another order, in front of it, where nothing
-    else reads that; inputs change places within neighbouring `block`s of so many alone.
+    """A layer by its name in the model and its `path` in what is run, where its weight is used so often. `reorder_`
+    puts what it reads in another order, in front of it, where nothing else reads that; inputs change places within
+    neighbouring `block`s of so many alone.
     """
 
     name: str
+    path: str
     kind: SparseKind
     layer: Layer
+    uses: int = 1
     block: int = 0
     reorder_: Callable[[Tensor], None] | None = None
 
@@ -51,7 +62,9 @@ class SparsePlace:
         layer = self.layer
         if not layer.weight.numel():
             return "nothing is left of it"
-        if isinstance(layer, Convolution) and layer.is_depthwise:
+        if self.uses > 1:
+            return f"its weight is used {self.uses} times"
+        if self.groups > 1 and self.summed == 1:
             return "a depthwise convolution sums over one channel at each place"
         each = " of each of its groups" if self.groups > 1 else ""
         if self.summed < sparsity.of:
@@ -62,7 +75,7 @@ class SparsePlace:
 
     def weight_rows(self) -> Tensor:
         """Float64 [G,O,K], neighbours side by side."""
-        rows_OK = rows_of_weight(self.layer).flatten(1).double()
+        rows_OK = rows_of_weight(self.layer.weight).flatten(1).double()
         return rows_OK.view(self.groups, -1, rows_OK.shape[1])
 
     def entering(self, x: Tensor) -> Tensor:
@@ -70,9 +83,9 @@ class SparsePlace:
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
-        u_BNGU = patches(x, layer, layer.edges)
+        u_BNGU = patches(x, layer, layer.edges if isinstance(layer, Convolution) else None)
         u_GXU = u_BNGU.flatten(0, 1).transpose(0, 1)
-        return u_GXU.reshape(self.groups, -1, self.summed, layer.taps).transpose(2, 3).flatten(2)
+        return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 
     def leaving(self, y: Tensor) -> Tensor:
         """What the layer gives, by the rows that give it [G,N,O]."""
@@ -86,7 +99,7 @@ class SparsePlace:
     def fill_(self, weight_GOK: Tensor, bias_GO: Tensor) -> None:
         """Set the layer: where float64 results become the model's type; a zero stays one."""
         weight_OK = weight_GOK.flatten(0, 1)
-        if isinstance(self.layer, Convolution):
+        if isinstance(self.layer, nn.Conv2d):
             weight_OK = weight_OK.view(len(weight_OK), -1, self.summed).transpose(1, 2).flatten(1)
         self.layer.weight.copy_(weight_OK.view_as(self.layer.weight))
         if self.layer.bias is not None:
@@ -106,4 +119,18 @@ def sparse_places(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> Ite
     every += [("conv", conv, 0, None) for row in sites.rows for conv in row.block.convolutions.values()]
     for kind, layer, block, reorder_ in every:
         if kind in kinds and id(layer) in names:
-            yield SparsePlace(name=names[id(layer)], kind=kind, layer=layer, block=block, reorder_=reorder_)
+            name = names[id(layer)]
+            yield SparsePlace(name=name, path=name, kind=kind, layer=layer, block=block, reorder_=reorder_)
+
+
+def sparse_places_of_program(
+    program: nn.Module, layers: Iterable[ProgramLayer], kinds: Mapping[SparseKind, Sparsity]
+) -> Iterator[SparsePlace]:
+    """Of a traced model: linear layers and convolutions that write or read sites of these kinds."""
+    for each in layers:
+        layer = program.get_submodule(each.path)
+        assert isinstance(layer, nn.Linear | nn.Conv2d), each
+        kind = next((kind for kind, of_sites in _OF_SITES.items() if each.kinds & of_sites), None)
+        is_other = kind == "conv" and isinstance(layer, nn.Linear)
+        if kind is not None and kind in kinds and not is_other:
+            yield SparsePlace(name=each.name, path=each.path, kind=kind, layer=layer, uses=each.uses)

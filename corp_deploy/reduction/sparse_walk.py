@@ -68,7 +68,7 @@ class Pair:
 
 
 def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pair]:
-    if is_run_whole(model):
+    if is_run_whole(model) or isinstance(model, nn.Sequential):
         for batch in inputs.batches(batch_size):
             here = moved(batch, device(model))
             yield Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
@@ -84,7 +84,9 @@ def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pa
 
 
 def runs_of(model: nn.Module) -> list[Run]:
-    """The steps of a model, or all of it."""
+    """The steps of a model, or all of it; of what was made of a traced one its parts."""
+    if isinstance(model, nn.Sequential):
+        return list(model)
     if is_run_whole(model):
         return [model]
     return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]

@@ -23,11 +23,13 @@ from corp_deploy.algebra.sparsity import Rule, Sparsity
 from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
+from corp_deploy.families.traced_layers import layered, relayered
+from corp_deploy.families.traced_module import TracedModule
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
-from .sparse_places import SparsePlace, sparse_places
+from .sparse_places import SparsePlace, sparse_places, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
 from .sparse_walk import Pair, Run, State, StepOfBoth, advance_, calls, heard, pairs_of, runs_of
 
@@ -143,10 +145,9 @@ def _reported(
 
 
 def _chosen(
-    model: nn.Module, how: Sparsifying, first: State, runs: Sequence[Run]
+    every: list[SparsePlace], how: Sparsifying, first: State, runs: Sequence[Run]
 ) -> tuple[list[SparsePlace], dict[str, str]]:
-    """The places in no order, and by name why others are none."""
-    every = list(sparse_places(model, how.kinds))
+    """The places in the order they run, and by name why some are none."""
     came: list[str] = []
     state = first
     layers = {place.name: place.layer for place in every}
@@ -160,8 +161,7 @@ def _chosen(
         if reason := once or place.reason(how.kinds[place.kind]):
             left[place.name] = reason
     order = {name: at for at, name in enumerate(came)}
-    every.sort(key=lambda place: order.get(place.name, len(came)))
-    return every, left
+    return sorted(every, key=lambda place: order.get(place.name, len(came))), left
 
 
 def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
@@ -200,25 +200,31 @@ def sparsified(
     Memory: two residual streams of all inputs in float32. `done` is told how many layers are finished. Raises BadInput
     where no layer can be sparse, and for activations that are not finite.
     """
+    if isinstance(reduced, TracedModule) and how.permute != "none":
+        raise BadInput(
+            f"--sparse-permute {how.permute}: of a traced model layers keep their order, and once weights are refitted "
+            "another gains nothing; leave it away"
+        )
     if how.permute == "stream":
         reduced = _stream_reordered(reduced, how)
-    own = replaced(reduced, {})
-    if not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
+    before, traced = layered(reduced) if isinstance(reduced, TracedModule) else (reduced, ())
+    own = replaced(before, {})
+    every = list(sparse_places_of_program(own, traced, how.kinds) if traced else sparse_places(own, how.kinds))
+    if not traced and not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
-    with evaluating(reduced), evaluating(own):
-        steps = [
-            StepOfBoth(reduced=one, sparse=other) for one, other in zip(runs_of(reduced), runs_of(own), strict=True)
-        ]
-        pairs = list(pairs_of(reduced, inputs, batch_size))
-        places, left = _chosen(own, how, pairs[0].sparse, [step.sparse for step in steps])
+    with evaluating(before), evaluating(own):
+        runs = zip(runs_of(before), runs_of(own), strict=True)
+        steps = [StepOfBoth(reduced=one, sparse=other) for one, other in runs]
+        pairs = list(pairs_of(before, inputs, batch_size))
+        places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
         for step in steps:
             layers = {name: place.layer for name, place in waiting.items()}
             for name in calls(step.sparse, pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
-                before = reduced.get_submodule(name) if how.target == "reduced" else None
-                sums = _sums(place, before, step, pairs)
+                target = before.get_submodule(place.path) if how.target == "reduced" else None
+                sums = _sums(place, target, step, pairs)
                 made, reordered = _made_sparse_(place, sums, how)
                 reports[name] = _reported(place, sums, made, how, reordered, count)
                 if done is not None:
@@ -231,4 +237,6 @@ def sparsified(
     ]
     _refuse_none(listed, how)
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
+    if traced:
+        own = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
     return own.eval().requires_grad_(False), report
