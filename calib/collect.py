@@ -18,7 +18,7 @@ from .patch_sums import PatchSums
 from .products import Kernel, kernel_for
 from .sites import HeadTaps, Role, Site, SiteKind
 from .sums import ChannelSums, HeadSums, SiteSums, twin
-from .weights import TokenWeights, Weights, weights_by_tokens, weights_of
+from .weights import OfSomeTokens, TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
@@ -70,6 +70,7 @@ class Collector:
         self._model, self._sites, self._precision = model, sites, precision
         self._token_weights = token_weights
         self._weights: Mapping[int, Weights] | None = None
+        self._of_some = False
         self._without_tokens = {site.name for site in sites if not site.by_token}
         self._merges = {site.name: site.merge for site in sites if site.merge is not None}
         self._merged: dict[nn.Module, Weights | None] = {}
@@ -164,9 +165,12 @@ class Collector:
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
         weight_BN = None if self._token_weights is None else self._token_weights(inputs)
+        self._of_some = isinstance(weight_BN, OfSomeTokens)
+        if isinstance(weight_BN, OfSomeTokens):
+            weight_BN = weight_BN.weight_BN
         if weight_BN is None:
             return None
-        for name in sorted(self._without_tokens):
+        for name in sorted(self._without_tokens if not self._of_some else ()):
             raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
         return weights_by_tokens(weight_BN, batch_size(inputs), self.device)
 
@@ -193,6 +197,7 @@ class Collector:
         self._heard.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
             weights = None if name in self._without_tokens else self._weights_at(name, role, activation.shape[-2])
+            weights = None if self._of_some and activation.ndim > 4 else weights
             if weights is not None and activation.ndim > 4:
                 raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
             self.sums[name].add(role, activation[: self._counted], weights)
@@ -206,6 +211,8 @@ class Collector:
         """Those of the merge before a site, else those of its tokens as they entered the model."""
         if name in self._merges:
             return self._merged[self._merges[name]]
+        if self._of_some and self._weights is not None:
+            return self._weights.get(tokens)
         return _weights_for(tokens, self._weights, f"{name}: {role}")
 
 

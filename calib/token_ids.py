@@ -3,103 +3,32 @@
 Shapes: S sequences, N tokens of each.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ground.arrays import array_from_npy
 from ground.errors import BadInput
 
-from .input_set import Batch, ids_and_digest, positions_drawn
+from .rows import Rows
 
 NAME = "input_ids"
 SUFFIX = ".npy"
 _ROWS = 1024  # read at once where a file is checked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sequences:
-    """Rows of ids_SN, those at `chosen`."""
+class Sequences(Rows):
+    """Rows of ids, [B,N] int64 under `input_ids`, whatever type they are kept in."""
 
+    __slots__ = ()
     noun: ClassVar[str] = "sequences"
-
-    ids_SN: NDArray[Any]
-    chosen: tuple[int, ...]
-    ids: Tensor
-    digest: str
-
-    @property
-    def count(self) -> int:
-        return len(self.chosen)
-
-    @property
-    def available(self) -> int:
-        return len(self.ids_SN)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return self.chosen
-
-    def name(self, position: int) -> str:
-        return str(self.chosen[position])
-
-    def example(self) -> Mapping[str, Tensor]:
-        """The first sequence."""
-        return self._rows(range(1))
-
-    def batches(self, batch_size: int) -> Iterator[Mapping[str, Tensor]]:
-        """All sequences in order; the last batch may be smaller."""
-        return (batch.inputs for batch in self.read(batch_size))
-
-    def read(
-        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Mapping[str, Tensor]]]:
-        """Positions `first` to `stop`: int64 [B,N] under `input_ids`."""
-        if batch_size < 1:
-            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
-        self.refuse_bad(bad)
-        last = self.count if stop is None else stop
-        for begin in range(first, last, batch_size):
-            end = min(begin + batch_size, last)
-            inputs = self._rows(range(begin, end))
-            if pin:
-                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
-
-    def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput for any: a row that can't be read is met on opening."""
-        if bad:
-            raise BadInput("\n".join(bad))
-
-    def subset(self, positions: Sequence[int]) -> "Sequences":
-        """The sequences at these positions alone."""
-        chosen = tuple(self.chosen[position] for position in positions)
-        ids, digest = _identified(self.ids_SN, chosen)
-        return replace(self, chosen=chosen, ids=ids, digest=digest)
-
-    def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        rows_BN = np.stack([self.ids_SN[self.chosen[position]] for position in positions])
-        return {NAME: torch.from_numpy(rows_BN.astype(np.int64))}
-
-
-def _identified(ids_SN: NDArray[Any], chosen: Sequence[int]) -> tuple[Tensor, str]:
-    """By the ids as int64, whatever type they are kept in."""
-    hashes = [sha256(ids_SN[place].astype("<i8").tobytes()).digest() for place in chosen]
-    return ids_and_digest(map(str, chosen), hashes)
+    whole: ClassVar[bool] = True
 
 
 def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
     """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
-    chosen = positions_drawn(len(ids_SN), samples, seed, where=where, noun=Sequences.noun)
-    ids, digest = _identified(ids_SN, chosen)
-    return Sequences(ids_SN=ids_SN, chosen=chosen, ids=ids, digest=digest)
+    return Sequences.drawn({NAME: ids_SN}, where=where, samples=samples, seed=seed)
 
 
 def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:

@@ -16,7 +16,15 @@ from ground.errors import BadInput
 
 from .inputs import Inputs
 
-TokenWeights = Callable[[Inputs], Tensor | None]
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OfSomeTokens:
+    """Weights [B,N] for whatever has N tokens; all else, another input's tokens and maps say, counts alike."""
+
+    weight_BN: Tensor
+
+
+TokenWeights = Callable[[Inputs], Tensor | OfSomeTokens | None]
 """Weights [B,N], not negative, of a batch's tokens; None where all count alike."""
 
 

@@ -165,7 +165,7 @@ def test_padding_changes_no_statistics(home: Path) -> None:
     ("arguments", "message"),
     [
         (("calibrate", "--images", "calibration.txt"), "the model takes text, not images; give --text"),
-        (("calibrate",), "Missing option '--images', or '--text' or '--tokens' for a model that takes text."),
+        (("calibrate",), "Missing option '--images', or '--text' or '--tokens' for a model that takes text, or"),
         (("calibrate", "--text", "calibration.txt", "--images", "calibration.txt"), "exclude each other"),
         (("calibrate", "--text", "calibration.txt", "--workers", "2"), "--workers"),
         (("calibrate", "--text", "none.txt"), "none.txt: no such file"),

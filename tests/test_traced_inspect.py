@@ -68,7 +68,7 @@ def test_a_known_model_is_not_traced() -> None:
 def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Bilinear(3, 3, 3)\n")
+    (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(5, 3)\n")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, ["inspect", "--model", "module:own.py:make", "--trust-code"])
     assert result.exit_code == 2

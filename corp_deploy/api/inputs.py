@@ -1,7 +1,7 @@
 """Inputs of a model, from files or from memory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,16 +9,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from calib.parts import Parts, parts_of
-from corp_deploy.families.family import family_of
-from corp_deploy.store.inputs import images_for_model, texts_for_model
+from corp_deploy.store.inputs import inputs_for_model
 from ground.errors import BadInput
 
 Array: TypeAlias = NDArray[Any] | Tensor
-InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor
+InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
 IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
 
 
@@ -34,7 +34,11 @@ def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
         return
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / name
-        np.save(path, _array(values), allow_pickle=False)
+        if isinstance(values, Mapping):
+            path = path.with_suffix(".safetensors")
+            save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)
+        else:
+            np.save(path, _array(values), allow_pickle=False)
         yield path
 
 
@@ -48,15 +52,13 @@ def opened_inputs(
     workers: int = 0,
     max_bad: int = 0,
 ) -> Iterator[InputSet]:
-    """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder.
+    """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
+    by the names of its inputs.
 
     Raises BadInput for what it doesn't take.
     """
     with on_disk(inputs) as path:
-        if family_of(model).input_spec(model).medium == "text":
-            yield texts_for_model(model, path, samples=samples, seed=seed)
-        else:
-            yield images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
+        yield inputs_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
 
 
 def parted_inputs(inputs: InputSet, *, hold_out: int | None, groups: str | None, seed: int) -> Parts[InputSet]:

@@ -18,6 +18,7 @@ from .calibration_choice import (
 )
 from .input_choice import (
     InputChoice,
+    arrays_option,
     decoding_options,
     drawing_options,
     images_option,
@@ -35,7 +36,7 @@ from .stopwatch import keep_effort, stopwatch_on
 
 @click.command()
 @model_options
-@input_options(images_option(), text_option(), tokens_option(), *drawing_options, *decoding_options)
+@input_options(images_option(), text_option(), tokens_option(), arrays_option(), *drawing_options, *decoding_options)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @statistics_options
 @parts_options

@@ -12,7 +12,7 @@ from corp_deploy.views.console import Output
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, FloatType
 
 from .graph_choice import GraphChoice, graph_options
-from .input_choice import InputChoice, drawing_options, images_option, input_choice, text_option
+from .input_choice import InputChoice, arrays_option, drawing_options, images_option, input_choice, text_option
 from .model_choice import ModelChoice, model_options
 from .options import FILE, Words, command_line, explicit_options, output_options, value_options
 from .quantised_choice import QuantisedGraphs, YardstickChoice, quantised_options
@@ -139,6 +139,7 @@ precision_options = value_options(
     ),
     images_option(help="Images for --auto, and for the ranges of int8 and fp8."),
     text_option(help="Texts for the same, a line each, of a text encoder."),
+    arrays_option(help="Arrays for the same, of a model of arrays."),
     *drawing_options,
     click.option(
         "--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick."

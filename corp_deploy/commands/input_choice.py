@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TEXT_HELP = "For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
 TOKENS_HELP = "For a decoder: token ids, whole numbers .npy, a row a sequence or one stream."
+ARRAYS_HELP = "For a model of arrays: .npz or .safetensors with one for each input, by its name; of one a .npy too."
 IMAGES_HELP = "A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed."
 
 
@@ -38,6 +39,7 @@ class InputChoice:
     images: Path | None = None
     text: Path | None = None
     tokens: Path | None = None
+    arrays: Path | None = None
     labels: Path | None = None
     samples: int | None = None
     seed: int = 0
@@ -56,7 +58,7 @@ class InputChoice:
     @property
     def _given(self) -> dict[str, Path]:
         """By the option that they were given by."""
-        options = {"--images": self.images, "--text": self.text, "--tokens": self.tokens}
+        options = {"--images": self.images, "--text": self.text, "--tokens": self.tokens, "--arrays": self.arrays}
         return {option: path for option, path in options.items() if path is not None}
 
     @property
@@ -71,13 +73,15 @@ class InputChoice:
 
     def open(self, checkpoint: "Checkpoint") -> "InputSet":
         """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
-        from corp_deploy.store.inputs import ids_for_model, images_for_model, texts_for_model
+        from corp_deploy.store.inputs import arrays_for_model, ids_for_model, images_for_model, texts_for_model
 
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         if self.text is not None:
             return texts_for_model(checkpoint.model, self.text, **drawn)
         if self.tokens is not None:
             return ids_for_model(checkpoint.model, self.tokens, **drawn)
+        if self.arrays is not None:
+            return arrays_for_model(checkpoint.model, self.arrays, **drawn)
         assert self.images is not None, self
         decoded = {"workers": self.workers, "max_bad": self.max_bad}
         return images_for_model(checkpoint.model, self.images, **drawn, **decoded)
@@ -102,15 +106,18 @@ class InputChoice:
 def input_choice(**options: Any) -> InputChoice:
     """From the options of these names; those that are typed and that texts would ignore are refused."""
     choice = InputChoice(**options)
-    if choice.text is not None or choice.tokens is not None:
-        INPUTS.refuse([("", "text")], explicit_options())
+    if choice.path is not None and choice.images is None:
+        INPUTS.refuse([("", "text" if choice.arrays is None else "arrays")], explicit_options())
     return choice
 
 
 def _required_choice(**options: Any) -> InputChoice:
     choice = input_choice(**options)
     if choice.path is None:
-        raise click.UsageError("Missing option '--images', or '--text' or '--tokens' for a model that takes text.")
+        raise click.UsageError(
+            "Missing option '--images', or '--text' or '--tokens' for a model that takes text, or '--arrays' for one "
+            "of arrays."
+        )
     return choice
 
 
@@ -142,6 +149,11 @@ def text_option(*, help: str = TEXT_HELP) -> Option:
 def tokens_option(*, help: str = TOKENS_HELP) -> Option:
     """--tokens itself."""
     return click.option("--tokens", type=FILE, default=None, help=help)
+
+
+def arrays_option(*, help: str = ARRAYS_HELP) -> Option:
+    """--arrays itself."""
+    return click.option("--arrays", type=FILE, default=None, help=help)
 
 
 def input_options(*options: Option, required: bool = True) -> Callable[[Command], Command]:

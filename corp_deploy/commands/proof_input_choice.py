@@ -12,6 +12,7 @@ from ground.quantity import BATCH
 
 from .input_choice import (
     InputChoice,
+    arrays_option,
     drawing_options,
     groups_option,
     images_option,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from corp_deploy.proof.inputs import ProofInputs
     from corp_deploy.store.checkpoint import Checkpoint
 
-NO_INPUTS = "give --images or --text, or --random when random inputs are really meant"
+NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs are really meant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +63,22 @@ class ProofInputChoice:
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
+        from calib.arrays import open_arrays
         from corp_deploy.proof.inputs import inputs_from_set, noise_inputs, of_port
         from corp_deploy.store.inputs import images_for_port
         from ground.errors import BadInput
 
         if self.random is not None:
             return noise_inputs(artefact.inputs, self.random, self.real.seed)
+        drawn: dict[str, Any] = {"samples": self.real.samples, "seed": self.real.seed}
+        if self.real.arrays is not None:
+            return inputs_from_set(open_arrays(self.real.arrays, artefact.inputs, known={}, **drawn))
         if self.real.images is None or len(artefact.inputs) > 1:
-            raise BadInput(f"{artefact.path}: an engine is compared on --images or --random; its tokenizer isn't here")
-        drawn = {"samples": self.real.samples, "seed": self.real.seed}
+            raise BadInput(
+                f"{artefact.path}: an engine is compared on --images, --arrays or --random; its tokenizer isn't here"
+            )
         (port,), where = artefact.inputs, str(artefact.path)
-        source = images_for_port(port, artefact.preprocessing, self.real.images, where=where, **drawn)  # type: ignore[arg-type]
+        source = images_for_port(port, artefact.preprocessing, self.real.images, where=where, **drawn)
         return of_port(inputs_from_set(source), port, where=str(self.real.images))
 
     def open(self, dense: "Checkpoint", *, pixels: bool = False) -> "ProofInputs":
@@ -98,6 +104,7 @@ proof_input_options = value_options(
     images_option(),
     text_option(),
     tokens_option(),
+    arrays_option(),
     click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
     click.option(
         "--labels",

@@ -11,6 +11,7 @@ from ground.quantities import IMAGES
 
 from .input_choice import (
     InputChoice,
+    arrays_option,
     decoding_options,
     drawing_options,
     groups_option,
@@ -49,6 +50,7 @@ TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
     images_option(help=IMAGES_HELP),
     text_option(help=TEXT_HELP),
     tokens_option(),
+    arrays_option(),
     *drawing_options,
     *decoding_options,
     click.option(

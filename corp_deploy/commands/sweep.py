@@ -12,7 +12,15 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantities import JOBS, SHARE
 
-from .input_choice import InputChoice, drawing_options, images_option, input_options, text_option, tokens_option
+from .input_choice import (
+    InputChoice,
+    arrays_option,
+    drawing_options,
+    images_option,
+    input_options,
+    text_option,
+    tokens_option,
+)
 from .model_choice import ModelChoice, model_options
 from .numbers import Number
 from .options import (
@@ -90,6 +98,7 @@ trial_options = value_options(
     images_option(),
     text_option(),
     tokens_option(),
+    arrays_option(),
     click.option("--labels", type=FILE, default=None, help="Class indices of the images, for accuracy."),
     *drawing_options,
 )

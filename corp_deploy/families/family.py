@@ -5,13 +5,14 @@ how the model is run, taken apart, built again and exported. What is done at a s
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
+from calib.weights import OfSomeTokens, TokenWeights
 from ground.errors import BadInput
 from ground.pixels import Normalisation
 from ground.ports import OutputPort, Port
@@ -32,6 +33,7 @@ from . import (
     traced_model,
 )
 from .architecture import Architecture
+from .array_inputs import batch_of_ports
 from .maps import Grid
 from .merging import Merging
 from .modules import device
@@ -44,7 +46,7 @@ from .tokenizer import SequenceSpec, TextSpec
 from .traced_module import TracedModule
 from .widths import HeadGeometry
 
-Medium = Literal["images", "text"]
+Medium = Literal["images", "text", "arrays"]
 
 
 class InputSpec(Protocol):
@@ -306,6 +308,17 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
     return named(model, family_of(model), outputs)
 
 
+def token_weights(model: nn.Module) -> TokenWeights:
+    """How much each token of inputs counts, for a model of any family; of a traced one where there are as many."""
+    weights = partial(family_of(model).token_weights, model)
+
+    def of_some(inputs: Inputs) -> OfSomeTokens | None:
+        weight_BN = weights(inputs)
+        return None if weight_BN is None else OfSomeTokens(weight_BN=weight_BN)
+
+    return of_some if isinstance(model, TracedModule) else weights
+
+
 def is_run_whole(model: nn.Module) -> bool:
     """Whether no step of the model is known, only its sites: those that their user named, or that were found."""
     return isinstance(model, NamedSites | TracedModule)
@@ -330,15 +343,9 @@ def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
 
 def example_of(model: nn.Module) -> Inputs:
     """One input of zeros, as the model takes it and where it is; masks of ones, so that something is there."""
-    where = device(model)
-    ports = family_of(model).input_spec(model).ports
-    tensors = {
-        port.name: torch.full(
-            (1, *port.shape), int(port.name.endswith("mask")), dtype=getattr(torch, port.dtype), device=where
-        )
-        for port in ports
-    }
-    return tensors if len(tensors) > 1 else tensors[ports[0].name]
+    ports = input_ports(model)
+    tensors = batch_of_ports(ports, 1, device(model))
+    return {port.name: each for port, each in zip(ports, tensors, strict=True)} if len(ports) > 1 else tensors[0]
 
 
 def image_spec(model: nn.Module) -> ImageSpec:
@@ -357,6 +364,16 @@ def sequence_spec(model: nn.Module) -> SequenceSpec | None:
     """How one text becomes a decoder's inputs; None for a model that takes something else."""
     spec = family_of(model).input_spec(model)
     return spec if isinstance(spec, SequenceSpec) else None
+
+
+def array_ports(model: nn.Module) -> tuple[Port, ...]:
+    """What a model takes as arrays. Raises BadInput for a model that takes something else."""
+    return _spec(model, "arrays").ports
+
+
+def known_numbers(model: nn.Module) -> Mapping[str, int]:
+    """Of ports of ids how many there are, where the model's program tells."""
+    return traced_model.known_numbers(model) if isinstance(model, TracedModule) else {}
 
 
 def _spec(model: nn.Module, medium: Medium) -> InputSpec:

@@ -3,13 +3,12 @@ the names of its own weights.
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -18,10 +17,13 @@ from corp_deploy.traced.readers import Layer, has_batch_in_front, listening, wit
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find
-from ground.ports import OutputPort
+from ground.ports import OutputPort, Port
 
+from .array_inputs import ArraySpec, batch_of_ports
+from .module_calls import Calling, by_ports
 from .modules import device
 from .timm_images import ImageSpec
+from .tokenizer import TextSpec
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -29,11 +31,14 @@ EXAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What no program tells: how images become its input, what its output is, and how many classes it tells apart."""
+    """What no program tells: how data becomes its inputs, what its outputs are, and how many classes it tells apart.
+    `calling`: None of a module that takes its inputs in the order of its ports, and gives its outputs so.
+    """
 
-    spec: ImageSpec
-    port: OutputPort
+    spec: ImageSpec | ArraySpec | TextSpec
+    outputs: tuple[OutputPort, ...]
     classes: int
+    calling: Calling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,9 @@ def known_of(model: nn.Module) -> Known:
 
 
 def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
-    kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), {})
+    calling = None if facts is None else facts.calling
+    own = {} if calling is None else {"forward": by_ports(plain, calling)}
+    kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), own)
     new = kind.__new__(kind)
     new.__dict__ |= vars(model)
     new.__dict__["known_to_corp_deploy"] = Known(plain=plain, facts=facts, cut=cut)
@@ -140,30 +147,26 @@ class _Narrowed(nn.Module):
     _graph: fx.Graph
 
 
-def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut) -> TracedModule:
-    """A narrowed program as a module that remembers what was cut; `name` of the dense one's class."""
+def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | None) -> TracedModule:
+    """A program as a module that remembers what was cut of it; `name` of the dense one's class."""
     plain: type[nn.Module] = type(name, (_Narrowed,), {"forward": type(graph).forward})
-    return _wearing(graph, plain, facts, cut)
+    return _wearing(graph, plain, replace(facts, calling=None), cut)
 
 
-def tracing_of(model: nn.Module, shape: tuple[int, ...]) -> Tracing:
-    """The program of images [2, *shape], made once. Raises BadInput where the module can't be traced."""
+def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
+    """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
     known = known_of(model)
     if known.tracing is None:
-        program = (
-            trace(model, [_images(model, EXAMPLES, shape)]) if known.cut is None else _again(model, shape, known.cut)
-        )
+        inputs = batch_of_ports(ports, EXAMPLES, device(model))
+        program = trace(model, inputs) if known.cut is None else _again(model, ports, known.cut)
         known.tracing = Tracing(program=program, added=with_biases_(program))
     return known.tracing
 
 
-def _images(model: nn.Module, count: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(count, *shape, device=device(model))
-
-
-def _again(model: nn.Module, shape: tuple[int, ...], cut: Cut) -> Program:
-    """The program of a narrowed module: a copy of what it runs, with the sizes of one image."""
+def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:
+    """The program of a narrowed module: a copy of what it runs, with the sizes of one input."""
     graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    FakeTensorProp(graph, mode).propagate(_images(model, 1 if cut.any_batch else EXAMPLES, shape))
+    inputs = batch_of_ports(ports, 1 if cut.any_batch else EXAMPLES, device(model))
+    FakeTensorProp(graph, mode).propagate(*inputs)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

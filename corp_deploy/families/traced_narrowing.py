@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.narrow import narrow, prove
 from corp_deploy.traced.readers import with_tensors, without_biases_
 from corp_deploy.traced.site import Index, Span
+from corp_deploy.traced.vocabulary import vocabularies
 from ground.errors import BadInput
 
+from .array_inputs import random_batch
 from .modules import device
 from .traced_model import facts_of, tracing
-from .traced_module import Cut, TracedModule, Tracing, known_of, narrowed_module
+from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, narrowed_module
 from .traced_sites import names_of
 
 VERSIONS = ("torch", "timm")
@@ -34,15 +36,14 @@ class Narrowed:
 
 
 def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
-    """Of sites by name the groups that can be all that is kept, seen on random images; sites that must stay whole, with
+    """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
     the reason.
     """
     own = tracing(model)
     names = {groups.key: name for name, groups in names_of(own).items()}
     keys = {name: key for key, name in names.items()}
-    shape = facts_of(model).spec.shape
-    images = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(device(model))
-    given = prove(own.found, {keys[name]: groups for name, groups in kept.items()}, [images])
+    batch = random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
+    given = prove(own.found, {keys[name]: groups for name, groups in kept.items()}, batch)
     return {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
         names[key]: reason for key, reason in given.whole.items()
     }

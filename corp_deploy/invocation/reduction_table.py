@@ -77,7 +77,7 @@ IMAGES = Axis(
             ask="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is "
             "merged (presets grail-fold and fold, --select heads=fold)",
             honours=dict.fromkeys(
-                ("images", "text", "samples", "seed", "workers", "max_bad", "hold_out", "groups"), ANY
+                ("images", "text", "arrays", "samples", "seed", "workers", "max_bad", "hold_out", "groups"), ANY
             ),
         ),
     },

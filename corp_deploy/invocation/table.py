@@ -187,11 +187,11 @@ def _mixed_by_search(name: str) -> Way:
     return Way(
         words=f"precision {name} that finds its sites",
         ask=f"--precision {name} --auto --images P",
-        honours=dict.fromkeys(("auto", "images", "text", "samples", "seed", "dense", "engine"), ANY),
+        honours=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
     )
 
 
-_DRAWN: dict[str, Values] = dict.fromkeys(("images", "text", "samples", "seed"), ANY)
+_DRAWN: dict[str, Values] = dict.fromkeys(("images", "text", "arrays", "samples", "seed"), ANY)
 
 _OF_RANGES: dict[str, Values] = dict.fromkeys(("rest", "scales", "balance", "keep_rest"), ANY)
 # Where whole numbers are added up.
@@ -325,6 +325,7 @@ INPUTS = Axis(
             honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
         "text": Way(words="text", ask="--text FILE", honours={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
+        "arrays": Way(words="arrays", ask="--arrays FILE", honours={"arrays": ANY}),
     },
 )
 

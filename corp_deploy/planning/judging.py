@@ -14,10 +14,10 @@ from calib.images import Images
 from calib.input_set import InputSet
 from calib.inputs import as_tuple, moved, run_model
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.modules import device
 from corp_deploy.invocation.limit import Measure
-from corp_deploy.store.inputs import images_for_model, labels_from_path, texts_for_model
+from corp_deploy.store.inputs import inputs_for_model, labels_from_path
 from ground.errors import BadInput
 from ground.ports import Role
 from perf.parity.measures import ANSWERS, measures, require_agreement
@@ -110,8 +110,7 @@ def judges_from_paths(model: nn.Module, images: InputSet, *, judge: Path | None,
     """What judges as it is named on a command line; `images` are those that are looked at to reduce."""
     others: InputSet | None = None
     if judge is not None:
-        is_text = family_of(model).input_spec(model).medium == "text"
-        others = texts_for_model(model, judge) if is_text else images_for_model(model, judge)
+        others = inputs_for_model(model, judge)
     labelled = images if others is None else others
     if labels is None:
         return Judges(inputs=others)

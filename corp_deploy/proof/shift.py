@@ -1,14 +1,13 @@
 """Do these inputs look like those of calibration? Pixel range, and mean and covariance at every site."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, listened, sites_of
+from corp_deploy.families.family import family_of, listened, sites_of, token_weights
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
@@ -39,11 +38,10 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     model = dense.model if merging is None else family_of(dense.model).with_merging(dense.model, merging)
     sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
     each = count // PARTS
-    token_weights = partial(family_of(model).token_weights, model)
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     for start in range(0, PARTS * each, each):
         batches = _batches(feeds, start, start + each)
-        part = collect(listened(model), sites, batches, device="cpu", token_weights=token_weights)
+        part = collect(listened(model), sites, batches, device="cpu", token_weights=token_weights(model))
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

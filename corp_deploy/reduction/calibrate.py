@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
-from corp_deploy.families.family import example_of, family_of, listened, sites_of
+from corp_deploy.families.family import example_of, family_of, listened, sites_of, token_weights
 from corp_deploy.families.idle_options import refuse_idle_options, require_streams
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
@@ -136,7 +135,7 @@ def calibrate(
         kept=statistics.kept,
         eps=statistics.active_eps,
         precision=statistics.precision,
-        token_weights=partial(family_of(there.model).token_weights, there.model),
+        token_weights=token_weights(there.model),
     )
 
     lineage, heard = lineage_for_moments(checkpoint, images), listened(there.model)

@@ -14,12 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from calib.arrays import open_arrays
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import InputSet
+from calib.rows import Rows
 from calib.sources import Normalise
 from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
-from corp_deploy.families.family import ImageSpec, family_of, image_spec, sequence_spec, text_spec
+from corp_deploy.families.family import (
+    ImageSpec,
+    array_ports,
+    family_of,
+    image_spec,
+    known_numbers,
+    sequence_spec,
+    text_spec,
+)
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.timm_images import fitting, image_spec_of_note
 from ground.arrays import array_from_file
@@ -139,6 +149,25 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
     if spec is None:
         raise BadInput(f"{path}: token ids are for a decoder, this model takes {text_or_images(model)}")
     return open_ids(path, length=spec.shape[0], vocabulary=spec.vocabulary, samples=samples, seed=seed)
+
+
+def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Rows:
+    """Open arrays, one for each of the model's inputs. Raises calib's BadInput, and one for a model of no arrays."""
+    ports = array_ports(model)
+    return open_arrays(path, ports, known=known_numbers(model), samples=samples, seed=seed)
+
+
+def inputs_for_model(
+    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
+) -> InputSet:
+    """Open what the model takes: images, texts, or arrays. Raises BadInput as these do."""
+    match family_of(model).input_spec(model).medium:
+        case "images":
+            return images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
+        case "text":
+            return texts_for_model(model, path, samples=samples, seed=seed)
+        case "arrays":
+            return arrays_for_model(model, path, samples=samples, seed=seed)
 
 
 def text_or_images(model: nn.Module) -> str:

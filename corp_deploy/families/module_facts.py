@@ -1,0 +1,96 @@
+"""What a module that no family knows takes and gives: as it says, or as is seen where it is run without memory."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ground.errors import BadInput
+from ground.ports import Port, image_port
+
+from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said
+from .module_calls import Calling, outputs_of
+from .own_modules import PREPARED
+from .preprocessing import Preprocessing
+from .timm_images import ImageSpec
+from .tokenizer import TextSpec
+from .traced_module import Facts
+
+SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
+"""Of images, those that most models are made for first."""
+BATCHES = (2, 3)
+"""Seen to be the batch of outputs, and no size of theirs."""
+Spec = ImageSpec | ArraySpec | TextSpec
+
+
+def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
+    """Its inputs as it says them (`inputs`); else images of the size that it says (`input_size`), or of the first of
+    SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
+    told, or it can't be run on them.
+    """
+    ports = ports_said(model)
+    if ports is not None:
+        return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
+    needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
+    if len(needed) > 1:
+        raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
+    shape = _shape_of_images(model)
+    prepared = PREPARED | preprocessing.spread(shape[0]).settings
+    return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed)
+
+
+def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts:
+    """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
+    told. Raises BadInput where it can't be run on them.
+    """
+    empty = copy.deepcopy(model).to("meta")
+    try:
+        given, other = (_run(empty, spec.ports, parameters, count) for count in BATCHES)
+    except Exception as error:
+        raise BadInput(
+            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {_reason(error)}. (a) Does it take that? "
+            f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
+            "a fixed size say that one"
+        ) from None
+    outputs = outputs_of(model, given, other, BATCHES)
+    is_plain = isinstance(given, Tensor) and list(parameters) == list(parameters_of(model))[: len(parameters)]
+    places = tuple(each.place for each in outputs)
+    return Facts(
+        spec=spec,
+        outputs=tuple(each.port for each in outputs),
+        classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
+        calling=None if is_plain else Calling(parameters=tuple(parameters), outputs=places),
+    )
+
+
+@torch.no_grad()
+def _run(empty: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
+    inputs = batch_of_ports(ports, count, "meta")
+    return empty(**dict(zip(parameters, inputs, strict=True))) if parameters else empty(*inputs)
+
+
+def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
+    """As the module says, or the first of SIDES that it runs with."""
+    said = getattr(model, "input_size", None)
+    if isinstance(said, list | tuple) and len(said) == 3:
+        return (int(said[0]), int(said[1]), int(said[2]))
+    channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
+    empty, reason = copy.deepcopy(model).to("meta"), ""
+    for side in SIDES:
+        try:
+            _run(empty, [image_port((channels, side, side))], (), BATCHES[0])
+        except Exception as error:
+            reason = reason or _reason(error)
+            continue
+        return channels, side, side
+    raise BadInput(
+        f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
+        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) name its sites, with corp_deploy.sites(...)"
+    )
+
+
+def _reason(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__

@@ -1,0 +1,44 @@
+"""A program that runs in any floating type: what it computes in float32 of itself meets weights in their type.
+
+Traced, a `.float()`, a division of whole numbers or a type that was read off a weight is float32 for good, and no
+product takes two types.
+"""
+
+from torch import Tensor, fx, ops
+
+from .program import operation
+
+_PRODUCTS = (
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "einsum",
+    "linear",
+    "matmul",
+    "mm",
+    "scaled_dot_product_attention",
+)
+
+
+def with_one_type_(graph: fx.GraphModule) -> None:
+    """What enters a product is brought to the type of its weight, or else of the last weight before it."""
+    weight: fx.Node | None = None
+    for node in list(graph.graph.nodes):
+        if operation(node) not in _PRODUCTS:
+            continue
+        weight = next((each for each in node.all_input_nodes if _is_floating(each, "get_attr")), weight)
+        for entering in node.all_input_nodes if weight is not None else ():
+            if _is_floating(entering, "call_function"):
+                with graph.graph.inserting_before(node):
+                    cast = graph.graph.call_function(ops.aten.to.other, (entering, weight))
+                node.replace_input_with(entering, cast)
+    graph.recompile()
+
+
+def _is_floating(node: fx.Node, kind: str) -> bool:
+    value = node.meta.get("val")
+    return node.op == kind and isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,172 @@
+"""Modules of any inputs and outputs go the whole way by the commands: what they take is said, read and exported."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from calib.inputs import as_tuple
+from calib.moments import ChannelMoments
+from corp_deploy.cli import main
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.module_facts import facts_of_module
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.traced_model import traced
+from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.inputs import arrays_for_model
+from ground.errors import BadInput
+from tests.traced_inputs import MODULES, SOURCE, TOKENS, WORDS, arrays
+
+CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
+    "Encoder": (
+        ("--mlp", 0.5, "--attn", 0.5, "--heads", "square", "--align", "mlp=4,head=4"),
+        [("logits", "logits"), ("embedding", "embedding")],
+    ),
+    "Towers": (
+        ("--mlp", 0.5, "--conv", 0.5, "--align", "mlp=4,conv=4"),
+        [("features", "embedding"), ("scores", "logits")],
+    ),
+    "Windows": (("--mlp", 0.5, "--align", "mlp=4"), [("output_0", "feature map"), ("output_1", "logits")]),
+}
+"""What is removed, and the outputs with their roles."""
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == code, (words, result.output)
+    return result
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(name: str, home: Path) -> tuple[str, ...]:
+    """The words that name a module of some weights, in a file beside arrays to calibrate on and others to judge by."""
+    (home / "own.py").write_text(SOURCE)
+    for file, seed in (("calibration", 1), ("held-out", 2)):
+        save_arrays(arrays(name, 48, seed), home / f"{file}.safetensors")
+    torch.manual_seed(0)
+    save_file(MODULES[name]().state_dict(), home / "weights.safetensors")
+    kwargs = json.dumps({"name": name})
+    return ("module:own.py:make", "--model-kwargs", kwargs, "--weights", "weights.safetensors", "--trust-code")
+
+
+def assert_graph_says_the_same(path: Path, feeds: Mapping[str, NDArray[Any]], outputs: list[str]) -> None:
+    """By the names of the module's inputs, in the order of its outputs."""
+    session = onnxruntime.InferenceSession(path)
+    assert [each.name for each in session.get_inputs()] == list(feeds)
+    with trusting_code(True), torch.inference_mode():
+        expected = as_tuple(load_checkpoint(path.parent).model(*map(torch.from_numpy, feeds.values())))
+    for one, other in zip(session.run(outputs, dict(feeds)), expected, strict=True):
+        assert np.abs(one - other.numpy()).max() <= 1e-4 * other.abs().max()
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", CHAIN)
+def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
+    asked, outputs = CHAIN[name]
+    dense = written(name, home)
+    run("calibrate", "--model", *dense, "--arrays", "calibration.safetensors", "-o", "m.safetensors", "-q")
+    run("reduce", "--model", *dense, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    run("export", "--model", "reduced", "--trust-code", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), [each for each, _ in outputs])
+    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
+    judged = ("--arrays", "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
+    run("verify", dense[0], *chain, *dense[1:], *judged)
+    links = json.loads((home / "parity.json").read_text())["links"]
+    assert {link["status"] for link in links} == {"PASS"}
+
+
+def traced_module(name: str) -> Checkpoint:
+    torch.manual_seed(0)
+    architecture = Architecture(name=name, family="module")
+    return Checkpoint(model=traced(MODULES[name](), architecture), architecture=architecture, lineage={})
+
+
+def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
+    given = arrays("Encoder", 20, 1)
+    save_arrays(given, tmp_path / "arrays.safetensors")
+    dense = traced_module("Encoder")
+    moments = calibrate(dense, arrays_for_model(dense.model, tmp_path / "arrays.safetensors"), batch_size=7)
+    heard: list[Tensor] = []
+    dense.model.get_submodule("blocks.1.fc2").register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    with torch.inference_mode():
+        dense.model(*map(torch.from_numpy, given.values()))
+    there = given["attention_mask"].astype(bool)
+    expected_FF = sum(np.outer(token, token) for token in heard[0].double().numpy()[there])
+    statistics = moments.sites["blocks.1.fc2"]
+    assert isinstance(statistics, ChannelMoments)
+    assert statistics.tokens == there.sum()
+    np.testing.assert_allclose(statistics.gram_FF.numpy(), expected_FF, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"ids": None}, "takes ids [B, 12] as int64, which is missing"),
+        ({"ids": np.full((4, TOKENS), WORDS)}, f"ids: numbers from {WORDS} to {WORDS}, expected 0 to {WORDS - 1}"),
+        ({"ids": np.zeros((4, TOKENS), np.float32)}, "takes ids as int64, got float32"),
+        ({"more": np.zeros(4)}, "takes no more, only ids, attention_mask"),
+    ],
+)
+def test_arrays_are_held_against_the_inputs(
+    changed: Mapping[str, NDArray[Any] | None], reason: str, tmp_path: Path
+) -> None:
+    every = {name: each for name, each in {**arrays("Encoder", 4, 1), **changed}.items() if each is not None}
+    np.savez(tmp_path / "arrays.npz", **every)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=re.escape(reason)):
+        arrays_for_model(traced_module("Encoder").model, tmp_path / "arrays.npz")
+
+
+class _Odd(nn.Linear):
+    """Two inputs of five numbers, to what `gives` says."""
+
+    def __init__(self, gives: str, **said: Any) -> None:
+        super().__init__(5, 3)
+        self.gives = gives
+        for name, value in said.items():
+            setattr(self, name, value)
+
+    def forward(self, one: Tensor, two: Tensor) -> Any:  # type: ignore[override]
+        x = super().forward(one + two)
+        if self.gives == "by value":
+            return x if x.sum() > 0 else -x
+        return {"a scalar": (x, x.mean()), "whole": x.argmax(-1), "batch by batch": x @ x.T, "x": x}[self.gives]
+
+
+PAIR = {"one": (5,), "two": (5,)}
+REFUSED: list[tuple[nn.Module, str]] = [
+    (_Odd("x"), "its forward takes one, two; let it say `inputs`"),
+    (_Odd("x", inputs={"one": (5,)}), "forward(one, two) needs two too"),
+    (_Odd("x", inputs={**PAIR, "three": (5,)}), "has no parameter 'three'"),
+    (_Odd("x", inputs={"one": (5,), "two": 5}), "`inputs`: two: got 5, expected one size or more"),
+    (_Odd("x", inputs={"one": (5,), "two": (4,)}), "_Odd can't be run on one [5] float32, two [4] float32: "),
+    (_Odd("by value", inputs=PAIR), "control flow that looks at values can't be traced"),
+    (_Odd("a scalar", inputs=PAIR), "its output output_1 is float32 []"),
+    (_Odd("whole", inputs=PAIR), "its output logits is int64 [2]"),
+    (_Odd("batch by batch", inputs=PAIR), "[2, 2] for a batch of 2 and [3, 3] for one of 3"),
+    (_Odd("x", inputs=PAIR, outputs={"x": "score"}), "`outputs` say 'score', expected one of logits"),
+    (_Odd("x", inputs=PAIR, outputs={"x": "logits", "y": "logits"}), "name those, or as many as there are"),
+]
+
+
+@pytest.mark.parametrize(("model", "reason"), REFUSED)
+def test_what_can_not_be_told_is_refused_with_what_to_say(model: nn.Module, reason: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(reason)):
+        facts_of_module(model, Preprocessing())
