@@ -1,65 +1,78 @@
-"""What is left of a tensor when some of its elements go, as a tensor again."""
+"""What remains of a tensor when some of its elements are removed, as a tensor again."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .labels import FIXED, compact
+from .marks import Marks
 
 
 class Uneven(Exception):
-    """What is left of a tensor is none: its rows have different lengths."""
-
-
-def left(keep: Tensor) -> tuple[int, ...]:
-    """The sizes of what is kept of a tensor by a mask over it: of whole slices, or as many in every line along one
-    axis, the last where several will do. Raises Uneven where it is no tensor.
-    """
-    if not bool(keep.any()):
-        raise Uneven("nothing is left")
-    dims = [dim for dim in range(keep.dim()) if keep.shape[dim] > 1]
-    whole = [_slices(keep, dim) for dim in range(keep.dim())]
-    total = int(keep.sum())
-    if math.prod(whole) == total:
-        return tuple(whole)
-    for dim in reversed(dims):
-        lines = keep.sum(dim)
-        counts = torch.unique(lines[lines > 0])
-        sizes = [int(counts[0]) if each == dim else size for each, size in enumerate(whole)]
-        if len(counts) == 1 and math.prod(sizes) == total:
-            return tuple(sizes)
-    raise Uneven(f"{total} of {tuple(keep.shape)}")
-
-
-def _slices(keep: Tensor, dim: int) -> int:
-    others = [each for each in range(keep.dim()) if each != dim]
-    return int((keep.any(dim=others) if others else keep).sum())
-
-
-def compacted(labels: Tensor, gone: Tensor) -> Tensor:
-    """Tidy labels without those for which `gone` [labels] is true, still tidy. Raises Uneven."""
-    small = compact(labels)
-    keep = kept(small, gone)
-    sizes = left(keep)
-    taken = small[keep].reshape(sizes)
-    return taken.expand(
-        [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
-    )
+    """What remains of a tensor is none: its rows have different lengths."""
 
 
 def kept(labels: Tensor, gone: Tensor) -> Tensor:
-    """Which elements stay, fixed ones always."""
+    """Which elements stay, fixed ones always; `gone` [labels] says of each label whether it is removed."""
     return (labels == FIXED) | ~gone[labels.clamp(min=0).long()]
 
 
+def remaining(keep: Tensor) -> tuple[int, ...]:
+    """The sizes of what is kept of a tensor by a mask over it: of whole slices, or as many in every line along one
+    axis, the last where several will do. Raises Uneven where it is no tensor.
+    """
+    total = int(keep.sum())
+    whole = [int(_any_besides(keep, dim).sum()) for dim in range(keep.dim())]
+    for dim in (None, *(dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1)):
+        counts = torch.unique(keep if dim is None else keep.sum(dim))
+        longest = int(counts[-1])
+        sizes = tuple(longest if each == dim else size for each, size in enumerate(whole))
+        is_even = dim is None or len(counts[counts > 0]) == 1
+        if is_even and math.prod(sizes) == total > 0:
+            return sizes
+    raise Uneven(f"{total} of {tuple(keep.shape)}")
+
+
+def _any_besides(keep: Tensor, dim: int) -> Tensor:
+    others = [each for each in range(keep.dim()) if each != dim]
+    return keep.any(dim=others) if others else keep
+
+
+def compacted(labels: Tensor, gone: Tensor) -> Tensor:
+    """Tidy labels without those that are removed, still tidy. Raises Uneven."""
+    small = compact(labels)
+    keep = kept(small, gone)
+    sizes = remaining(keep)
+    whole = [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
+    return small[keep].reshape(sizes).expand(whole)
+
+
+def narrowed(value: Any, gone: Tensor) -> Any:
+    """What remains of what a node gives, as Marks; numbers as they are. Raises Uneven."""
+    if isinstance(value, tuple):
+        return tuple(narrowed(each, gone) for each in value)
+    if not isinstance(value, Marks) or value.labels is None:
+        return value
+    labels = compacted(value.labels, gone)
+    return Marks(tuple(labels.shape), labels, value.why)
+
+
+def loses(value: Any, gone: Tensor) -> bool:
+    """Whether elements of what a node gives are removed."""
+    if isinstance(value, tuple):
+        return any(loses(each, gone) for each in value)
+    return isinstance(value, Marks) and value.labels is not None and not bool(kept(compact(value.labels), gone).all())
+
+
 def taken(tensor: Tensor, keep: Tensor) -> Tensor:
-    """What is kept of a tensor by a mask that can be broadcast to it, whose axes of size 1 stay as they are."""
-    axes = [dim for dim in range(keep.dim()) if keep.shape[dim] > 1]
-    rest = [dim for dim in range(keep.dim()) if keep.shape[dim] == 1]
-    order = [*axes, *rest]
-    front = tensor.permute(order).reshape(keep.numel(), *(tensor.shape[dim] for dim in rest))
-    sizes = left(keep)
-    rows = front.index_select(0, torch.nonzero(keep.reshape(-1))[:, 0].to(tensor.device))
-    shaped = rows.reshape([*(sizes[dim] for dim in axes), *(tensor.shape[dim] for dim in rest)])
-    return shaped.permute([order.index(dim) for dim in range(len(order))]).contiguous()
+    """What is kept of a tensor by a mask that can be broadcast to it, on any device; axes that only the mask has are
+    spread out first.
+    """
+    tensor = tensor.expand(torch.broadcast_shapes(tensor.shape, keep.shape))
+    axes = tuple(dim for dim in range(keep.dim()) if keep.shape[dim] > 1)
+    front, sizes = tuple(range(len(axes))), remaining(keep)
+    rows = tensor.movedim(axes, front).flatten(0, len(axes) - 1)
+    chosen = rows.index_select(0, torch.nonzero(keep.reshape(-1))[:, 0].to(tensor.device))
+    return chosen.unflatten(0, [sizes[dim] for dim in axes]).movedim(front, axes).contiguous()

@@ -1,22 +1,17 @@
 """A program narrowed to what is kept of its sites, proved against the dense one."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor, fx
+from torch import fx
 
 from .choice import Kept, gone
-from .compaction import Uneven, kept
-from .flow import Flow
+from .compaction import kept
 from .labels import compact
 from .marks import Marks
 from .narrowing import Refused, without
 from .program import Inputs
 from .proof import difference
-from .resizing import narrowed
 from .sites import Found
-from .splitting import split
-from .walk import walked
 
 ROUNDING = 1e-4
 """Of the largest output: what float32 rounds over a network in another order."""
@@ -38,34 +33,21 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
     """The narrower program, by its labels alone; a site that can't be narrowed so is kept whole. Raises BadInput for a
     choice that can't be.
     """
-    program, flow, is_split = found.program, found.flow, False
     chosen, whole = dict(kept), dict[str, str]()
     while True:
-        goes = gone(flow, found.sites, chosen)
         try:
-            return Narrowed(module=without(program, flow, goes), kept=chosen, whole=whole, difference=None)
+            goes = gone(found.flow, found.sites, chosen)
+            module = without(found.program, found.flow, goes)
+            return Narrowed(module=module, kept=chosen, whole=whole, difference=None)
         except Refused as refused:
-            parts = None if is_split else split(program, _uneven(flow, goes))
-            is_split = True
-            if parts is not None:
-                program, flow = parts, walked(parts)
-                continue
-            for key in _at(found, flow, refused.node, chosen):
+            for key in _at(found, refused.node, chosen):
                 whole[key] = str(refused)
                 del chosen[key]
 
 
-def _uneven(flow: Flow, goes: Tensor) -> Iterator[fx.Node]:
-    """Nodes that can't be narrowed, in order of the program."""
-    for node, value in flow.values.items():
-        try:
-            narrowed(value, goes)
-        except Uneven:
-            yield node
-
-
-def _at(found: Found, flow: Flow, node: fx.Node, chosen: Kept) -> list[str]:
+def _at(found: Found, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
+    flow = found.flow
     every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
     marks = [one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, Marks)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]

@@ -1,19 +1,24 @@
-"""The program again, without the elements that go: what is left of every parameter, and every size anew."""
+"""The program again, without the elements that go: what remains of every parameter, and every size anew."""
 
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from .call import Call, call_of
-from .compaction import Uneven, kept, taken
-from .emission import bare, emitted
+from .compaction import Uneven, compacted, kept, loses, taken
 from .flow import Flow
 from .labels import compact
 from .marks import Marks
+from .moves import SHAPED
 from .program import Program, module_of, operation
-from .resizing import agrees, loses, resized
+from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
+from .rows import carried, is_move, numbered, way_to
+
+PROVENANCE = ("nn_module_stack", "source_fn_stack")
+"""What a node tells of the module that it was called in."""
 
 
 class Refused(Exception):
@@ -28,19 +33,21 @@ def without(program: Program, flow: Flow, gone: Tensor) -> fx.GraphModule:
     """The program without the labels for which `gone` [labels] is true. Raises Refused."""
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
-        if node.op != "get_attr":
-            new.nodes[node] = new.narrowed(node) if new.is_narrower(node) else new.copied(node)
+        if node.op == "call_function" and new.is_narrower(node):
+            new.narrow(node)
+        elif node.op != "get_attr":
+            new.copy(node)
     new.graph.eliminate_dead_code()
     new.graph.lint()
     new.graph.set_codegen(copy(program.graph.graph._codegen))
-    module = fx.GraphModule(_owner(program, new.tensors), new.graph)
-    return module.eval()
+    return fx.GraphModule(new.tensors, new.graph).eval()
 
 
 @dataclass(slots=True)
 class _Narrowing:
-    """`gone` [labels]: whether each goes. `tensors`: what is left of the parameters, by name; several of one name for
-    a table of which different uses keep different parts.
+    """`gone` [labels]: whether each is removed. `nodes`: of the dense program, as they are in the new `graph`.
+    `uneven`: moves that would give no tensor, as queries beside wider values; their parts are moved one by one.
+    `tensors`: what remains of the parameters; under several `names` where different uses keep different elements.
     """
 
     program: Program
@@ -48,56 +55,125 @@ class _Narrowing:
     gone: Tensor
     graph: fx.Graph = field(default_factory=fx.Graph)
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    uneven: dict[fx.Node, None] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
     def is_narrower(self, node: fx.Node) -> bool:
         values = (self.flow.values.get(each) for each in (node, *node.all_input_nodes))
         touches = self.flow.touches_of(node)
-        return node.op == "call_function" and (
-            any(loses(value, self.gone) for value in values)
-            or any(bool(self.gone[self.flow.groups.of(each.labels).long()].any()) for each in touches)
+        return any(loses(value, self.gone) for value in values) or any(
+            bool(self.gone[self.flow.groups.of(each.labels).long()].any()) for each in touches
         )
 
-    def copied(self, node: fx.Node) -> fx.Node:
-        return bare(self.graph.node_copy(node, lambda each: self.whole(each)))
+    def copy(self, node: fx.Node) -> None:
+        def entering(each: fx.Node) -> fx.Node:
+            if each in self.uneven:
+                raise Refused(node, "an uneven part of it would be left")
+            return self.constant(each, None) if each.op == "get_attr" else self.nodes[each]
 
-    def whole(self, node: fx.Node) -> fx.Node:
-        """A node that enters another, a constant as it is."""
-        return self.constant(node, None) if node.op == "get_attr" else self.nodes[node]
+        self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
 
-    def narrowed(self, node: fx.Node) -> fx.Node:
-        value = self.flow.values[node]
-        if operation(node) == "getitem":
-            return self.picked(node)
-        call = call_of(node, self.flow.values)
+    def narrow(self, node: fx.Node) -> None:
+        """A node of which elements go, or of what enters it. Those of an uneven one can go part by part."""
         try:
-            target, arguments = resized(call, value, self.gone)
-            if call.op == "unbind":
-                return self.copied(node)
-            if not agrees(call, target, arguments, value, self.gone):
-                raise Refused(node, "what is left of it stands elsewhere")
-            return emitted(self.graph, node, target, arguments, lambda each: self.entering(call, each))
+            if any(each in self.uneven for each in node.all_input_nodes):
+                self.part(node)
+            elif operation(node) == "getitem":
+                self.pick(node)
+            elif operation(node) == "unbind":
+                self.copy(node)
+            else:
+                self.resize(node)
         except (Uneven, RuntimeError) as error:
-            raise Refused(node, f"an uneven part of it would be left, {error}") from error
+            if not is_move(node):
+                raise Refused(node, f"an uneven part of it would be left, {error}") from error
+            self.uneven[node] = None
 
-    def entering(self, call: Call, node: fx.Node) -> fx.Node:
-        return self.constant(node, self.mask(call, node)) if node.op == "get_attr" else self.nodes[node]
+    def resize(self, node: fx.Node) -> None:
+        call, value = call_of(node, self.flow.values), self.flow.values[node]
+        target, arguments = resized(call, value, self.gone)
+        if not agrees(call, target, arguments, value, self.gone):
+            raise Refused(node, "what remains of it stands elsewhere")
 
-    def picked(self, node: fx.Node) -> fx.Node:
+        def entering(each: fx.Node) -> fx.Node:
+            return self.constant(each, self.mask(call, each)) if each.op == "get_attr" else self.nodes[each]
+
+        self.nodes[node] = self.call(node, target, fx.map_arg(arguments, entering))
+
+    def call(self, like: fx.Node, target: Any, arguments: Arguments) -> fx.Node:
+        """A call in the place of another, its arguments by the names of the op's schema."""
+        given = [each for each in target._schema.arguments if each.name in arguments]
+        args = tuple(arguments[each.name] for each in given if not each.kwarg_only)
+        kwargs = {each.name: arguments[each.name] for each in given if each.kwarg_only}
+        return _of_module(self.graph.call_function(target, args, kwargs), like)
+
+    def pick(self, node: fx.Node) -> None:
         """One of several; along an axis that is narrower now, by its new number."""
         source, number = node.args
         assert isinstance(source, fx.Node), node
-        if operation(source) != "unbind":
-            return self.copied(node)
         call = call_of(source, self.flow.values)
-        whole, dim = call["self"], call["dim"]
-        lines = whole.labels.movedim(dim, 0).reshape(whole.shape[dim], -1)
-        keep = kept(lines, self.gone).any(1)
-        if bool(keep.all()):
-            return self.copied(node)
-        arguments = {"self": call.arguments["self"], "dim": dim, "index": int(keep[:number].sum())}
-        return emitted(self.graph, node, torch.ops.aten.select.int, arguments, lambda each: self.nodes[each])
+        if call.op == "unbind" and call["self"].labels is not None:
+            whole, dim = call["self"], call["dim"]
+            lines = whole.labels.movedim(dim, 0).reshape(whole.shape[dim], -1)
+            keep = kept(lines, self.gone).any(1)
+            if not bool(keep.all()):
+                arguments = {
+                    "self": self.nodes[source.all_input_nodes[0]],
+                    "dim": dim,
+                    "index": int(keep[:number].sum()),
+                }
+                self.nodes[node] = self.call(node, aten.select.int, arguments)
+                return
+        self.copy(node)
+
+    def part(self, node: fx.Node) -> None:
+        """A part of what an uneven tensor is made of, taken by itself and moved as it was among the others. Raises
+        Uneven for what is no part yet, as a permutation of all.
+        """
+        source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven)
+        value = self.flow.values[source]
+        if not is_move(node) or not isinstance(value, Marks) or value.labels is None or len(value.dims) != 1:
+            raise Refused(node, "an uneven part of it would be left")
+        (dim,) = value.dims
+        numbers = carried(numbered(value.shape, dim), way)
+        if not isinstance(numbers[node], Tensor):
+            raise Uneven("of several tensors")
+        own = torch.unique(numbers[node])
+        first, last = int(own[0]), int(own[-1])
+        if len(own) < last - first + 1 or len(own) == value.shape[dim]:
+            raise Uneven("no slice of it")
+        keep = kept(compact(value.labels), self.gone).reshape(-1)
+        goes = torch.ones(len(keep), dtype=torch.bool)
+        goes[own] = ~keep[own]
+        ends = {"start": int(keep[:first].sum()), "end": int(keep[: last + 1].sum())}
+        new = self.call(node, aten.slice.Tensor, {"self": self.nodes[source], "dim": dim, **ends})
+        moved = compacted(numbers[source], goes)
+        for each in moves:
+            if isinstance(numbers[each], Tensor):
+                expected = compacted(numbers[each], goes)
+                target, arguments = self.alone(each, moved.shape, expected.shape)
+                if target is not None:
+                    named = {target._schema.arguments[0].name: new, **fx.map_arg(arguments, self.nodes.get)}
+                    new = self.call(node, target, named)
+                    moved = target(moved, **fx.map_arg(arguments, self.flow.values.get))
+        if not torch.equal(moved, expected):
+            raise Refused(node, "what remains of it stands elsewhere")
+        self.nodes[node] = new
+
+    def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
+        """A move of one part alone, from a shape to another, its arguments behind the first; None if it needs none."""
+        op = operation(node)
+        call = call_of(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
+        if op in SHAPED:
+            return aten.reshape.default, {"shape": sizes_of_any_batch(node, after)}
+        if (op in CUTS or op == "getitem") and before == after:
+            return None, {}
+        if call.op in ("select", "unbind") and before[call["dim"]] == 1:
+            return aten.select.int, {"dim": call["dim"], "index": 0}
+        if op == "getitem":
+            raise Uneven("split along several axes")
+        return node.target, {name: each for name, each in call.arguments.items() if each is not node.args[0]}
 
     def mask(self, call: Call, constant: fx.Node) -> Tensor | None:
         """Which elements of a constant are left where this call uses it; None where all are."""
@@ -134,33 +210,13 @@ class _Narrowing:
             count = sum(each[0] == name for each in self.names)
             self.names[key] = f"{name}_{count}" if count else name
             tensor = self.program.tensor(name)
-            self.tensors[self.names[key]] = tensor if keep is None else _left(tensor, keep)
-        new = self.graph.create_node("get_attr", self.names[key])
-        new.meta = dict(node.meta)
-        return bare(new)
+            new = tensor.detach() if keep is None else taken(tensor.detach(), keep)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self.tensors[self.names[key]] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+        return _of_module(self.graph.create_node("get_attr", self.names[key]), node)
 
 
-def _left(tensor: Tensor, keep: Tensor) -> Tensor:
-    """What is left of a tensor, spread out over axes that only the mask has."""
-    shape = (1,) * (keep.dim() - tensor.dim()) + tuple(tensor.shape)
-    sizes = [max(have, wants) for have, wants in zip(shape, keep.shape, strict=True)]
-    return taken(tensor.reshape(shape).expand(sizes), keep)
-
-
-def _owner(program: Program, tensors: dict[str, Tensor]) -> nn.Module:
-    """A module that has tensors under their names, in the order of the dense one's."""
-    order = {name: place for place, name in enumerate(program.graph.state_dict())}
-    parameters = {name for name, _ in program.graph.named_parameters(remove_duplicate=False)}
-    owner = nn.Module()
-    for name in sorted(tensors, key=lambda each: order.get(each, len(order))):
-        *path, last = name.split(".")
-        at = owner
-        for part in path:
-            if part not in at._modules:
-                at.add_module(part, nn.Module())
-            at = at.get_submodule(part)
-        if name in parameters:
-            at.register_parameter(last, nn.Parameter(tensors[name].detach(), requires_grad=False))
-        else:
-            at.register_buffer(last, tensors[name].detach())
-    return owner
+def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
+    """Without the dense program's tensors."""
+    node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
+    return node

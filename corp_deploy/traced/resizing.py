@@ -1,56 +1,45 @@
 """The numbers that an op has to be called with when its tensors have become narrower."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .call import Call
-from .compaction import Uneven, compacted, kept
-from .emission import Arguments, Scaled, with_nodes
+from .compaction import Uneven, kept, narrowed
 from .labels import FIXED, TYPE, compact
 from .marks import Marks
 from .moves import RUN, SHAPED
 
+aten = torch.ops.aten
+Arguments = dict[str, Any]
 SPLITS = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"])
-_SIZES = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "expand": "size", "broadcast_to": "size"}
-_CUTS = {"slice": "start", "narrow": "start", "select": "index"}
+CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 
-def narrowed(value: Any, gone: Tensor) -> Any:
-    """Marks of what is left. Raises Uneven."""
-    if isinstance(value, tuple):
-        return tuple(narrowed(each, gone) for each in value)
-    if not isinstance(value, Marks) or value.labels is None:
-        return value
-    labels = compacted(value.labels, gone)
-    return Marks(tuple(labels.shape), labels, value.why)
+def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int]:
+    """To be reshaped to in a node's place: these sizes at a batch of 1, at any other what is left."""
+    dense = node.meta["val"].shape
+    shape = [-1 if isinstance(each, torch.SymInt) else size for each, size in zip(dense, sizes, strict=True)]
+    if shape.count(-1) > 1:
+        raise Uneven(f"the batch counts several axes of {tuple(dense)}")
+    return shape
 
 
-def loses(value: Any, gone: Tensor) -> bool:
-    """Whether elements of it go."""
-    if isinstance(value, tuple):
-        return any(loses(each, gone) for each in value)
-    return isinstance(value, Marks) and value.labels is not None and not bool(kept(compact(value.labels), gone).all())
-
-
-def resized(call: Call, value: Any, gone: Tensor) -> tuple[Any, Arguments]:
-    """The op and its arguments, nodes still the old ones. Raises Uneven where no numbers will do."""
+def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
+    """The op and its arguments by name, nodes still the dense program's. Raises Uneven where no numbers will do."""
     target, arguments, new = call.node.target, dict(call.arguments), narrowed(value, gone)
-    if call.op in _SIZES:
-        name = _SIZES[call.op]
-        missing = len(value.shape) - len(arguments[name])
-        arguments[name] = _sizes(arguments[name], value.shape[missing:], new.shape[missing:])
-    elif call.op == "unflatten":
-        dim = arguments["dim"] % len(call["self"].shape)
-        within = slice(dim, dim + len(arguments["sizes"]))
-        arguments["sizes"] = _sizes(arguments["sizes"], value.shape[within], new.shape[within])
+    assert callable(target), call.node
+    if call.op in SHAPED:
+        return aten.reshape.default, {"self": arguments["self"], "shape": sizes_of_any_batch(call.node, new.shape)}
+    if call.op in ("expand", "broadcast_to"):
+        arguments["size"] = _spread(call, value.shape, new.shape)
     elif call.op in SPLITS:
         sizes = [each.shape[arguments["dim"]] for each in new]
-        target = torch.ops.aten.split_with_sizes.default
         arguments = {"self": arguments["self"], "split_sizes": sizes, "dim": arguments["dim"]}
-    elif call.op in _CUTS and arguments["dim"] % len(call["self"].shape) in call["self"].dims:
+        return aten.split_with_sizes.default, arguments
+    elif call.op in CUTS and arguments["dim"] % len(call["self"].shape) in call["self"].dims:
         arguments |= _cut(call, new, gone)
     elif call.op == "scaled_dot_product_attention" and arguments["scale"] is None:
         arguments["scale"] = float(call["query"].shape[-1]) ** -0.5
@@ -62,20 +51,23 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Any, Arguments]:
     return target, arguments
 
 
-def _sizes(asked: list[Any], old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
-    """Sizes as they were asked for, those that are others now anew."""
-    given = []
-    for each, before, after in zip(asked, old, new, strict=True):
-        is_same = before == after or (isinstance(each, int) and each == -1)
-        other = Scaled(each, after, before) if isinstance(each, fx.Node) else after
-        given.append(each if is_same else other)
-    return given
+def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
+    """The sizes that an axis is spread out to; -1 where it has its size before."""
+    asked, before = call.arguments["size"], call["self"].shape
+    missing = len(old) - len(before)
+    sizes = [each if was == now else now for each, was, now in zip(asked, old, new, strict=True)]
+    for dim, size in enumerate(sizes):
+        if size != asked[dim] and dim >= missing and before[dim - missing] == old[dim]:
+            sizes[dim] = -1
+        elif size != asked[dim] and isinstance(asked[dim], fx.Node):
+            raise Uneven(f"the batch counts axis {dim} too")
+    return sizes
 
 
 def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
     """Where a slice starts and ends among what is left."""
     first: Marks = call["self"]
-    dim, name = call["dim"] % len(first.shape), _CUTS[call.op]
+    dim, name = call["dim"] % len(first.shape), CUTS[call.op]
     is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]
     if call.arguments.get("step", 1) != 1 or first.labels is None or is_whole:
         return {}
@@ -86,14 +78,12 @@ def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
         raise Uneven(call.where)
     if call.op == "select":
         return {name: before[0]}
-    return {
-        name: before[0],
-        **({"end": before[0] + new.shape[dim]} if call.op == "slice" else {"length": new.shape[dim]}),
-    }
+    length = {"end": before[0] + new.shape[dim]} if call.op == "slice" else {"length": new.shape[dim]}
+    return {name: before[0], **length}
 
 
 def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
-    """Whether a move with these arguments, run on what is left of its tensors' labels, gives what is left of its."""
+    """Whether a move with these arguments, run on what remains of what enters, gives what remains of its result."""
     if call.op not in RUN | SHAPED:
         return True
 
@@ -103,8 +93,6 @@ def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: 
             return less
         return torch.full(less.shape, FIXED, dtype=TYPE) if less.labels is None else less.labels
 
-    new = narrowed(value, gone)
-    given = {name: with_nodes(each, entering, lambda size: size.new) for name, each in arguments.items()}
-    result = given["self"].reshape(new.shape) if call.op in SHAPED else target(**given)
+    result, new = target(**fx.map_arg(arguments, entering)), narrowed(value, gone)
     both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
     return all(each.labels is None or torch.equal(got, each.labels) for got, each in both)

@@ -1,6 +1,6 @@
-"""Which row of a layer's weight each element of a tensor is, where nothing but moves stands between them."""
+"""Elements followed through moves, by running the moves on their numbers; and which row of a layer each is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,37 @@ from .program import number_of, operation, sizes_at_one
 from .readers import LINEAR, Called
 
 _SCALING = frozenset(("mul", "div"))
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether it puts elements of its first argument elsewhere, and nothing else."""
+    is_first = bool(node.all_input_nodes) and node.args[0] is node.all_input_nodes[0]
+    return is_first and operation(node) in RUN | SAME | SHAPED | {"getitem"}
+
+
+def way_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The nodes that lead to a node by their first arguments, itself last, from the first that isn't passed on."""
+    way = [node]
+    while passes(way[0]):
+        way.insert(0, way[0].all_input_nodes[0])
+    return way
+
+
+def carried(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """What each move of a way makes of numbers in the place of what the first node gives; scaling leaves them."""
+    first, *moves = way
+    values: dict[fx.Node, Any] = {first: numbers}
+    for node in moves:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values.get(each, number_of(each)))
+        assert callable(node.target), node
+        values[node] = args[0] if operation(node) in _SCALING else node.target(*args, **kwargs)
+    return values
+
+
+def numbered(shape: tuple[int, ...], dim: int) -> Tensor:
+    """Of a shape, each element its place along one axis."""
+    sizes = [-1 if each == dim else 1 for each in range(len(shape))]
+    return torch.arange(shape[dim]).view(sizes).expand(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,51 +58,20 @@ def rows_of(source: fx.Node, layers: Mapping[fx.Node, Called]) -> Rows | None:
     """Of what a node gives, by any of these layers; None where something else than moves, or a scaling by one number,
     makes it.
     """
-    *way, layer = _way(source)
+    layer, *moves = way_to(source, _is_passed)
     if layer not in layers:
         return None
-    values: dict[fx.Node, Any] = {layer: _numbered(layer)}
-    for node in reversed(way):
-        values[node] = _moved(node, values)
-    return Rows(weight=layers[layer].weight, bias=layers[layer].bias, numbers=values[source])
+    shape = sizes_at_one(layer)
+    numbers = numbered(shape, len(shape) - 1 if layer.target is LINEAR else 1)
+    return Rows(weight=layers[layer].weight, bias=layers[layer].bias, numbers=carried(numbers, [layer, *moves])[source])
 
 
 def moved_from(node: fx.Node) -> fx.Node:
     """What gives all that a node gives, where moves, or a scaling by one number, are all that lies between; else the
     last of what does lie there.
     """
-    return _way(node)[-1]
-
-
-def _way(node: fx.Node) -> list[fx.Node]:
-    way = [node]
-    while _is_passed(way[-1]):
-        way.append(way[-1].all_input_nodes[0])
-    return way
+    return way_to(node, _is_passed)[0]
 
 
 def _is_passed(node: fx.Node) -> bool:
-    op = operation(node)
-    if not node.all_input_nodes or node.args[0] is not node.all_input_nodes[0]:
-        return False
-    return op == "getitem" or op in RUN | SAME | SHAPED or (op in _SCALING and isinstance(node.args[1], int | float))
-
-
-def _numbered(layer: fx.Node) -> Tensor:
-    """What a layer gives, each element its row's number."""
-    shape = sizes_at_one(layer)
-    dim = len(shape) - 1 if layer.target is LINEAR else 1
-    sizes = [-1 if place == dim else 1 for place in range(len(shape))]
-    return torch.arange(shape[dim]).view(sizes).expand(shape)
-
-
-def _moved(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    if operation(node) in _SCALING:
-        return values[node.all_input_nodes[0]]
-    assert callable(node.target), node.target
-
-    def value(each: fx.Node) -> Any:
-        return values[each] if each in values else number_of(each)
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    return node.target(*args, **kwargs)
+    return is_move(node) or (operation(node) in _SCALING and isinstance(node.args[1], int | float))
