@@ -1,13 +1,13 @@
 """One call of an op in a program, its arguments by their names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from .marks import Marks
+from .labels import Marks
 from .program import module_of, operation, sizes_at_one
 
 Value = Any
@@ -16,20 +16,22 @@ Value = Any
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`values`: of all nodes before it; `arguments`: by their names in the op's schema, defaults among them."""
+    """`values`: of all nodes before it; `arguments`: by their names in the op's schema, defaults among them; `shape` of
+    what it gives, at a batch of 1.
+    """
 
     node: fx.Node
     values: Mapping[fx.Node, Value]
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any]
+    shape: Any
 
     @property
     def op(self) -> str:
         return operation(self.node)
 
-    @property
-    def shape(self) -> Any:
-        """Of what it gives, at a batch of 1."""
-        return sizes_at_one(self.node)
+    def giving(self, shape: tuple[int, ...]) -> "Call":
+        """A part of the call, that gives something of another shape."""
+        return replace(self, shape=shape)
 
     @property
     def where(self) -> str:
@@ -40,10 +42,6 @@ class Call:
     def because(self, what: str, marks: Marks) -> str:
         """Why labels stay that meet a tensor without any, by the first of all reasons."""
         return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
-
-    def node_of(self, name: str) -> fx.Node | None:
-        argument = self.arguments.get(name)
-        return argument if isinstance(argument, fx.Node) else None
 
     def __getitem__(self, name: str) -> Any:
         """An argument as numbers, Marks where it is a tensor, lists of either."""
@@ -59,23 +57,12 @@ class Call:
         return [each for each in entering if isinstance(each, Marks)]
 
 
-@dataclass(frozen=True, slots=True)
-class Part(Call):
-    """A part of a call, that gives something `of` another shape."""
-
-    of: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of
-
-
 def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
     """The call that a node is."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return Call(node, values, {str(place): each for place, each in enumerate(node.args)} | dict(node.kwargs))
-    schema = target._schema.arguments
-    named: dict[str, Any] = {each.name: each.default_value for each in schema if each.has_default_value()}
-    named |= {each.name: argument for each, argument in zip(schema, node.args, strict=False)}
-    return Call(node, values, named | dict(node.kwargs))
+    named: dict[str, Any] = {str(place): each for place, each in enumerate(node.args)}
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema.arguments
+        named = {each.name: each.default_value for each in schema if each.has_default_value()}
+        named |= {each.name: argument for each, argument in zip(schema, node.args, strict=False)}
+    return Call(node, values, named | dict(node.kwargs), sizes_at_one(node))

@@ -1,4 +1,4 @@
-"""What goes: of every site the groups that aren't kept, and what they take along."""
+"""What can be removed, and what is: of every site the groups that aren't kept, and what goes along with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,11 +9,32 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .flow import Flow
-from .holding import stuck
 from .site import Index, Site
 
 Kept = Mapping[str, Sequence[int] | Index]
 """Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
+
+
+def stuck(flow: Flow) -> Tensor:
+    """Whether each label [labels] names a group that can't go."""
+    stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
+    held = flow.held()
+    while True:
+        before = stays.clone()
+        for outer, inner in held:
+            stays[outer[stays[inner]]] = True
+            alone = torch.bincount(outer, minlength=len(stays)) == 1
+            stays[inner[(alone & stays)[outer]]] = True
+        if torch.equal(before, stays):
+            return stays
+
+
+def holders(flow: Flow) -> Tensor:
+    """Whether each label [labels] names a group that holds others."""
+    holds = torch.zeros(flow.groups.count, dtype=torch.bool)
+    for outer, _ in flow.held():
+        holds[outer] = True
+    return holds
 
 
 def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
@@ -48,9 +69,7 @@ def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
     """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
     labels = next(
-        each.labels
-        for each in flow.touches
-        if (each.constant, each.axes) == (first.name, first.axes) and each.role == "writes"
+        use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")
     )
     places = torch.from_numpy(first.index_GM[groups].reshape(-1))
     return flow.groups.of(labels.reshape(-1)[places]).long()

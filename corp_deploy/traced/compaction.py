@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .labels import FIXED, compact
-from .marks import Marks
+from .labels import FIXED, Marks, compact
 
 
 class Uneven(Exception):
@@ -75,4 +74,5 @@ def taken(tensor: Tensor, keep: Tensor) -> Tensor:
     front, sizes = tuple(range(len(axes))), remaining(keep)
     rows = tensor.movedim(axes, front).flatten(0, len(axes) - 1)
     chosen = rows.index_select(0, torch.nonzero(keep.reshape(-1))[:, 0].to(tensor.device))
-    return chosen.unflatten(0, [sizes[dim] for dim in axes]).movedim(front, axes).contiguous()
+    shaped: Tensor = chosen.unflatten(0, [sizes[dim] for dim in axes])
+    return shaped.movedim(front, axes).contiguous()

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_structure
 from .choice import labels_of
 from .compaction import kept
 from .cost import macs
-from .labels import compact
-from .marks import Marks
+from .labels import Marks, compact
 from .program import Program, module_of, number_of, operation, sizes_at_one
 from .sites import Found
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,35 +10,32 @@ import torch
 from torch import Tensor, fx
 
 from .call import Value
-from .labels import FIXED, TYPE, Groups, along, compact, pairs, tidy, varying
-from .marks import Marks
+from .labels import FIXED, TYPE, Groups, Marks, along, compact, pairs, tidy, varying
 from .program import Program
 
-Role = Literal["writes", "reads", "between"]
+Role = Literal["writes", "reads", "between", "sums", "pairs"]
 MOST_ELEMENTS = 4_000_000
 """Of a constant that is moved about, for its elements to have labels of their own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Touch:
-    """Labels [the sizes of `axes`] that stand along axes of a parameter or constant where a node uses it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Use:
+    """Labels [the sizes of `axes`] along axes of a tensor where a node uses it.
+
+    Of a parameter or constant by its `name` the node `writes` its rows, `reads` its columns, or takes it element by
+    element, `between` those that write and read. What another node of that name gives it `sums` over with weights, or
+    `pairs` with another tensor element by element before it sums, as queries with keys.
+    """
 
     node: fx.Node
-    constant: str
+    name: str
     axes: tuple[int, ...]
     labels: Tensor
     role: Role
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hearing:
-    """Labels [the sizes of `axes`] along axes of what `source` gives, where `reader` sums over them."""
-
-    reader: fx.Node
-    source: fx.Node
-    axes: tuple[int, ...]
-    labels: Tensor
-    is_bilinear: bool
+    @property
+    def is_of_constant(self) -> bool:
+        return self.role not in ("sums", "pairs")
 
 
 @dataclass(slots=True)
@@ -59,11 +56,9 @@ class Flow:
     multiplied: list[Tensor] = field(default_factory=list)
     added: list[Tensor] = field(default_factory=list)
     summed: list[Tensor] = field(default_factory=list)
-    touches: list[Touch] = field(default_factory=list)
-    heard: list[Hearing] = field(default_factory=list)
+    uses: dict[fx.Node, list[Use]] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
-    uses: Counter[str] = field(default_factory=Counter)
-    _by_node: dict[fx.Node, list[Touch]] = field(default_factory=dict)
+    times_used: Counter[str] = field(default_factory=Counter)
     _axes: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def fresh(self, sizes: Sequence[int]) -> Tensor:
@@ -139,25 +134,21 @@ class Flow:
             self._axes[key] = self.fresh(sizes)
         return self._axes[key]
 
-    def axes_of_weights(self) -> dict[tuple[str, tuple[int, ...]], Tensor]:
-        return self._axes
+    def use(self, node: fx.Node, name: str, axes: tuple[int, ...], labels: Tensor, role: Role) -> None:
+        self.uses.setdefault(node, []).append(Use(node=node, name=name, axes=axes, labels=labels, role=role))
 
-    def touch(self, node: fx.Node, constant: str, axes: tuple[int, ...], labels: Tensor, role: Role) -> None:
-        self.touches.append(Touch(node=node, constant=constant, axes=axes, labels=labels, role=role))
+    @property
+    def every_use(self) -> Iterator[Use]:
+        """In order of the program."""
+        return (use for of_node in self.uses.values() for use in of_node)
 
-    def touches_of(self, node: fx.Node) -> list[Touch]:
-        """Those where a node uses its parameters."""
-        if not self._by_node:
-            for touch in self.touches:
-                self._by_node.setdefault(touch.node, []).append(touch)
-        return self._by_node.get(node, [])
-
-    def hear(self, hearing: Hearing) -> None:
-        self.heard.append(hearing)
+    def constants_of(self, node: fx.Node) -> list[Use]:
+        """How a node uses its parameters and constants."""
+        return [use for use in self.uses.get(node, ()) if use.is_of_constant]
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each relation the groups that hold and those that they hold, itself left out."""
-        of = [self.groups.of(met).long() for met in self.inside if len(met)]
+        """Of each relation the groups that hold and those that they hold, itself left out, each pair once."""
+        of = [torch.unique(self.groups.of(met).long(), dim=0) for met in self.inside if len(met)]
         apart = [met[met[:, 0] != met[:, 1]] for met in of]
         return [(met[:, 0], met[:, 1]) for met in apart if len(met)]
 
@@ -168,5 +159,5 @@ class Flow:
         if not marks.constant or math.prod(marks.shape) > MOST_ELEMENTS:
             return torch.full((), FIXED, dtype=TYPE).expand(marks.shape)
         labels = self.fresh(marks.shape)
-        self.touch(node, marks.constant, tuple(range(len(marks.shape))), labels, "between")
+        self.use(node, marks.constant, tuple(range(len(marks.shape))), labels, "between")
         return labels

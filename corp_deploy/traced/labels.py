@@ -5,6 +5,7 @@ map of features take no more memory than those of its channels.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,6 +56,34 @@ def along(labels: Tensor, dims: Sequence[int]) -> Tensor:
         if dim not in dims:
             labels = labels.narrow(dim, 0, 1)
     return labels
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """One tensor of a program at a batch of 1: `labels` are of its `shape`, tidy; None where no element can be removed,
+    and `why` says what they come from. `constant`: the name of a parameter or constant, whose elements are removed with
+    whatever they meet.
+    """
+
+    shape: tuple[int, ...]
+    labels: Tensor | None = None
+    why: str = ""
+    constant: str = ""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The axes that the labels vary along."""
+        return () if self.labels is None else varying(self.labels)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no element of it can be removed."""
+        return self.labels is None and not self.constant
+
+
+def marked(labels: Tensor, why: str = "") -> Marks:
+    """With these labels, untidy as they may be."""
+    return Marks(tuple(labels.shape), tidy(labels), why)
 
 
 class Groups:

@@ -6,8 +6,7 @@ from torch import fx
 
 from .choice import Kept, gone
 from .compaction import kept
-from .labels import compact
-from .marks import Marks
+from .labels import Marks, compact
 from .narrowing import Refused, without
 from .program import Inputs
 from .proof import difference

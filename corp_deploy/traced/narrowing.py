@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 from .call import Call, call_of
 from .compaction import Uneven, compacted, kept, loses, taken
 from .flow import Flow
-from .labels import compact
-from .marks import Marks
+from .labels import Marks, compact
 from .moves import SHAPED
 from .program import Program, module_of, operation
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
@@ -61,9 +60,9 @@ class _Narrowing:
 
     def is_narrower(self, node: fx.Node) -> bool:
         values = (self.flow.values.get(each) for each in (node, *node.all_input_nodes))
-        touches = self.flow.touches_of(node)
+        uses = self.flow.constants_of(node)
         return any(loses(value, self.gone) for value in values) or any(
-            bool(self.gone[self.flow.groups.of(each.labels).long()].any()) for each in touches
+            bool(self.gone[self.flow.groups.of(each.labels).long()].any()) for each in uses
         )
 
     def copy(self, node: fx.Node) -> None:
@@ -178,12 +177,12 @@ class _Narrowing:
     def mask(self, call: Call, constant: fx.Node) -> Tensor | None:
         """Which elements of a constant are left where this call uses it; None where all are."""
         shape = tuple(self.program.tensor(str(constant.target)).shape)
-        touches = [each for each in self.flow.touches_of(call.node) if each.constant == constant.target]
-        keep = torch.ones((1,) * len(shape), dtype=torch.bool) if touches else self.met(call, shape)
-        for touch in touches:
-            order = sorted(range(len(touch.axes)), key=lambda place: touch.axes[place])
-            sizes = [shape[dim] if dim in touch.axes else 1 for dim in range(len(shape))]
-            labels = self.flow.groups.of(touch.labels).permute(order).reshape(sizes)
+        uses = [each for each in self.flow.constants_of(call.node) if each.name == constant.target]
+        keep = torch.ones((1,) * len(shape), dtype=torch.bool) if uses else self.met(call, shape)
+        for use in uses:
+            order = sorted(range(len(use.axes)), key=lambda place: use.axes[place])
+            sizes = [shape[dim] if dim in use.axes else 1 for dim in range(len(shape))]
+            labels = self.flow.groups.of(use.labels).permute(order).reshape(sizes)
             keep = keep & kept(labels, self.gone)
         return None if bool(keep.all()) else keep
 

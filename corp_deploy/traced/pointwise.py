@@ -1,70 +1,66 @@
 """Element by element: labels that meet are one. And channel by channel: norms in eval, with a parameter an element."""
 
+from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
+
+import torch
 
 from .call import Call, Value
 from .flow import Flow
-from .marks import Marks, marked
+from .labels import Marks, marked
 from .moves import fixed
-from .names import named
 
-UNARY = named(
-    """
-    abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad elu erf
-    erfc erfinv exp exp2 expm1 floor frac full_like gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf
-    isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like positive
-    reciprocal relu relu6 round rrelu rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign
-    special_erf sqrt square tan tanh tanhshrink zeros_like threshold trunc
-    """
+UNTAGGED, SUMS, PRODUCTS = (
+    frozenset(ops.split())
+    for ops in (
+        # of which torch doesn't say that they work element by element
+        """__and__ __or__ divide floor_divide full_like hardswish log_sigmoid multiply ones_like special_erf subtract
+        threshold true_divide zeros_like""",
+        "add add_ sub sub_ subtract rsub addcmul lerp",
+        "mul mul_ multiply div div_ divide",
+    )
 )
-BINARY = named(
-    """
-    __and__ __or__ add addcdiv addcmul atan2 bitwise_and bitwise_or copysign div divide eq floor_divide fmax fmin
-    fmod ge gt hypot le lerp logical_and logical_or logical_xor lt masked_fill maximum minimum mul multiply ne pow
-    prelu remainder rsub sub subtract true_divide where xlogy
-    """
-)
-POINTWISE = UNARY | BINARY | {f"{op}_" for op in UNARY | BINARY}
-SUMS = named(
-    """
-    add add_ sub sub_ subtract rsub addcmul lerp
-    """
-)
-PRODUCTS = named(
-    """
-    mul mul_ multiply div div_ divide
-    """
-)
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether torch says so of an op, or of the one that does the same not in place."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name, overload = target._schema.name.removeprefix("aten::").removesuffix("_"), target._overloadname
+    plain = getattr(getattr(torch.ops.aten, name, None), overload, target)
+    return name in UNTAGGED or torch.Tag.pointwise in (*target.tags, *plain.tags)
 
 
 def pointwise(flow: Flow, call: Call) -> Value:
     """Labels as they meet, with axes of size 1 spread out; constants go along with whatever they meet."""
-    if call.op.startswith("prelu"):
-        return _prelu(flow, call)
-    spread = [_aligned(each, len(call.shape)) for each in call.tensors]
+    return combined(flow, call, call.tensors)
+
+
+def combined(flow: Flow, call: Call, tensors: Sequence[Marks]) -> Value:
+    """Of tensors that are taken together element by element."""
+    spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
     if not labelled:
         return fixed(call.shape, next((each.why for each in spread if each.why), f"it comes from {call.where}"))
-    moving = [each for each in spread if not each.constant]
-    for one, other in combinations(moving, 2):
+    for one, other in combinations([each for each in spread if not each.constant], 2):
         _meet(flow, call, one, other)
     # Of labels that hold others, and of those along another axis, the finer and the first ones go on.
     first = max(labelled, key=lambda each: len(each.dims))
     assert first.labels is not None, call.node
-    _along_constants(flow, call, first)
+    for each in tensors:
+        if each.constant:
+            _go_along(flow, call, each, first)
     return marked(first.labels.expand(call.shape), first.why)
 
 
-def _along_constants(flow: Flow, call: Call, first: Marks) -> None:
-    """Constants with an element for each label, as a bias or a layer scale has."""
-    for node in call.node.all_input_nodes:
-        marks = call.values[node]
-        if isinstance(marks, Marks) and marks.constant:
-            missing = len(call.shape) - len(marks.shape)
-            axes = [dim - missing for dim in first.dims if dim >= missing and marks.shape[dim - missing] > 1]
-            if len(axes) == len(first.dims):
-                labels = flow.across(first, first.dims, f"{call.where} has an element for each")
-                flow.touch(call.node, marks.constant, tuple(axes), labels, "between")
+def _go_along(flow: Flow, call: Call, constant: Marks, first: Marks) -> None:
+    """A constant with an element for each label, as a bias or a layer scale has."""
+    missing = len(call.shape) - len(constant.shape)
+    axes = [dim - missing for dim in first.dims if dim >= missing and constant.shape[dim - missing] > 1]
+    if len(axes) == len(first.dims):
+        labels = flow.across(first, first.dims, f"{call.where} has an element for each")
+        flow.use(call.node, constant.constant, tuple(axes), labels, "between")
 
 
 def _aligned(marks: Marks, rank: int) -> Marks:
@@ -85,43 +81,28 @@ def _meet(flow: Flow, call: Call, one: Marks, other: Marks) -> None:
     if other.labels is None:
         if not is_spread:
             flow.stay(one.labels, call.because("takes it together with", other))
-        return
-    beyond = [dim for dim in other.dims if dim not in one.dims]
-    if beyond:
+    elif set(other.dims) - set(one.dims):
         flow.stay(other.labels, f"{call.where} crosses two axes")
-        return
-    if lacking and is_spread and one.dims[-1] in lacking:
+    elif lacking and is_spread and one.dims[-1] in lacking:
         flow.hold(other.labels, one.labels)
-        return
-    flow.join(one.labels, other.labels, f"{call.where} takes it together with what stays")
-    if call.op in SUMS:
-        flow.added.append(one.labels)
-    if call.op in PRODUCTS and one.shape == other.shape:
-        flow.multiplied.append(one.labels)
+    else:
+        flow.join(one.labels, other.labels, f"{call.where} takes it together with what stays")
+        if call.op in SUMS:
+            flow.added.append(one.labels)
+        if call.op in PRODUCTS and one.shape == other.shape:
+            flow.multiplied.append(one.labels)
 
 
-def _prelu(flow: Flow, call: Call) -> Value:
-    """Its slopes stand along the second axis."""
-    return channelwise(flow, call, ("weight",))
-
-
-def channelwise(flow: Flow, call: Call, parameters: tuple[str, ...]) -> Value:
-    """Along the second axis, with these parameters by channel."""
-    first = call["input"] if "input" in call.arguments else call["self"]
+def channelwise(flow: Flow, call: Call) -> Value:
+    """batch_norm, prelu and norms of each channel: along the second axis, with parameters by channel."""
+    first = call.tensors[0]
     if first.labels is None:
-        return fixed(call.shape, first.why) if isinstance(call.shape, tuple) else first
+        return fixed(call.shape, first.why)
     if 1 in first.dims:
         channels_C = flow.across(first, (1,), f"{call.where} has a parameter for each channel")
-        for name in parameters:
-            marks = call[name]
-            if isinstance(marks, Marks) and marks.shape == tuple(channels_C.shape):
-                if marks.constant:
-                    flow.touch(call.node, marks.constant, (0,), channels_C, "between")
-                else:
-                    flow.stay(channels_C, f"{call.where} has computed parameters")
+        for marks in call.tensors[1:]:
+            if marks.constant and marks.shape == tuple(channels_C.shape):
+                flow.use(call.node, marks.constant, (0,), channels_C, "between")
+            elif marks.shape == tuple(channels_C.shape):
+                flow.stay(channels_C, f"{call.where} has computed parameters")
     return marked(first.labels, first.why)
-
-
-def batch_norm(flow: Flow, call: Call) -> Value:
-    """Of known means and variances."""
-    return channelwise(flow, call, ("weight", "bias", "running_mean", "running_var"))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from .call import Call, Value
-from .flow import Flow, Hearing
-from .marks import Marks, marked
+from .flow import Flow
+from .labels import Marks, marked
 from .moves import fixed
 
 
@@ -45,9 +45,7 @@ class Factor:
 
 def factor(call: Call, name: str, letters: str) -> Factor:
     """An argument."""
-    node = call.node_of(name)
-    assert node is not None, (call.node, name)
-    return Factor(node=node, marks=call.values[node], letters=letters)
+    return Factor(node=call.arguments[name], marks=call[name], letters=letters)
 
 
 def spread_out(one: Factor, other: Factor) -> Factor:
@@ -104,21 +102,21 @@ def _read(flow: Flow, call: Call, one: Factor, weight: Factor, letters: str) -> 
     columns = flow.across(one.marks, one.axes(letters), why)
     ids = flow.axis(weight.marks.constant, weight.axes(letters), columns.shape)
     flow.join(ids, columns, why)
-    flow.touch(call.node, weight.marks.constant, weight.axes(letters), ids, "reads")
-    flow.hear(Hearing(reader=call.node, source=one.node, axes=one.axes(letters), labels=ids, is_bilinear=False))
+    flow.use(call.node, weight.marks.constant, weight.axes(letters), ids, "reads")
+    flow.use(call.node, one.node.name, one.axes(letters), ids, "sums")
 
 
 def write(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
     """The labels [the sizes of letters] of the weight's rows."""
     axes = weight.axes(letters)
     ids = flow.axis(weight.marks.constant, axes, [weight.size(letter) for letter in letters])
-    flow.touch(call.node, weight.marks.constant, axes, ids, "writes")
+    flow.use(call.node, weight.marks.constant, axes, ids, "writes")
     return ids
 
 
 def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
     """Columns that meet what is fixed, where the weight is used elsewhere too."""
-    if flow.uses[weight.marks.constant] > 1:
+    if flow.times_used[weight.marks.constant] > 1:
         for letter in letters:
             ids = flow.axis(weight.marks.constant, weight.axes(letter), (weight.size(letter),))
             flow.stay(ids, why or "it is used twice")
@@ -146,8 +144,7 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
     labels, beside = (flow.across(each.marks, each.axes(letters), why) for each in (one, other))
     flow.join(labels, beside, why)
     for each in (one, other):
-        axes = each.axes(letters)
-        flow.hear(Hearing(reader=call.node, source=each.node, axes=axes, labels=labels, is_bilinear=True))
+        flow.use(call.node, each.node.name, each.axes(letters), labels, "pairs")
     heads = "".join(letter for letter in batch if letter in one.varying + other.varying)
     if not heads:
         return fixed(call.shape, f"it comes from {call.where}")

@@ -18,10 +18,11 @@ class Masked(fx.Interpreter):
     def __init__(self, found: Found, gone: Tensor) -> None:
         super().__init__(found.program.graph)
         self._masks: dict[fx.Node, list[tuple[fx.Node, tuple[int, ...], Tensor]]] = {}
-        for hearing in found.flow.heard:
-            keep = kept(found.flow.groups.of(hearing.labels), gone)
-            if not bool(keep.all()):
-                self._masks.setdefault(hearing.reader, []).append((hearing.source, hearing.axes, keep))
+        sources = {node.name: node for node in found.program.nodes}
+        for use in found.flow.every_use:
+            keep = kept(found.flow.groups.of(use.labels), gone)
+            if not use.is_of_constant and not bool(keep.all()):
+                self._masks.setdefault(use.node, []).append((sources[use.name], use.axes, keep))
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What enters a node."""

@@ -8,8 +8,7 @@ from torch import Tensor, fx
 
 from .call import Call
 from .compaction import Uneven, kept, narrowed
-from .labels import FIXED, TYPE, compact
-from .marks import Marks
+from .labels import FIXED, TYPE, Marks, compact
 from .moves import RUN, SHAPED
 
 aten = torch.ops.aten

@@ -3,72 +3,55 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import mixing as mix
-from . import moves as move
-from .attention import addmm, attention, einsum, matmul
+from torch import fx
+
+from . import mixing, moves
 from .call import Call
+from .contractions import attention, contraction, convolution, embedding
 from .flow import Flow
-from .layers import convolution, embedding, linear
-from .pointwise import POINTWISE, batch_norm, pointwise
+from .pointwise import channelwise, is_pointwise, pointwise
+from .program import operation
 
 Rule = Callable[[Flow, Call], Any]
-
-
-def _rules() -> Mapping[str, Rule]:
-    table: dict[str, Rule] = {}
-    for ops, rule in _BY_SET:
-        table |= dict.fromkeys(ops, rule)
-    return table | _BY_NAME
-
-
-_BY_SET: tuple[tuple[frozenset[str], Rule], ...] = (
-    (move.SAME, move.same),
-    (move.SHAPED, move.shaped),
-    (move.RUN, move.moved),
-    (POINTWISE, pointwise),
-    (mix.OVER_DIM, mix.over),
-    (mix.POOLS | mix.RESIZES, mix.of_maps),
+_BY_RULE: tuple[tuple[Rule, str], ...] = (
+    (moves.same, " ".join(moves.SAME)),
+    (moves.shaped, " ".join(moves.SHAPED)),
+    (moves.moved, " ".join(moves.RUN)),
+    (moves.joined, "cat concat stack"),
+    (moves.scattered, "select_scatter slice_scatter"),
+    (moves.padded, "pad constant_pad_nd"),
+    (moves.indexed, "index index_select gather"),
+    (moves.replaced, "copy"),
+    (moves.filled, "new_zeros new_ones new_full new_empty"),
+    (moves.picked, "getitem"),
+    (channelwise, "batch_norm prelu"),
+    (
+        mixing.over,
+        """_log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum kthvalue
+        linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min nanmean norm prod softmax softmin
+        sort std std_mean sum topk var var_mean""",
+    ),
+    (
+        mixing.of_maps,
+        """_adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+        adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d
+        max_pool2d_with_indices grid_sampler upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa upsample_nearest_exact2d _upsample_nearest_exact2d""",
+    ),
+    (mixing.last_axes, "layer_norm native_layer_norm rms_norm"),
+    (mixing.group_norm, "group_norm"),
+    (mixing.instance_norm, "instance_norm"),
+    (mixing.native_batch_norm, "_native_batch_norm_legit_no_training"),
+    (mixing.patches, "im2col col2im"),
+    (contraction, "linear matmul mm bmm addmm baddbmm einsum"),
+    (convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
+    (attention, "scaled_dot_product_attention"),
+    (embedding, "embedding"),
 )
-_BY_NAME: dict[str, Rule] = {
-    "getitem": move.picked,
-    "cat": move.joined,
-    "concat": move.joined,
-    "stack": move.joined,
-    "select_scatter": move.scattered,
-    "slice_scatter": move.scattered,
-    "copy": move.replaced,
-    "new_zeros": move.filled,
-    "new_ones": move.filled,
-    "new_full": move.filled,
-    "new_empty": move.filled,
-    "pad": move.padded,
-    "constant_pad_nd": move.padded,
-    "index": move.indexed,
-    "index_select": move.indexed,
-    "gather": move.indexed,
-    "batch_norm": batch_norm,
-    "_native_batch_norm_legit_no_training": mix.with_statistics(batch_norm),
-    "native_layer_norm": mix.with_statistics(mix.last_axes),
-    "group_norm": mix.group_norm,
-    "instance_norm": mix.instance_norm,
-    "layer_norm": mix.last_axes,
-    "rms_norm": mix.last_axes,
-    "im2col": mix.patches,
-    "col2im": mix.unpatched,
-    "linear": linear,
-    "matmul": matmul,
-    "mm": matmul,
-    "bmm": matmul,
-    "addmm": addmm,
-    "baddbmm": addmm,
-    "einsum": einsum,
-    "scaled_dot_product_attention": attention,
-    "conv1d": convolution,
-    "conv2d": convolution,
-    "conv3d": convolution,
-    "conv_transpose1d": convolution,
-    "conv_transpose2d": convolution,
-    "conv_transpose3d": convolution,
-    "embedding": embedding,
-}
-RULES: Mapping[str, Rule] = _rules()
+RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.split()}
+"""By an op's name in ATen; besides, torch knows what works element by element."""
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    return RULES.get(operation(node)) or (pointwise if is_pointwise(node.target) else None)

@@ -10,9 +10,8 @@ from torch import Tensor, fx
 
 from .choice import labels_of
 from .cost import macs
-from .flow import Flow, Hearing, Touch
-from .labels import compact
-from .marks import Marks
+from .flow import Flow, Use
+from .labels import Marks, compact
 from .sites import Found
 
 
@@ -66,33 +65,29 @@ def _parts(owner: Tensor, flow: Flow, labels: Tensor) -> dict[int, float]:
 
 
 def _nodes(flow: Flow) -> Iterator[tuple[fx.Node, list[Tensor]]]:
-    """Contractions with the labels on their sides: what they sum over, and what they give."""
-    heard: dict[fx.Node, Hearing] = {}
-    for hearing in flow.heard:
-        heard.setdefault(hearing.reader, hearing)
+    """Contractions with the labels on their sides: of a weight, else of what they give and what they sum over."""
     for node in flow.program.nodes:
-        if node.op != "call_function" or not macs(node):
-            continue
-        touches = flow.touches_of(node)
-        sides = _sides(touches)
-        if not touches:
-            value = flow.values.get(node)
-            given = compact(value.labels) if isinstance(value, Marks) and value.labels is not None else None
-            sides = [each for each in (given, heard[node].labels if node in heard else None) if each is not None]
-        yield node, sides
+        if node.op == "call_function" and macs(node):
+            sides = _sides(flow.constants_of(node))
+            if not sides:
+                value = flow.values[node]
+                given = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
+                sides = given + [use.labels for use in flow.uses.get(node, ())][:1]
+            yield node, sides
 
 
-def _sides(touches: Iterable[Touch]) -> list[Tensor]:
+def _sides(uses: Iterable[Use]) -> list[Tensor]:
     """Of a layer's weight, which has more axes than its bias."""
     by_role: dict[str, Tensor] = {}
-    for touch in sorted(touches, key=lambda each: -each.labels.numel()):
-        by_role.setdefault(touch.role, touch.labels)
+    for use in sorted(uses, key=lambda each: -each.labels.numel()):
+        by_role.setdefault(use.role, use.labels)
     return list(by_role.values())
 
 
 def _constants(flow: Flow) -> Iterator[tuple[str, list[Tensor]]]:
-    touches: dict[str, list[Touch]] = defaultdict(list)
-    for touch in flow.touches:
-        touches[touch.constant].append(touch)
+    uses: dict[str, list[Use]] = defaultdict(list)
+    for use in flow.every_use:
+        if use.is_of_constant:
+            uses[use.name].append(use)
     parameters = dict(flow.program.graph.named_parameters(remove_duplicate=False))
-    yield from ((name, _sides(own)) for name, own in touches.items() if name in parameters)
+    yield from ((name, _sides(own)) for name, own in uses.items() if name in parameters)

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from .choice import holders, stuck
 from .cost import macs
-from .flow import Flow
-from .holding import holders, stuck
-from .labels import compact
-from .marks import Marks
+from .flow import Flow, Role
+from .labels import Marks, compact
 from .places import Alike, alike
 from .program import Program, module_of
 from .site import Index, Kind, Site, Span, Stay
@@ -60,21 +59,19 @@ def _of(flow: Flow, labels: Tensor) -> Tensor:
 def _units(flow: Flow) -> Tensor:
     """Which labels name a group that can be removed: written, and read or multiplied, and nothing holds on to it."""
     written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
-    for touch in flow.touches:
-        if touch.role != "between":
-            (written if touch.role == "writes" else read)[_of(flow, touch.labels)] = True
-    for hearing in flow.heard:
-        read[_of(flow, hearing.labels)] = True
+    for use in flow.every_use:
+        if use.role != "between":
+            (written if use.role == "writes" else read)[_of(flow, use.labels)] = True
     return written & read & ~stuck(flow) & ~holders(flow)
 
 
 def _site(flow: Flow, parts: Tensor, each: Alike) -> Site:
-    spans: dict[str, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
-    for place, index_GM in zip(each.places, each.index, strict=True):
-        reader = place.node.name if place.role in ("heard", "bilinear") else ""
-        span = Span(name=place.name, axes=place.axes, index_GM=index_GM, reader=reader)
-        spans[place.role].setdefault((place.name, place.axes, reader), span)
-    nodes = list(dict.fromkeys(place.node for place in each.places))
+    spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
+    for use, index_GM in zip(each.uses, each.index, strict=True):
+        reader = "" if use.is_of_constant else use.node.name
+        span = Span(name=use.name, axes=use.axes, index_GM=index_GM, reader=reader)
+        spans[use.role].setdefault((use.name, use.axes, reader), span)
+    nodes = list(dict.fromkeys(use.node for use in each.uses))
     return Site(
         name=_path(nodes),
         kind=_kind(flow, each),
@@ -82,7 +79,7 @@ def _site(flow: Flow, parts: Tensor, each: Alike) -> Site:
         writers=tuple(spans["writes"].values()),
         readers=tuple(spans["reads"].values()),
         between=tuple(spans["between"].values()),
-        listening=(*spans["heard"].values(), *spans["bilinear"].values()),
+        listening=(*spans["sums"].values(), *spans["pairs"].values()),
         part_G=_numbered(parts[each.group_G].tolist()),
         lumps=next((why for labels, why in flow.lumps if _is_among(flow, labels, each.group_G)), ""),
         macs=sum(macs(node) for node in nodes) // len(each.group_G),
@@ -98,12 +95,12 @@ def _kind(flow: Flow, each: Alike) -> Kind:
     def meets(labels: Sequence[Tensor]) -> bool:
         return any(_is_among(flow, every, each.group_G) for every in labels)
 
-    if any(place.role == "bilinear" for place in each.places):
+    if any(use.role == "pairs" for use in each.uses):
         return "queries and keys"
     if meets(flow.summed):
         return "values"
-    ranks = {place: len(flow.program.tensor(place.name).shape) for place in each.places if place.role == "writes"}
-    rows = sum(index.shape[1] for place, index in zip(each.places, each.index, strict=True) if ranks.get(place, 0) > 1)
+    ranks = {use: len(flow.program.tensor(use.name).shape) for use in each.uses if use.role == "writes"}
+    rows = sum(index.shape[1] for use, index in zip(each.uses, each.index, strict=True) if ranks.get(use, 0) > 1)
     if rows > 1 and meets(flow.multiplied):
         return "gated channels"
     if sum(rank > 1 for rank in ranks.values()) > 1 and meets(flow.added):
@@ -153,9 +150,9 @@ def _named(sites: Iterator[Site]) -> Iterator[Site]:
 def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
     """What is written and stays, by parameter."""
     holds, written = holders(flow), dict[str, Tensor]()
-    for touch in flow.touches:
-        if touch.role == "writes" and len(flow.program.tensor(touch.constant).shape) > 1:
-            written.setdefault(touch.constant, _of(flow, touch.labels))
+    for use in flow.every_use:
+        if use.role == "writes" and len(flow.program.tensor(use.name).shape) > 1:
+            written.setdefault(use.name, _of(flow, use.labels))
     for name, groups in written.items():
         stays = groups[~units[groups]]
         if len(stays):
@@ -168,8 +165,7 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
 def _macs(program: Program, flow: Flow, units: Tensor) -> tuple[int, int]:
     """All multiply-adds, and those that go when all that can be removed is: by the share of rows or columns of each."""
     share: dict[fx.Node, float] = defaultdict(float)
-    labelled = [(touch.node, touch.labels) for touch in flow.touches]
-    for node, labels in labelled + [(hearing.reader, hearing.labels) for hearing in flow.heard]:
-        share[node] = max(share[node], float(units[_of(flow, labels)].sum() / labels.numel()))
+    for use in flow.every_use:
+        share[use.node] = max(share[use.node], float(units[_of(flow, use.labels)].sum() / use.labels.numel()))
     of_node = {node: macs(node) for node in program.nodes if node.op == "call_function"}
     return sum(of_node.values()), round(sum(count * share[node] for node, count in of_node.items()))

@@ -1,37 +1,35 @@
 """A walk through a program, op by op."""
 
-from collections import Counter
 from typing import Any
 
 from torch import Tensor, fx
 
 from .call import call_of
 from .flow import Flow
-from .marks import Marks
+from .labels import Marks
 from .moves import fixed, stopped
 from .program import Program, operation, sizes_at_one
-from .rules import RULES
+from .rules import rule_of
 
 
 def walked(program: Program) -> Flow:
     """All that labels of the program's weights meet, in order of the program."""
-    flow = Flow(program=program, uses=Counter(_uses(program)))
+    flow = Flow(program=program)
+    for node in program.nodes:
+        flow.times_used[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     for node in program.nodes:
         if node.op == "output":
             for given in node.all_input_nodes:
                 value = flow.values[given]
                 flow.stay(value.labels if isinstance(value, Marks) else None, "it is what the model gives")
         else:
-            flow.values[node] = _value(flow, node)
+            flow.values[node] = value_of(flow, node)
     flow.values = {node: flow.renewed(value) for node, value in flow.values.items()}
     return flow
 
 
-def _uses(program: Program) -> list[str]:
-    return [str(node.target) for node in program.nodes if node.op == "get_attr" for _ in node.users]
-
-
-def _value(flow: Flow, node: fx.Node) -> Any:
+def value_of(flow: Flow, node: fx.Node) -> Any:
+    """What a node gives: Marks, several of them, or a number."""
     if node.op == "get_attr":
         return Marks(tuple(flow.program.tensor(str(node.target)).shape), None, "", str(node.target))
     if node.op == "placeholder":
@@ -43,7 +41,7 @@ def _value(flow: Flow, node: fx.Node) -> Any:
     for each in node.all_input_nodes:
         flow.values[each] = flow.renewed(flow.values[each])
     call = call_of(node, flow.values)
-    rule = RULES.get(operation(node))
+    rule = rule_of(node)
     if rule is not None:
         return rule(flow, call)
     if any(each.labels is not None for each in call.tensors):
