@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from corp_deploy.traced.names import named
 from corp_deploy.traced.program import operation
 from corp_deploy.traced.readers import layers
 from corp_deploy.traced.rows import Rows, moved_from, rows_of
@@ -19,11 +18,7 @@ from corp_deploy.traced.site import Site as Groups
 from .traced_module import Tracing
 from .traced_site import Reading, TracedSite
 
-_SUMS = named(
-    """
-    scaled_dot_product_attention matmul bmm einsum
-    """
-)
+_SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -72,7 +72,7 @@ def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
         use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")
     )
     places = torch.from_numpy(first.index_GM[groups].reshape(-1))
-    return flow.groups.of(labels.reshape(-1)[places]).long()
+    return flow.groups.of(labels.reshape(-1)[places])
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class Uneven(Exception):
 
 def kept(labels: Tensor, gone: Tensor) -> Tensor:
     """Which elements stay, fixed ones always; `gone` [labels] says of each label whether it is removed."""
-    return (labels == FIXED) | ~gone[labels.clamp(min=0).long()]
+    return (labels == FIXED) | ~gone[labels.clamp(min=0)]
 
 
 def remaining(keep: Tensor) -> tuple[int, ...]:

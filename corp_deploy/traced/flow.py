@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .call import Value
-from .labels import FIXED, TYPE, Groups, Marks, along, compact, pairs, tidy, varying
+from .labels import FIXED, TYPE, Groups, Marks, compact, pairs, placed, standing, tidy, varying
 from .program import Program
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]
@@ -72,8 +72,8 @@ class Flow:
         if not isinstance(value, Marks) or value.labels is None:
             return value
         groups = self.groups.of(compact(value.labels))
-        reason = torch.where(groups >= 0, self.groups.reason_of(groups.clamp(min=0)), 0)
-        labels = tidy(torch.where(reason > 0, FIXED, groups).to(TYPE).expand(value.shape))
+        reason = self.groups.reason_of(groups)
+        labels = tidy(torch.where(reason > 0, FIXED, groups).expand(value.shape))
         why = value.why if labels is not None else self.groups.reasons[int(reason.max())]
         if labels is not None and not varying(labels):
             self.stay(labels, why := why or "all of it is one group")
@@ -119,13 +119,9 @@ class Flow:
     def across(self, marks: Marks, dims: Sequence[int], why: str) -> Tensor:
         """The labels [the sizes of dims, in their order] along some axes, joined over all others."""
         assert marks.labels is not None, why
-        others = [dim for dim in range(len(marks.shape)) if dim not in dims]
-        first = along(marks.labels, dims)
-        self.join(first, marks.labels, why)
-        kept = sorted(dims)
-        flat = first.reshape([marks.shape[dim] for dim in kept])
-        assert len(others) + len(kept) == len(marks.shape), dims
-        return flat.permute([kept.index(dim) for dim in dims])
+        first = standing(marks.labels, dims)
+        self.join(placed(first, dims, len(marks.shape)), marks.labels, why)
+        return first
 
     def axis(self, constant: str, axes: tuple[int, ...], sizes: Sequence[int]) -> Tensor:
         """The labels [sizes] along axes of a weight: the same wherever it is used."""
@@ -148,9 +144,8 @@ class Flow:
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Of each relation the groups that hold and those that they hold, itself left out, each pair once."""
-        of = [torch.unique(self.groups.of(met).long(), dim=0) for met in self.inside if len(met)]
-        apart = [met[met[:, 0] != met[:, 1]] for met in of]
-        return [(met[:, 0], met[:, 1]) for met in apart if len(met)]
+        relations = [pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
+        return [(met[:, 0], met[:, 1]) for met in relations if len(met)]
 
     def elements(self, marks: Marks, node: fx.Node) -> Tensor:
         """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""

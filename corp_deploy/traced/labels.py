@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FIXED = -1
-TYPE = torch.int32
+TYPE = torch.long
 
 
 def tidy(labels: Tensor) -> Tensor | None:
@@ -45,17 +45,23 @@ def pairs(one: Tensor, other: Tensor) -> Tensor:
     met = met[met[:, 0] != met[:, 1]]
     if not len(met):
         return met
-    key = (met[:, 0].long() << 32) + (met[:, 1].long() + 1)
-    key = torch.unique(key)
-    return torch.stack((key >> 32, (key & 0xFFFFFFFF) - 1), 1).to(TYPE)
+    key = torch.unique((met[:, 0] << 32) + met[:, 1] - FIXED)
+    return torch.stack((key >> 32, (key & 0xFFFFFFFF) + FIXED), 1)
 
 
-def along(labels: Tensor, dims: Sequence[int]) -> Tensor:
-    """Those labels that stand first along the other axes, kept with size 1."""
-    for dim in range(labels.dim()):
-        if dim not in dims:
-            labels = labels.narrow(dim, 0, 1)
-    return labels
+def standing(labels: Tensor, axes: Sequence[int]) -> Tensor:
+    """Those [the sizes of axes, in their order] that stand first along all other axes."""
+    for dim in reversed(range(labels.dim())):
+        labels = labels if dim in axes else labels.select(dim, 0)
+    kept = sorted(axes)
+    return labels.permute([kept.index(dim) for dim in axes])
+
+
+def placed(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
+    """Labels [the sizes of axes] along those of `rank` axes, of size 1 along the others."""
+    sizes = dict(zip(axes, labels.shape, strict=True))
+    order = sorted(range(len(axes)), key=lambda place: axes[place])
+    return labels.permute(order).reshape([sizes.get(dim, 1) for dim in range(rank)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,42 +100,42 @@ class Groups:
     def __init__(self) -> None:
         self.count = 0
         self.reasons = [""]
-        self._parent = torch.empty(0, dtype=torch.long)
-        self._reason = torch.empty(0, dtype=torch.long)
+        # The last one of either is of FIXED.
+        self._parent, self._reason = torch.tensor([FIXED]), torch.tensor([0])
 
     def add(self, count: int) -> Tensor:
         """So many labels [count], each its own group."""
         start, self.count = self.count, self.count + count
-        if self.count > len(self._parent):
-            parent, reason = torch.arange(2 * self.count), torch.zeros(2 * self.count, dtype=torch.long)
-            parent[:start], reason[:start] = self._parent[:start], self._reason[:start]
+        if self.count >= len(self._parent):
+            parent, reason = torch.arange(2 * self.count + 1), torch.zeros(2 * self.count + 1, dtype=torch.long)
+            parent[:start], reason[:start], parent[-1] = self._parent[:start], self._reason[:start], FIXED
             self._parent, self._reason = parent, reason
         return torch.arange(start, self.count, dtype=TYPE)
 
     def of(self, labels: Tensor) -> Tensor:
         """The groups of labels by their names, FIXED where there is none."""
         group = labels.long()
-        while not torch.equal(upper := torch.where(group < 0, group, self._parent[group]), group):
+        while not torch.equal(upper := self._parent[group], group):
             group = upper
-        return group.to(TYPE)
+        return group
 
     def reason_of(self, labels: Tensor) -> Tensor:
         """The numbers of the reasons for which the groups of labels stay."""
-        return self._reason[self.of(labels).long()]
+        return self._reason[self.of(labels)]
 
     def join(self, met: Tensor) -> None:
         """The two labels of each pair [P, 2] are one."""
         ends, reason = met, self.reason_of(met).amax(1) if len(met) else met
         while len(ends):
-            ends = self.of(ends).long()
+            ends = self.of(ends)
             ends = ends[ends[:, 0] != ends[:, 1]]
             self._parent.scatter_reduce_(0, ends.amax(1), ends.amin(1), "amin")
         if len(met):
-            self._reason.scatter_reduce_(0, self.of(met[:, 0]).long(), reason, "amax")
+            self._reason.scatter_reduce_(0, self.of(met[:, 0]), reason, "amax")
 
     def stay(self, labels: Tensor, why: str) -> None:
         """The groups of labels stay, for the first reason that was said."""
-        groups = self.of(labels).long()
+        groups = self.of(labels)
         if len(groups := groups[self._reason[groups] == 0]):
             if self.reasons[-1] != why:
                 self.reasons.append(why)

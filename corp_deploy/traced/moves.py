@@ -25,31 +25,18 @@ SAME, SHAPED, RUN = (
 )
 
 
-def same(flow: Flow, call: Call) -> Value:
-    """One tensor goes through; further ones say what type it becomes."""
-    return marked(flow.elements(call.tensors[0], call.node), call.tensors[0].why)
-
-
-def shaped(flow: Flow, call: Call) -> Value:
-    """A view."""
-    first = call.tensors[0]
-    if first.is_fixed:
-        return Marks(call.shape, None, first.why)
-    return marked(flow.elements(first, call.node).reshape(call.shape), first.why)
-
-
 def moved(flow: Flow, call: Call) -> Any:
     """Whatever the op makes of the labels."""
     why = next((each.why for each in call.tensors if each.why), "")
     if all(each.is_fixed for each in call.tensors):
         return fixed(call.shape, why)
+    if call.op in SAME | SHAPED:
+        return marked(flow.elements(call.tensors[0], call.node).reshape(call.shape), why)
     labels: dict[fx.Node, Tensor] = {}
 
     def entering(node: fx.Node) -> Any:
         value = call.values[node]
-        if isinstance(value, Marks):
-            return labels.setdefault(node, flow.elements(value, call.node))
-        return value
+        return labels.setdefault(node, flow.elements(value, call.node)) if isinstance(value, Marks) else value
 
     assert callable(call.node.target), call.node
     given = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from .call import Call, call_of
 from .compaction import Uneven, compacted, kept, loses, taken
 from .flow import Flow
-from .labels import Marks, compact
+from .labels import Marks, compact, placed
 from .moves import SHAPED
 from .program import Program, module_of, operation
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
@@ -59,10 +59,10 @@ class _Narrowing:
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
     def is_narrower(self, node: fx.Node) -> bool:
-        values = (self.flow.values.get(each) for each in (node, *node.all_input_nodes))
-        uses = self.flow.constants_of(node)
+        values = [self.flow.values.get(each) for each in (node, *node.all_input_nodes)]
+        used = (self.flow.groups.of(use.labels) for use in self.flow.constants_of(node))
         return any(loses(value, self.gone) for value in values) or any(
-            bool(self.gone[self.flow.groups.of(each.labels).long()].any()) for each in uses
+            not bool(kept(labels, self.gone).all()) for labels in used
         )
 
     def copy(self, node: fx.Node) -> None:
@@ -180,9 +180,7 @@ class _Narrowing:
         uses = [each for each in self.flow.constants_of(call.node) if each.name == constant.target]
         keep = torch.ones((1,) * len(shape), dtype=torch.bool) if uses else self.met(call, shape)
         for use in uses:
-            order = sorted(range(len(use.axes)), key=lambda place: use.axes[place])
-            sizes = [shape[dim] if dim in use.axes else 1 for dim in range(len(shape))]
-            labels = self.flow.groups.of(use.labels).permute(order).reshape(sizes)
+            labels = placed(self.flow.groups.of(use.labels), use.axes, len(shape))
             keep = keep & kept(labels, self.gone)
         return None if bool(keep.all()) else keep
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from .call import Call, Value
 from .flow import Flow
-from .labels import Marks, marked
+from .labels import Marks, marked, placed, standing
 from .moves import fixed
 
 
@@ -36,11 +36,7 @@ class Factor:
     def at(self, letters: str) -> Tensor:
         """Its labels [the sizes of letters], the first along all others."""
         assert self.marks.labels is not None, self
-        labels = self.marks.labels
-        for dim in reversed(range(labels.dim())):
-            labels = labels if self.letters[dim] in letters else labels.select(dim, 0)
-        own = [letter for letter in self.letters if letter in letters]
-        return labels.permute([own.index(letter) for letter in letters])
+        return standing(self.marks.labels, self.axes(letters))
 
 
 def factor(call: Call, name: str, letters: str) -> Factor:
@@ -124,9 +120,7 @@ def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
 
 def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> Marks:
     """Labels [the sizes of letters] as those of a result."""
-    order = sorted(range(len(letters)), key=lambda place: out.index(letters[place]))
-    sizes = [ids.shape[letters.index(letter)] if letter in letters else 1 for letter in out]
-    return marked(ids.permute(order).reshape(sizes).expand(shape))
+    return marked(placed(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
 
 
 def _through(one: Factor, shape: tuple[int, ...], out: str) -> Marks:

@@ -85,7 +85,7 @@ def _at_one(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     expression = size.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
+    return 1 if expression.is_Symbol else int(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Program:

@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .compaction import kept
+from .labels import placed
 from .program import Inputs
 from .sites import Found
 
@@ -36,9 +37,8 @@ class Masked(fx.Interpreter):
 
 def zeroed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     """0 where a mask [the sizes of axes] says so; an axis that counts the batch too has the mask as often."""
-    sizes = [keep.shape[axes.index(dim)] if dim in axes else 1 for dim in range(tensor.dim())]
-    mask = keep.permute(sorted(range(len(axes)), key=lambda place: axes[place])).reshape(sizes)
-    times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, sizes, strict=True)]
+    mask = placed(keep, axes, tensor.dim())
+    times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, mask.shape, strict=True)]
     return tensor * mask.repeat(times).to(tensor)
 
 

@@ -14,9 +14,7 @@ from .program import operation
 
 Rule = Callable[[Flow, Call], Any]
 _BY_RULE: tuple[tuple[Rule, str], ...] = (
-    (moves.same, " ".join(moves.SAME)),
-    (moves.shaped, " ".join(moves.SHAPED)),
-    (moves.moved, " ".join(moves.RUN)),
+    (moves.moved, " ".join(moves.SAME | moves.SHAPED | moves.RUN)),
     (moves.joined, "cat concat stack"),
     (moves.scattered, "select_scatter slice_scatter"),
     (moves.padded, "pad constant_pad_nd"),

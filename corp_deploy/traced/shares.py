@@ -1,7 +1,7 @@
 """What goes with each site: multiply-adds and parameters, those of a layer between two sites half with either."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from .choice import labels_of
-from .cost import macs
 from .flow import Flow, Use
 from .labels import Marks, compact
 from .sites import Found
@@ -29,65 +28,47 @@ class Shares:
 
 def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
     """Of all sites; parameters of the names `aside` don't count."""
-    owner = torch.full((found.flow.groups.count,), -1, dtype=torch.long)
+    flow, program = found.flow, found.program
+    owner = torch.full((flow.groups.count + 1,), -1)
     for number, site in enumerate(found.sites):
-        owner[labels_of(found.flow, site, np.arange(site.size))] = number
-    of_macs, of_parameters = (dict.fromkeys((site.key for site in found.sites), 0.0) for _ in range(2))
-    keys = list(of_macs)
-    for node, sides in _nodes(found.flow):
-        _add(of_macs, keys, owner, found.flow, macs(node), sides)
-    for name, sides in _constants(found.flow):
-        if name not in aside:
-            _add(of_parameters, keys, owner, found.flow, found.program.tensor(name).numel(), sides)
-    return Shares(macs=_rounded(of_macs), parameters=_rounded(of_parameters))
+        owner[labels_of(flow, site, np.arange(site.size))] = number
+    parameters = dict(program.graph.named_parameters(remove_duplicate=False))
+    of_constants: dict[str, list[Use]] = defaultdict(list)
+    for use in flow.every_use:
+        if use.is_of_constant and use.name in parameters and use.name not in aside:
+            of_constants[use.name].append(use)
+    costs = [(cost, _sides(flow, node)) for node, cost in found.costs.items() if cost]
+    sizes = [(parameters[name].numel(), _largest(uses)) for name, uses in of_constants.items()]
+    keys = [site.key for site in found.sites]
+    return Shares(macs=_summed(flow, owner, keys, costs), parameters=_summed(flow, owner, keys, sizes))
 
 
-def _rounded(costs: Mapping[str, float]) -> dict[str, int]:
-    return {key: int(cost) for key, cost in costs.items()}
+def _summed(
+    flow: Flow, owner: Tensor, keys: Sequence[str], costs: Iterable[tuple[int, list[Tensor]]]
+) -> dict[str, int]:
+    """By site its share of every cost, by the labels on the sides of each that are of any site."""
+    totals = torch.zeros(len(keys), dtype=torch.float64)
+    for cost, sides in costs:
+        owners = [owner[flow.groups.of(labels.reshape(-1))] for labels in sides]
+        counts = [torch.bincount(each[each >= 0], minlength=len(keys)).double() for each in owners]
+        counted = [count / len(each) for count, each in zip(counts, owners, strict=True) if bool(count.any())]
+        for shares in counted:
+            totals += cost / len(counted) * shares
+    return dict(zip(keys, totals.long().tolist(), strict=True))
 
 
-def _add(
-    costs: dict[str, float], keys: list[str], owner: Tensor, flow: Flow, cost: int, sides: Iterable[Tensor]
-) -> None:
-    parts = [_parts(owner, flow, labels) for labels in sides if labels.numel()]
-    parts = [each for each in parts if each]
-    for each in parts:
-        for number, share in each.items():
-            costs[keys[number]] += cost * share / len(parts)
+def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
+    """The labels of a contraction's weight, else of what it gives and what it sums over."""
+    if sides := _largest(flow.constants_of(node)):
+        return sides
+    value = flow.values[node]
+    given = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
+    return given + [use.labels for use in flow.uses.get(node, ())][:1]
 
 
-def _parts(owner: Tensor, flow: Flow, labels: Tensor) -> dict[int, float]:
-    """Which share of labels is of which site."""
-    roots = flow.groups.of(labels.reshape(-1)).long()
-    sites = torch.where(roots < 0, roots, owner[roots.clamp(min=0)])
-    numbers, counts = torch.unique(sites[sites >= 0], return_counts=True)
-    return {int(number): int(count) / len(roots) for number, count in zip(numbers, counts, strict=True)}
-
-
-def _nodes(flow: Flow) -> Iterator[tuple[fx.Node, list[Tensor]]]:
-    """Contractions with the labels on their sides: of a weight, else of what they give and what they sum over."""
-    for node in flow.program.nodes:
-        if node.op == "call_function" and macs(node):
-            sides = _sides(flow.constants_of(node))
-            if not sides:
-                value = flow.values[node]
-                given = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
-                sides = given + [use.labels for use in flow.uses.get(node, ())][:1]
-            yield node, sides
-
-
-def _sides(uses: Iterable[Use]) -> list[Tensor]:
-    """Of a layer's weight, which has more axes than its bias."""
+def _largest(uses: Iterable[Use]) -> list[Tensor]:
+    """By role, as of a weight, which has more axes than its bias."""
     by_role: dict[str, Tensor] = {}
     for use in sorted(uses, key=lambda each: -each.labels.numel()):
         by_role.setdefault(use.role, use.labels)
     return list(by_role.values())
-
-
-def _constants(flow: Flow) -> Iterator[tuple[str, list[Tensor]]]:
-    uses: dict[str, list[Use]] = defaultdict(list)
-    for use in flow.every_use:
-        if use.is_of_constant:
-            uses[use.name].append(use)
-    parameters = dict(flow.program.graph.named_parameters(remove_duplicate=False))
-    yield from ((name, _sides(own)) for name, own in uses.items() if name in parameters)

@@ -1,7 +1,7 @@
 """The sites of a program: its removable groups, sorted by where they stand, with names and kinds for people."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,18 +10,59 @@ from torch import Tensor, fx
 
 from .choice import holders, stuck
 from .cost import macs
-from .flow import Flow, Role
+from .flow import Flow, Role, Use
 from .labels import Marks, compact
-from .places import Alike, alike
 from .program import Program, module_of
 from .site import Index, Kind, Site, Span, Stay
 from .walk import walked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Alike:
+    """Groups that are used in the same places: index [groups, places] in the labels of each use, `group_G` their
+    labels.
+    """
+
+    uses: tuple[Use, ...]
+    index: tuple[Index, ...]
+    group_G: Tensor
+
+
+def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
+    """All groups for which `units` [labels] is true, sorted by where they are used, in order of the program; of each
+    writers first and last what sums over it.
+    """
+    uses = sorted(flow.every_use, key=lambda use: (use.role != "writes") + 2 * (not use.is_of_constant))
+    rows = [torch.empty(0, 3, dtype=torch.long)]
+    for number, use in enumerate(uses):
+        groups = flow.groups.of(use.labels.reshape(-1))
+        at = torch.nonzero((groups >= 0) & units[groups.clamp(min=0)])[:, 0]
+        rows.append(torch.stack((groups[at], torch.full_like(at, number), at), 1))
+    every = torch.cat(rows).numpy()
+    every = every[np.lexsort((every[:, 2], every[:, 1], every[:, 0]))]
+    starts = np.flatnonzero(np.diff(every[:, 0], prepend=-1))
+    by_uses: dict[tuple[int, ...], list[Index]] = defaultdict(list)
+    for of_group in np.split(every, starts)[1:]:
+        by_uses[tuple(of_group[:, 1].tolist())].append(of_group)
+    for numbers, members in sorted(by_uses.items(), key=lambda item: (min(item[0]), int(item[1][0][0, 2]))):
+        ordered: list[Index] = sorted(members, key=_positions)
+        stacked = np.stack(ordered)
+        yield _Alike(
+            uses=tuple(uses[number] for number in dict.fromkeys(numbers)),
+            index=tuple(stacked[:, np.array(numbers) == number, 2] for number in dict.fromkeys(numbers)),
+            group_G=torch.from_numpy(stacked[:, 0, 0]),
+        )
+
+
+def _positions(of_group: Index) -> list[int]:
+    positions: list[int] = of_group[:, 2].tolist()
+    return positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Found:
     """`sites` in order of the program, what `stays` and why, ops that are `unknown` with how often they were met,
-    multiply-adds of one input and those of what can be removed.
+    multiply-adds of one input by node, and how many of them are of what can be removed.
     """
 
     program: Program
@@ -29,30 +70,34 @@ class Found:
     sites: tuple[Site, ...]
     stays: tuple[Stay, ...]
     unknown: dict[str, int]
-    macs: int
+    costs: Mapping[fx.Node, int]
     macs_within: int
+
+    @property
+    def macs(self) -> int:
+        """All of one input."""
+        return sum(self.costs.values())
 
 
 def find(program: Program) -> Found:
     """All sites of a program, with weights or without."""
     flow = walked(program)
-    units = _units(flow)
-    parts = _parts(flow)
-    total, within = _macs(program, flow, units)
+    units, parts = _units(flow), _parts(flow)
+    costs = {node: macs(node) for node in program.nodes if node.op == "call_function"}
     return Found(
         program=program,
         flow=flow,
-        sites=tuple(_named(_site(flow, parts, each) for each in alike(flow, units))),
+        sites=tuple(_named(_site(flow, parts, costs, each) for each in _alike(flow, units))),
         stays=tuple(_stays(flow, units)),
         unknown=dict(flow.unknown),
-        macs=total,
-        macs_within=within,
+        costs=costs,
+        macs_within=_within(flow, units, costs),
     )
 
 
 def _of(flow: Flow, labels: Tensor) -> Tensor:
     """The groups of those labels that aren't fixed."""
-    groups = flow.groups.of(labels.reshape(-1)).long()
+    groups = flow.groups.of(labels.reshape(-1))
     return groups[groups >= 0]
 
 
@@ -65,7 +110,7 @@ def _units(flow: Flow) -> Tensor:
     return written & read & ~stuck(flow) & ~holders(flow)
 
 
-def _site(flow: Flow, parts: Tensor, each: Alike) -> Site:
+def _site(flow: Flow, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -82,7 +127,7 @@ def _site(flow: Flow, parts: Tensor, each: Alike) -> Site:
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
         part_G=_numbered(parts[each.group_G].tolist()),
         lumps=next((why for labels, why in flow.lumps if _is_among(flow, labels, each.group_G)), ""),
-        macs=sum(macs(node) for node in nodes) // len(each.group_G),
+        macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 
 
@@ -91,7 +136,7 @@ def _is_among(flow: Flow, labels: Tensor, group_G: Tensor) -> bool:
     return bool((flow.groups.of(compact(labels)) == group_G[0]).any())
 
 
-def _kind(flow: Flow, each: Alike) -> Kind:
+def _kind(flow: Flow, each: _Alike) -> Kind:
     def meets(labels: Sequence[Tensor]) -> bool:
         return any(_is_among(flow, every, each.group_G) for every in labels)
 
@@ -162,10 +207,9 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
             yield Stay(name=name, count=len(stays), reason=said)
 
 
-def _macs(program: Program, flow: Flow, units: Tensor) -> tuple[int, int]:
-    """All multiply-adds, and those that go when all that can be removed is: by the share of rows or columns of each."""
+def _within(flow: Flow, units: Tensor, costs: Mapping[fx.Node, int]) -> int:
+    """Multiply-adds that go when all that can be removed is: by the share of rows or columns of each."""
     share: dict[fx.Node, float] = defaultdict(float)
     for use in flow.every_use:
         share[use.node] = max(share[use.node], float(units[_of(flow, use.labels)].sum() / use.labels.numel()))
-    of_node = {node: macs(node) for node in program.nodes if node.op == "call_function"}
-    return sum(of_node.values()), round(sum(count * share[node] for node, count in of_node.items()))
+    return round(sum(costs[node] * of_node for node, of_node in share.items()))
