@@ -44,7 +44,8 @@ def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
     for key, groups in kept.items():
         if key not in by_key:
             raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
-        goes |= _of_site(flow, by_key[key], _checked(by_key[key], groups))
+        site = by_key[key]
+        goes[labels_of(flow, site, np.setdiff1d(np.arange(site.size), _checked(site, groups)))] = True
     return _taken_along(flow, goes)
 
 
@@ -59,12 +60,6 @@ def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
     return chosen
 
 
-def _of_site(flow: Flow, site: Site, chosen: Index) -> Tensor:
-    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
-    goes[labels_of(flow, site, np.setdiff1d(np.arange(site.size), chosen))] = True
-    return goes
-
-
 def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
     """Of groups of a site, int64, by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
@@ -76,10 +71,17 @@ def labels_of(flow: Flow, site: Site, groups: Index) -> Tensor:
 
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
-    """What holds nothing any more goes too, as a head without dimensions does. Raises BadInput where it can't."""
-    stays, goes, held = stuck(flow), goes.clone(), flow.held()
+    """What holds nothing any more by some relation, and by none still something, goes too, as a head without dimensions
+    does. Raises BadInput where it can't.
+    """
+    stays, held = stuck(flow), flow.held()
     while True:
-        lost, left = _emptied(held, goes)
+        lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
+        for outer, inner in held:
+            holds = torch.zeros_like(goes)
+            holds[outer[~goes[inner]]] = True
+            left |= holds
+            lost[outer] |= ~holds[outer]
         more = goes | (lost & ~left & ~stays)
         if torch.equal(more, goes):
             break
@@ -90,14 +92,3 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
             "of a head go together"
         )
     return goes
-
-
-def _emptied(held: Sequence[tuple[Tensor, Tensor]], goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which groups hold nothing any more by some relation, and which still do by some."""
-    lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
-    for outer, inner in held:
-        holds = torch.zeros_like(goes)
-        holds[outer[~goes[inner]]] = True
-        left |= holds
-        lost[outer] |= ~holds[outer]
-    return lost, left

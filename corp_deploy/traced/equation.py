@@ -1,4 +1,4 @@
-"""Products of two tensors by letters, one an axis, as einsum says them: `abK,NK->abN` for a linear layer."""
+"""Products of two tensors by letters, one an axis, as einsum names them: `abK,NK->abN` for a linear layer."""
 
 import string
 from dataclasses import dataclass

@@ -134,7 +134,7 @@ class Groups:
             self._reason.scatter_reduce_(0, self.of(met[:, 0]), reason, "amax")
 
     def stay(self, labels: Tensor, why: str) -> None:
-        """The groups of labels stay, for the first reason that was said."""
+        """The groups of labels stay, for the first reason that is given."""
         groups = self.of(labels)
         if len(groups := groups[self._reason[groups] == 0]):
             if self.reasons[-1] != why:

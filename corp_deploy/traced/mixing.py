@@ -29,7 +29,7 @@ def of_maps(flow: Flow, call: Call) -> Any:
 
 
 def last_axes(flow: Flow, call: Call) -> Any:
-    """Norms of layers: along as many axes as it is said to normalise."""
+    """Norms of layers: along the last axes, as many as `normalized_shape` has."""
     return mixed(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
 
 

@@ -1,4 +1,4 @@
-"""A product of two tensors, said by letters, one an axis, as einsum says it.
+"""A product of two tensors by letters, one an axis, as einsum names them.
 
 What is summed over ends there. Of a weight its columns read and its rows write; of two activations the elements that
 are multiplied are one. Letters of both factors and of the result are batches, as heads are.
@@ -61,24 +61,22 @@ def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Val
         return _weighted(flow, call, one, other, out)
     if one.marks.constant and not other.marks.constant:
         return _weighted(flow, call, other, one, out)
-    summed = set(_summed(one, other, out))
+    summed = set(_common(one, other, out)[1])
     if set(one.varying) & summed and set(other.varying) & summed:
         return _bilinear(flow, call, one, other, out)
     one, other = _unsummed(flow, call, one, other, summed), _unsummed(flow, call, other, one, summed)
     return _weighing(flow, call, one, other, out)
 
 
-def _summed(one: Factor, other: Factor, out: str) -> str:
-    return "".join(letter for letter in one.letters if letter in other.letters and letter not in out)
-
-
-def _batch(one: Factor, other: Factor, out: str) -> str:
-    return "".join(letter for letter in one.letters if letter in other.letters and letter in out)
+def _common(one: Factor, other: Factor, out: str) -> tuple[str, str]:
+    """The letters of both in the order of the first: batches, as heads are, and those that are summed over."""
+    both = [letter for letter in one.letters if letter in other.letters]
+    return "".join(each for each in both if each in out), "".join(each for each in both if each not in out)
 
 
 def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> Value:
     """A linear map with a parameter: it reads what is summed over and writes its own letters."""
-    summed, batch = _summed(one, weight, out), _batch(one, weight, out)
+    batch, summed = _common(one, weight, out)
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
     if set(one.varying) & set(summed):
         _read(flow, call, one, weight, batch + summed)
@@ -133,8 +131,8 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
     """Queries times keys: each element of one with its element of the other. The result has a label for each batch,
     that holds those of what was summed up in it.
     """
-    batch, why = _batch(one, other, out), f"{call.where} multiplies it with what stays"
-    letters = batch + _summed(one, other, out)
+    (batch, summed), why = _common(one, other, out), f"{call.where} multiplies it with what stays"
+    letters = batch + summed
     labels, beside = (flow.across(each.marks, each.axes(letters), why) for each in (one, other))
     flow.join(labels, beside, why)
     for each in (one, other):
@@ -158,21 +156,20 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
 
 def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
     """Attention times values: sums over what isn't labelled, so that labels of a side go on; of both the first's."""
-    batch = set(_batch(one, other, out))
+    batch = set(_common(one, other, out)[0])
     fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)
     if fine.marks.labels is None:
         return fixed(call.shape, one.marks.why or other.marks.why or f"it comes from {call.where}")
     own = "".join(letter for letter in fine.varying if letter not in batch)
     heads = "".join(letter for letter in fine.letters if letter in batch and letter in fine.varying + coarse.varying)
     why = call.because("multiplies it with", coarse.marks)
-    if set(coarse.varying) - batch:
+    crosses = set(coarse.varying) - batch
+    if crosses:
         flow.stay(coarse.marks.labels, f"{call.where} crosses two axes")
+    if coarse.marks.labels is None and not own:
+        flow.stay(fine.marks.labels, why)
+    elif coarse.marks.labels is None or crosses:
         flow.guard(fine.at(heads + own), len(heads), why)
-    elif coarse.marks.labels is None:
-        if own:
-            flow.guard(fine.at(heads + own), len(heads), why)
-        else:
-            flow.stay(fine.marks.labels, why)
     elif own:
         outer = coarse.at(heads)
         flow.hold(outer.reshape(*outer.shape, *[1] * len(own)), fine.at(heads + own))

@@ -77,8 +77,8 @@ def number_of(node: fx.Node) -> int | None:
 
 def _sizes(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(_at_one(size) for size in value.shape)
-    return tuple(_sizes(each) for each in value) if isinstance(value, list | tuple) else None
+        return tuple(map(_at_one, value.shape))
+    return tuple(map(_sizes, value)) if isinstance(value, list | tuple) else None
 
 
 def _at_one(size: int | torch.SymInt) -> int:
@@ -143,19 +143,19 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """The calls that change their first argument in place, and that."""
+    return [
+        (node, node.args[0])
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.args and isinstance(node.args[0], fx.Node)
+    ]
+
+
 def _changes_a_view(graph: fx.Graph) -> bool:
     """Whether something is changed in place that is seen through something else too."""
     return any(_is_view(changed) or any(map(_is_view, changed.users)) for _, changed in _changes(graph))
-
-
-def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The calls that change their first argument, and that."""
-    calls = [(node, node.target, node.args[0]) for node in graph.nodes if node.op == "call_function" and node.args]
-    return [
-        (node, changed)
-        for node, target, changed in calls
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and isinstance(changed, fx.Node)
-    ]
 
 
 def _is_view(node: fx.Node) -> bool:

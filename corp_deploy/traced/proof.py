@@ -46,11 +46,11 @@ def difference(found: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) 
     """The largest of any output between a narrowed program and the dense one with the same elements zeroed, relative
     to the largest value of that output; infinite where the narrowed one doesn't run.
     """
-    given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
-        dense = tree_leaves(Masked(found, gone).run(*(given.values() if isinstance(given, dict) else given)))
+        dense = tree_leaves(Masked(found, gone).run(*args, *kwargs.values()))
         try:
-            new = tree_leaves(narrowed(**given) if isinstance(given, dict) else narrowed(*given))
+            new = tree_leaves(narrowed(*args, **kwargs))
         except (IndexError, RuntimeError):
             return float("inf")
     pairs = zip(dense, new, strict=True)

@@ -203,8 +203,8 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
         if len(stays):
             reasons = flow.groups.reason_of(stays)
             held = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
-            said = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else held
-            yield Stay(name=name, count=len(stays), reason=said)
+            reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else held
+            yield Stay(name=name, count=len(stays), reason=reason)
 
 
 def _within(flow: Flow, units: Tensor, costs: Mapping[fx.Node, int]) -> int:
