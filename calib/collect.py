@@ -65,7 +65,7 @@ class Collector:
         token_weights: TokenWeights | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.sums = _new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
+        self.sums = new_sums(sites, attention_system=attention_system, kept=kept or {}, eps=eps)
         self.images = 0
         self._model, self._sites, self._precision = model, sites, precision
         self._token_weights = token_weights
@@ -216,7 +216,7 @@ class Collector:
         return _weights_for(tokens, self._weights, f"{name}: {role}")
 
 
-def _new_sums(
+def new_sums(
     sites: Sequence[Site], *, attention_system: bool, kept: Mapping[str, Tensor], eps: float
 ) -> dict[str, SiteSums]:
     names = [site.name for site in sites]

@@ -285,7 +285,6 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (("--mlp", 0.5, "--closed-loop", "--images", "calibration.npy"), "no block is known that a loop could follow"),
         (("--whole-heads", 0.5), "no heads are removed whole"),
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),

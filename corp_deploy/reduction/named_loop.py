@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
-from corp_deploy.families.family import family_of, is_run_whole, listened
+from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.site import LinearSite
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.steps import Branch, Nothing
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 
@@ -34,6 +35,7 @@ from .model import Reduction, notes_on, uniform_widths
 from .report import SiteReport, as_allocated
 from .streams import Embedded, Streams
 from .symmetric_loop import reduce_symmetric_loop
+from .traced_loop import reduce_traced
 
 Done = Callable[[int], None] | None
 Hook = Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]
@@ -231,14 +233,6 @@ def _reduced_site(
     return new.modules, new.reports
 
 
-def _refuse_traced(model: nn.Module) -> None:
-    if listened(model) is not model:
-        raise BadInput(
-            f"closed loop: the sites of {type(model).__name__} were found in its traced program, and no block is known "
-            "that a loop could follow; reduce without --closed-loop"
-        )
-
-
 def reduce_by_closed_loop(
     model: nn.Module,
     images: InputSet,
@@ -248,10 +242,9 @@ def reduce_by_closed_loop(
     loop: Loop | None = None,
     done: Done = None,
 ) -> Reduction:
-    """In the way that the model allows: block by block, or site by site where it is run whole. Raises BadInput for a
-    model that is traced.
-    """
-    _refuse_traced(model)
+    """In the way that the model allows: block by block, or site by site where it is run whole or traced."""
+    if isinstance(model, TracedModule):
+        return reduce_traced(model, images, method, widths=widths, loop=loop or Loop(), done=done)
     how = reduce_in_order if is_run_whole(model) else reduce_closed_loop
     return how(model, images, method, widths=widths, loop=loop or Loop(), done=done)
 
@@ -260,7 +253,8 @@ def reduce_by_symmetric_loop(
     model: nn.Module, images: InputSet, method: Method, *, widths: Widths | None = None, done: Done = None
 ) -> Reduction:
     """Likewise, as reduce_symmetric_loop does it."""
-    _refuse_traced(model)
+    if isinstance(model, TracedModule):
+        return reduce_traced(model, images, method, widths=widths, done=done)
     if is_run_whole(model):
         return reduce_in_order(model, images, method, widths=widths, done=done)
     return reduce_symmetric_loop(model, images, method, widths=widths, done=done)

@@ -5,7 +5,7 @@ The blocks of a model are found so: behind each of them one stream is all that t
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from .compaction import kept
 from .cost import macs
 from .labels import Marks, compact
 from .program import Program, module_of, number_of, operation, sizes_at_one
+from .readers import has_batch_in_front
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -43,7 +44,7 @@ def cuts(found: Found) -> tuple[Cut, ...]:
     is_due = False
     for node in _passed_by_all(found.program):
         is_due = is_due or any(macs(each) > 0 for each in node.since)
-        if is_due and _has_batch_in_front(node.node) and not _loses(found, node.node, removable):
+        if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
             is_due = False
     return tuple(chosen[:-1] if chosen and not is_due else chosen)
@@ -58,7 +59,7 @@ class _Passed:
 
 
 def _passed_by_all(program: Program) -> Iterator[_Passed]:
-    aside = _without_values(program)
+    aside = without_values(program)
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
@@ -69,7 +70,7 @@ def _passed_by_all(program: Program) -> Iterator[_Passed]:
         last = max([last, *(place[user] for user in node.users if user in place)])
 
 
-def _without_values(program: Program) -> set[fx.Node]:
+def without_values(program: Program) -> set[fx.Node]:
     """Nodes that no value of an input reaches: constants, sizes, and what is computed of these alone."""
     free: set[fx.Node] = set()
     for node in program.nodes:
@@ -90,11 +91,10 @@ def _names(program: Program) -> dict[fx.Node, str]:
     return names
 
 
-def _has_batch_in_front(node: fx.Node) -> bool:
-    """Of one tensor, nothing else being along its first axis."""
+def _is_one_for_each_input(node: fx.Node) -> bool:
+    """Of one tensor, nothing but the batch being along its first axis."""
     value = node.meta.get("val")
-    is_counted = isinstance(value, Tensor) and value.dim() > 1 and isinstance(value.shape[0], torch.SymInt)
-    return is_counted and sizes_at_one(node)[0] == 1
+    return isinstance(value, Tensor) and value.dim() > 1 and has_batch_in_front(node) and sizes_at_one(node)[0] == 1
 
 
 def _removable(found: Found) -> Tensor:
@@ -121,7 +121,8 @@ def between(program: Program, before: fx.Node | None, after: fx.Node | None) -> 
         nodes[before] = graph.placeholder(before.name)
         nodes[before].meta = dict(before.meta)
         batch = graph.call_function(_SIZE, (nodes[before], 0))
-    for node in _needed(program, before, after):
+    ends = [after or next(node for node in program.nodes if node.op == "output")]
+    for node in needed(program, before, ends):
         if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
             nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))
         else:
@@ -133,23 +134,25 @@ def between(program: Program, before: fx.Node | None, after: fx.Node | None) -> 
     return fx.GraphModule(program.graph, graph).eval()
 
 
-def _needed(program: Program, before: fx.Node | None, after: fx.Node | None) -> list[fx.Node]:
-    """In order of the program; sizes of tensors in front of `before` without those tensors."""
+def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) -> list[fx.Node]:
+    """What has to be computed for these nodes, themselves too, of the tensor at a cut or of the inputs, in order of the
+    program. Sizes of tensors in front of the cut are among it without those tensors.
+    """
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
-    front = [after or order[-1]]
-    needed = set(front)
+    front = [node for node in ends if node is not before]
+    found = set(front)
     while front:
         node = front.pop()
         is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
         for each in [] if is_size else node.all_input_nodes:
-            if each is not before and each not in needed:
-                needed.add(each)
+            if each is not before and each not in found:
+                found.add(each)
                 front.append(each)
     inputs = [node for node in order if node.op == "placeholder"]
-    assert before is None or needed.isdisjoint(inputs), (before, after)
-    needed |= set(inputs) if before is None else set()
-    return [node for node in order if node in needed]
+    assert before is None or found.isdisjoint(inputs), (before, ends)
+    found |= set(inputs) if before is None else set()
+    return [node for node in order if node in found]
 
 
 def _codegen(program: Program, before: fx.Node | None, after: fx.Node | None) -> _PyTreeCodeGen:

@@ -12,18 +12,26 @@ from .labels import placed
 from .program import Inputs
 from .sites import Found
 
+Mask = tuple[fx.Node, tuple[int, ...], Tensor]
+"""Of what a node gives, the axes that elements are removed along, and which stay."""
+
+
+def masks(found: Found, gone: Tensor) -> dict[fx.Node, list[Mask]]:
+    """Of what each node sums over, where something is removed [labels] of it."""
+    sources, of_nodes = {node.name: node for node in found.program.nodes}, dict[fx.Node, list[Mask]]()
+    for use in found.flow.every_use:
+        keep = kept(found.flow.groups.of(use.labels), gone)
+        if not use.is_of_constant and not bool(keep.all()):
+            of_nodes.setdefault(use.node, []).append((sources[use.name], use.axes, keep))
+    return of_nodes
+
 
 class Masked(fx.Interpreter):
     """The dense program; what is removed is 0 wherever it would be summed over."""
 
     def __init__(self, found: Found, gone: Tensor) -> None:
         super().__init__(found.program.graph)
-        self._masks: dict[fx.Node, list[tuple[fx.Node, tuple[int, ...], Tensor]]] = {}
-        sources = {node.name: node for node in found.program.nodes}
-        for use in found.flow.every_use:
-            keep = kept(found.flow.groups.of(use.labels), gone)
-            if not use.is_of_constant and not bool(keep.all()):
-                self._masks.setdefault(use.node, []).append((sources[use.name], use.axes, keep))
+        self._masks = masks(found, gone)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What enters a node."""

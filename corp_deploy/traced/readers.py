@@ -35,7 +35,7 @@ class Called:
 def layers(program: Program) -> Iterator[Called]:
     """Those of one group whose weight is a parameter, in order of the program."""
     for node in program.nodes:
-        if node.op != "call_function" or node.target not in (LINEAR, CONV2D) or _groups(node) != 1:
+        if node.op != "call_function" or node.target not in (LINEAR, CONV2D) or groups_of(node) != 1:
             continue
         weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
         held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
@@ -43,7 +43,7 @@ def layers(program: Program) -> Iterator[Called]:
             yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
 
 
-def _groups(node: fx.Node) -> int:
+def groups_of(node: fx.Node) -> int:
     groups = node.args[6] if len(node.args) > 6 else 1
     assert isinstance(groups, int), node
     return groups
@@ -106,7 +106,7 @@ def listening(
     """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
     give; both by the names of the nodes.
     """
-    modules = {layer.node.name: _module(program, layer) for layer in layers(program) if layer.node.name in heard}
+    modules = {layer.node.name: as_module(program, layer) for layer in layers(program) if layer.node.name in heard}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.nodes:
@@ -145,7 +145,7 @@ def has_batch_in_front(node: fx.Node) -> bool:
     return isinstance(first, torch.SymInt) or not any(isinstance(each, torch.SymInt) for each in others)
 
 
-def _module(program: Program, layer: Called) -> Layer:
+def as_module(program: Program, layer: Called) -> Layer:
     """It shares its weights with the program."""
     weight, bias = program.tensor(layer.weight), program.tensor(layer.bias) if layer.bias else None
     rows, columns = weight.shape[:2]

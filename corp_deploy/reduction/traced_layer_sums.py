@@ -1,0 +1,207 @@
+"""What a closed loop of a traced model sums at a layer: moments of what it reads in the model as reduced so far, and
+what its target has beyond what it gives.
+
+Legend: G groups of a convolution, K columns of a layer, O its outputs, X places.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from calib.active import ACTIVE_EPS
+from calib.collect import new_sums
+from calib.combination import added
+from calib.hooks import listening
+from calib.moments import ChannelMoments, SiteMoments, on_device
+from calib.patch_moments import PatchMoments
+from calib.patch_sums import PatchSums
+from calib.products import add_active_, kernel_for
+from calib.sites import PatchTaps, Role
+from calib.sums import SiteSums
+from calib.weights import Weights, weights_of
+from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.traced.program import sizes_at_one
+from corp_deploy.traced.readers import Called, Layer, as_module
+
+from .branch_sums import StreamEnergy, refuse_nonfinite
+from .conv_sums import regressions
+from .traced_streams import Piece, Segment, Values
+from .traced_targets import Lacking, Target, rows_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halved:
+    """Statistics of one kind over the inputs of a fit and over those held out; either may be of none."""
+
+    fit: SiteMoments | None
+    held_out: SiteMoments | None
+
+    def whole(self, name: str) -> SiteMoments:
+        """Over all inputs."""
+        if self.fit is None or self.held_out is None:
+            both = self.fit or self.held_out
+            assert both is not None, name
+            return both
+        return added(name, self.fit, self.held_out)
+
+
+class _OfRows:
+    """Of a linear layer."""
+
+    def __init__(self, layer: nn.Linear, *, is_fitted: bool) -> None:
+        self.sums, self.is_fitted = RegressionSums.for_layer(layer), is_fitted
+        self.active_K = torch.zeros_like(self.sums.x.sum_K)
+
+    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+        x_XK = x.flatten(0, -2)
+        counts_X = None if lacking is None else lacking.counts
+        if weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3:
+            there_X = weights_BN.flatten() > 0.0
+            counts_X = there_X if counts_X is None else there_X & counts_X
+        x_1XK = (x_XK if counts_X is None else x_XK[counts_X]).unsqueeze(0)
+        if lacking is None:
+            self.sums.x.add(x_1XK)
+        else:
+            t_XO = lacking.lacking.flatten(0, -2)
+            self.sums.add(x_1XK, (t_XO if counts_X is None else t_XO[counts_X]).unsqueeze(0))
+        add_active_(self.active_K, x_1XK, ACTIVE_EPS)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sums.x.tokens
+
+    def moments(self) -> ChannelMoments:
+        x = self.sums.x
+        return ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=self.active_K)
+
+    def regressions(self) -> list[RegressionSums]:
+        return [self.sums]
+
+
+class _OfPatches:
+    """Of a convolution, whose maps have no padding among their tokens."""
+
+    def __init__(self, layer: nn.Conv2d, name: str, *, is_fitted: bool) -> None:
+        channels_GR = torch.arange(layer.in_channels // layer.groups).repeat(layer.groups, 1) if is_fitted else None
+        taps = PatchTaps(name=name, output=layer, channels_GR=channels_GR)
+        self.sums, self.where = PatchSums(taps, eps=ACTIVE_EPS), layer.weight.device
+        self.sums.kernel = kernel_for(taps.summed_width)
+        self.layer = layer
+
+    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+        self.sums.add("x", x)
+        self.sums.add("y", self.layer(x) if lacking is None else lacking.lacking)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sums.tokens
+
+    def moments(self) -> PatchMoments:
+        return replace(self._all(), channels_GR=None, cross_GPU=None)
+
+    def regressions(self) -> list[RegressionSums]:
+        return regressions(self._all())
+
+    def _all(self) -> PatchMoments:
+        return on_device(self.sums.moments(), self.where)
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerSums:
+    """Of one layer; `gain_O`: by which its output enters what is lacking, None for 1."""
+
+    fit: _OfRows | _OfPatches
+    held_out: _OfRows | _OfPatches
+    gain_O: Tensor | None = None
+    energy: StreamEnergy = field(default_factory=StreamEnergy)
+
+    @classmethod
+    def of(cls, layer: Layer, name: str, *, is_fitted: bool) -> "LayerSums":
+        def empty() -> _OfRows | _OfPatches:
+            if isinstance(layer, nn.Linear):
+                return _OfRows(layer, is_fitted=is_fitted)
+            return _OfPatches(layer, name, is_fitted=is_fitted)
+
+        return cls(fit=empty(), held_out=empty())
+
+    def add(self, layer: Called, x: Tensor, lacking: Lacking | None, piece: Piece) -> None:
+        (self.held_out if piece.held_out else self.fit).add(x, lacking, piece.weights_BN)
+        if lacking is not None:
+            self.gain_O = lacking.gain_O
+            self.energy.add(rows_of(lacking.wanted, layer.node).unsqueeze(0))
+
+    def moments(self) -> Halved:
+        fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
+        return Halved(fit=fit, held_out=held_out)
+
+    def groups(self) -> list[tuple[RegressionSums, RegressionSums]]:
+        """What is lacking on all columns, for the fit and held out, group by group."""
+        return list(zip(self.fit.regressions(), self.held_out.regressions(), strict=True))
+
+
+def layer_sums(
+    segment: Segment, pieces: Sequence[Piece], targets: Mapping[Called, Target | None]
+) -> dict[Called, LayerSums]:
+    """Of several layers at once, by one run of the student and, where there are targets, one of the dense model."""
+    program = segment.student.program
+    sums = {
+        layer: LayerSums.of(as_module(program, layer), layer.name, is_fitted=target is not None)
+        for layer, target in targets.items()
+    }
+    reading = {layer: layer.node.all_input_nodes[0] for layer in targets}
+    known = [target for target in targets.values() if target is not None]
+    dense_nodes = segment.up_to([end for target in known for end in target.dense_ends])
+    nodes = segment.up_to([*reading.values(), *(end for target in known for end in target.student_ends)])
+    for piece in pieces:
+        student = segment.run_student(piece, nodes)
+        dense: Values = segment.run_dense(piece, dense_nodes) if known else {}
+        for layer, target in targets.items():
+            lacking = None if target is None else target.lacking(dense, student)
+            sums[layer].add(layer, student[reading[layer]], lacking, piece)
+    for layer, own in sums.items():
+        refuse_nonfinite(layer.name, _small(own.moments()))
+    return sums
+
+
+def _small(halves: Halved) -> Tensor:
+    """What a NaN stays in."""
+    every = [each for each in (halves.fit, halves.held_out) if each is not None]
+    sums = [each.sum_F if isinstance(each, ChannelMoments) else each.sum_GU for each in every]  # type: ignore[union-attr]
+    return torch.cat([each.flatten() for each in sums])
+
+
+def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> Halved:
+    """Of an attention's queries, keys and outputs in the student."""
+    tracing, (taps,) = segment.student.tracing, site.listening()
+    reader = next(name for name, module in tracing.heard[1].items() if module is site.output)
+    given = [span.name for span in site.groups.listening]
+    output = tracing.by_node[reader].all_input_nodes[0]
+    nodes = segment.up_to([*(tracing.by_node[name] for name in given), output])
+    sums: dict[bool, SiteSums] = {
+        held_out: new_sums([taps], attention_system=system, kept={}, eps=ACTIVE_EPS)[site.name]
+        for held_out in (False, True)
+    }
+    filled: Collection[bool] = {piece.held_out for piece in pieces}
+    for piece in pieces:
+        own = sums[piece.held_out]
+
+        weights = None if piece.weights_BN is None else weights_of(piece.weights_BN, piece.weights_BN.device)
+
+        def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: Weights | None = weights) -> None:
+            own.add(role, x, weights)
+
+        with listening([taps], hear):
+            values = segment.run_student(piece, nodes)
+            for name in given:
+                tracing.heard[2][name](values[tracing.by_node[name]])
+            z, batch = values[output], len(piece.student[0])
+            site.output(z if sizes_at_one(output)[0] == 1 else z.reshape(batch, -1, z.shape[-1]))
+        own.flush()
+    fit, held_out = (
+        on_device(sums[each].moments(), segment.student.gone.device) if each in filled else None
+        for each in (False, True)
+    )
+    return Halved(fit=fit, held_out=held_out)

@@ -1,0 +1,308 @@
+"""Closed loops of traced models: site by site in the order of the program, each on the model as reduced so far.
+
+The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers, as closed_loop.py
+does for branches: those that write a site to what they give in the dense model, those that read it to what the stream
+behind them lacks of the dense one, where their output is added to one, else to what they give in the dense model
+(asymmetric calibration, arXiv 2504.02692).
+
+Legend: G groups of a convolution, P outputs of a group, K columns of a layer, O its outputs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from calib.hooks import evaluating
+from calib.input_set import InputSet
+from calib.moments import Moments
+from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.families.modules import device
+from corp_deploy.families.sites import Sites
+from corp_deploy.families.traced_model import token_weights, tracing
+from corp_deploy.families.traced_module import Tracing
+from corp_deploy.families.traced_narrowing import narrowed, provable
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.traced_sites import traced_sites
+from corp_deploy.families.widths import Widths
+from corp_deploy.traced.choice import gone
+from corp_deploy.traced.cuts import cuts, without_values
+from corp_deploy.traced.narrow import narrow
+from corp_deploy.traced.readers import Called, groups_of, layers
+from corp_deploy.traced.site import Index
+from ground.errors import BadInput
+
+from .correct import divided_by_scale, group_corrections
+from .coverage import coverage
+from .kinds import kind_of
+from .loop import Loop
+from .method import RESCALED, Method
+from .model import Reduction, notes_on, uniform_widths
+from .report import LoopFit, SiteReport, as_allocated
+from .traced_kind import TracedReduced, tensors_of
+from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
+from .traced_streams import Piece, Segment, Student, pieces_of
+from .traced_targets import Target, target_of
+
+Done = Callable[[int], None] | None
+
+
+@torch.no_grad()
+def reduce_traced(
+    model: nn.Module,
+    images: InputSet,
+    method: Method,
+    *,
+    widths: Widths | None = None,
+    batch_size: int = 16,
+    loop: Loop | None = None,
+    done: Done = None,
+) -> Reduction:
+    """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
+    reduce_closed_loop. Between two cuts of the program each layer that is fitted takes a run of both models.
+
+    Raises BadInput for too few images and for what has no meaning for a traced model.
+    """
+    if method.rescales:
+        raise BadInput(RESCALED)
+    if loop is not None and loop.reads is not None:
+        raise BadInput("closed loop: which tokens are read isn't known of a traced model; drop --reads")
+    dense = tracing(model)
+    sites = traced_sites(dense)
+    every = uniform_widths(model, method) if widths is None else dict(widths)
+    whole = _whole(dense, sites, every)
+    asked = {name: width for name, width in every.items() if name not in whole}
+    names = {name for layer in layers(dense.program) for name in (layer.weight, layer.bias)}
+    student = Student.of(dense, names)
+    half_ids = _half_ids(images, loop)
+    pieces = pieces_of(
+        images,
+        device(model),
+        batch_size,
+        weights=lambda batch: token_weights(model, batch),
+        half_ids=half_ids,
+        held_out_every=None if loop is None else loop.held_out_every,
+    )
+    making = _Making(
+        student=student, method=method, asked=asked, loop=loop, pieces=list(pieces), both_ways=half_ids is not None
+    )
+    with evaluating(model):
+        for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found)), None]):
+            making.pass_(Segment(dense=dense, student=student, before=before, after=after), done)
+    way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
+    kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in whole.items())
+    return Reduction(
+        model=making.narrowed(model, dense),
+        method=method,
+        sites=tuple(making.reports if widths is None else as_allocated(making.reports)),
+        coverage=coverage(sites, method, asked, by_site=widths is not None),
+        notes=(*notes_on(sites, method, asked), *kept_stays),
+        said=(f"closed loop over {len(making.new)} sites in the order in which they run, {way}",),
+    )
+
+
+def _whole(dense: Tracing, sites: Sites, asked: Widths) -> dict[str, str]:
+    """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
+    keys, kept = dict[str, str](), dict[str, Index]()
+    for name, width in asked.items():
+        site = sites.by_name[name]
+        assert isinstance(site, TracedSite), name
+        keys[site.groups.key] = name
+        part_G = np.zeros(site.width, dtype=int) if site.groups.part_G is None else site.groups.part_G
+        assert isinstance(width, int), (name, width)
+        each = width // site.parts
+        kept[site.groups.key] = np.concatenate([np.flatnonzero(part_G == part)[:each] for part in range(site.parts)])
+    return {keys[key]: reason for key, reason in narrow(dense.found, kept).whole.items()}
+
+
+def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
+    """Those of one of two halves, where some images are in either."""
+    if loop is None or loop.half_ids is None:
+        return None
+    inside_B = torch.isin(images.ids, loop.half_ids)
+    return loop.half_ids if bool(inside_B.any()) and not bool(inside_B.all()) else None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Making:
+    """A student on its way through the program. `both_ways`: pieces that are held out are a half of all."""
+
+    student: Student
+    method: Method
+    asked: Widths
+    loop: Loop | None
+    pieces: list[Piece]
+    both_ways: bool
+    new: dict[str, TracedReduced] = field(default_factory=dict)
+    reports: list[SiteReport] = field(default_factory=list)
+    settled: set[fx.Node] = field(default_factory=set)
+    called: dict[str, list[Called]] = field(default_factory=dict)
+    sites: list[TracedSite] = field(default_factory=list)
+    constants: set[fx.Node] = field(default_factory=set)
+    order: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.student.program
+        for layer in layers(program):
+            self.called.setdefault(layer.weight, []).append(layer)
+        self.constants = without_values(program)
+        self.order = {node.name: place for place, node in enumerate(program.nodes)}
+        every = traced_sites(self.student.tracing).every
+        own = [site for site in every if isinstance(site, TracedSite) and site.name in self.asked]
+        self.sites = sorted(own, key=self._place)
+
+    def _place(self, site: TracedSite) -> int:
+        """Where a site's groups are summed over first."""
+        return min(self.order[span.reader] for span in site.groups.listening)
+
+    def pass_(self, segment: Segment, done: Done) -> None:
+        """Through a segment: its sites are reduced, the streams are behind it then."""
+        end = float("inf") if segment.after is None else self.order[segment.after.name]
+        while self.sites and self._place(self.sites[0]) <= end:
+            site = self.sites.pop(0)
+            later = {layer.node for other in self.sites for layer in self._readers(other)}
+            self._reduce(segment, site, later)
+            if done is not None:
+                done(len(self.new))
+        segment.advance_(self.pieces, with_dense=self.loop is not None)
+
+    def _readers(self, site: TracedSite) -> list[Called]:
+        """Layers that are fitted behind a site, in order of the program."""
+        if isinstance(site, TracedPairs):
+            return [self._of_module(site.output)]
+        every = [layer for each in site.readings for layer in self.called[each.weight]]
+        return sorted(dict.fromkeys(every), key=lambda layer: self.order[layer.node.name])
+
+    def _of_module(self, module: nn.Module) -> Called:
+        names = self.student.tracing.heard[1]
+        node = next(name for name, each in names.items() if each is module)
+        return next(layer for every in self.called.values() for layer in every if layer.node.name == node)
+
+    def _reduce(self, segment: Segment, site: TracedSite, later: set[fx.Node]) -> None:
+        """`later`: layers that are fitted when further sites are reduced."""
+        loop, readers = self.loop, self._readers(site)
+        alignment = self._align(segment, site) if loop is not None and loop.align_inputs else None
+        targets = {layer: None if loop is None else target_of(layer.node, self.constants) for layer in readers}
+        sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
+        if loop is not None and loop.refit_first and sums:
+            for layer, own in sums.items():
+                self._fit(layer, own)
+            sums = layer_sums(segment, self.pieces, targets)
+        before = {layer: self._weights(layer) for layer in readers}
+        new = self._reduced(segment, site, sums)
+        for name, tensor in tensors_of({site.name: new}).items():
+            self.student.program.tensor(name).copy_(tensor)
+        self.student.remove_(
+            gone(
+                self.student.tracing.found.flow,
+                self.student.tracing.found.sites,
+                {site.groups.key: new.kept_K.cpu().numpy()},
+            )
+        )
+        self.new[site.name] = new
+        fits = []
+        for layer in readers if loop is not None else ():
+            if layer.node in later:
+                continue
+            if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
+                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))
+            else:
+                fits.append(self._fit(layer, sums[layer], before[layer]))
+            self.settled.add(layer.node)
+        first, *rest = new.reports
+        reports = [replace(first, alignment=alignment), *rest]
+        self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
+
+    def _reduced(self, segment: Segment, site: TracedSite, sums: Mapping[Called, LayerSums]) -> TracedReduced:
+        kind, where = kind_of(site), self.student.gone.device
+        if isinstance(site, TracedPairs):
+            halves = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
+            by_name: dict[str, Halved] = {site.name: halves}
+        else:
+            by_name = {layer.name: own.moments() for layer, own in sums.items()}
+
+        def at(moments: Mapping[str, Any]) -> Any:
+            return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1), where)
+
+        whole = at({name: each.whole(name) for name, each in by_name.items()})
+        apart = None
+        if self.both_ways:
+            apart = tuple(
+                at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
+            )
+        new = kind.reduced(site, whole, self.method, self.asked[site.name], halves=apart)
+        assert isinstance(new, TracedReduced), site.name
+        return new
+
+    def _align(self, segment: Segment, site: TracedSite) -> LoopFit | None:
+        """Layers that write the site are made to give on the student's stream what they gave on the dense one."""
+        writers = [layer for span in site.groups.writers for layer in self.called.get(span.name, ())]
+        fits = []
+        for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
+            if self.student.is_changed and layer.node not in self.settled and len(self.called[layer.weight]) == 1:
+                own = layer_sums(segment, self.pieces, {layer: Target(layer=layer.node)})
+                fits.append(self._fit(layer, own[layer]))
+            # A further site of the same layer finds rows of it reduced that its own output would undo.
+            self.settled.add(layer.node)
+        return fits[0] if fits else None
+
+    def _weights(self, layer: Called) -> tuple[Tensor, Tensor]:
+        """[G,P,K] and [G,P], float64."""
+        program = self.student.program
+        weight, bias = program.tensor(layer.weight).double(), program.tensor(layer.bias).double()
+        groups = groups_of(layer.node)
+        return weight.reshape(groups, len(weight) // groups, -1).clone(), bias.reshape(groups, -1).clone()
+
+    def _fit(self, layer: Called, sums: LayerSums, was: tuple[Tensor, Tensor] | None = None) -> LoopFit:
+        """What is lacking still is added to the layer. `was`: its weights when the sums were taken, None for now."""
+        assert self.loop is not None, layer
+        weight_GPK, bias_GP = self._weights(layer)
+        gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)
+        changed = None if was is None else ((weight_GPK - was[0]) * gain_GP[..., None], (bias_GP - was[1]) * gain_GP)
+        columns_G = self._columns(layer, weight_GPK)
+
+        def still(half: RegressionSums, group: int) -> RegressionSums:
+            left = half if changed is None else half.less(changed[0][group], changed[1][group])
+            return left.of(columns_G[group])
+
+        left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
+        changes, fit = group_corrections(left, sums.energy.variance(), self.loop.strengths, both_ways=self.both_ways)
+        for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
+            weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
+            bias_GP[group] += divided_by_scale(change_P, gain_GP[group])
+        program = self.student.program
+        program.tensor(layer.weight).copy_(weight_GPK.view_as(program.tensor(layer.weight)))
+        program.tensor(layer.bias).copy_(bias_GP.flatten())
+        self.student.is_changed = True
+        return fit
+
+    def _columns(self, layer: Called, weight_GPK: Tensor) -> list[Tensor]:
+        """Of each group the columns that are left."""
+        keep = self.student.kept_inputs(layer.node)
+        groups, _, columns = weight_GPK.shape
+        if keep is None:
+            return [torch.arange(columns, device=weight_GPK.device)] * groups
+        by_group = keep.reshape(groups, -1).to(weight_GPK.device)
+        each = columns // by_group.shape[1]
+        return [torch.nonzero(kept.repeat_interleave(each))[:, 0] for kept in by_group]
+
+    def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
+        """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
+        narrower = {name: new.kept_K.cpu().numpy() for name, new in self.new.items() if new.is_narrower}
+        kept, whole = provable(model, narrower)
+        if whole:
+            name, reason = next(iter(whole.items()))
+            raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")
+        program, dtype = self.student.program, next(model.parameters()).dtype
+        names = {name for every in self.called.values() for layer in every for name in (layer.weight, layer.bias)}
+        changed = {
+            name: program.tensor(name).to(dtype)
+            for name in sorted(names)
+            if not torch.equal(program.tensor(name), dense.program.tensor(name))
+        }
+        return narrowed(model, kept, changed)

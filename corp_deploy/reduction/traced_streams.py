@@ -1,0 +1,194 @@
+"""A traced model and the one that is being made of it, run side by side from cut to cut.
+
+Nothing is narrowed on the way: what is removed is 0 wherever it would be summed over, as the proof of a narrowing has
+it, and weights change in place in the student's own copies of them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx
+
+from calib.input_set import InputSet
+from calib.inputs import Inputs, moved, named
+from corp_deploy.families.traced_module import Tracing
+from corp_deploy.traced.cuts import needed
+from corp_deploy.traced.program import Program, number_of, operation
+from corp_deploy.traced.proof import Mask, masks, zeroed
+from corp_deploy.traced.readers import with_tensors
+from ground.errors import BadInput
+
+Values = dict[fx.Node, Any]
+Hear = Callable[[fx.Node, Values], None]
+
+
+def _no_one(node: fx.Node, values: Values) -> None:
+    """Hears nothing."""
+
+
+def run(
+    program: Program,
+    nodes: Sequence[fx.Node],
+    entering: Mapping[fx.Node, Tensor],
+    *,
+    masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
+    hear: Hear = _no_one,
+) -> Values:
+    """What these nodes give. `masks`: by reader which elements of what it hears are 0; `hear` is told of every node
+    before it runs.
+    """
+    values: Values = dict(entering)
+    batch = len(next(iter(entering.values())))
+    for node in nodes:
+        if node in entering:
+            continue
+        if node.op == "get_attr":
+            values[node] = program.tensor(str(node.target))
+        elif operation(node) == "sym_size" and node.args[0] not in values:
+            count = number_of(node)
+            assert count is not None, node
+            values[node] = batch * count
+        else:
+            hear(node, values)
+            here = values if masks is None or node not in masks else values | _masked(values, masks[node])
+            values[node] = called(node, here)
+    return values
+
+
+def called(node: fx.Node, values: Values) -> Any:
+    """What a node gives for what enters it."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+    assert callable(node.target), node
+    return node.target(*args, **kwargs)
+
+
+def _masked(values: Values, masks: Sequence[Mask]) -> Values:
+    masked: Values = {}
+    for source, axes, keep in masks:
+        masked[source] = zeroed((values | masked)[source], axes, keep)
+    return masked
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What a few inputs are at a cut, in the dense program and in the student. Those `held_out` choose how far to trust
+    a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count.
+    """
+
+    dense: tuple[Tensor, ...]
+    student: tuple[Tensor, ...]
+    held_out: bool
+    weights_BN: Tensor | None = None
+
+
+def pieces_of(
+    inputs: InputSet,
+    where: torch.device,
+    batch_size: int,
+    *,
+    weights: Callable[[Inputs], Tensor | None],
+    half_ids: Tensor | None,
+    held_out_every: int | None,
+) -> Iterator[Piece]:
+    """All inputs, those with `half_ids` or each `held_out_every`-th held out; `weights` of their tokens. Raises
+    BadInput for too few.
+    """
+    seen, every = 0, held_out_every or inputs.count + 1
+    for batch in inputs.read(batch_size):
+        if not len(batch.ids):
+            continue
+        here = moved(batch.inputs, where)
+        tensors, weights_BN = tensors_of_inputs(here), weights(here)
+        places_B = torch.arange(seen, seen + len(tensors[0]))
+        held_B = places_B % every == every - 1
+        if half_ids is not None:
+            held_B = torch.isin(batch.ids, half_ids)
+        seen += len(places_B)
+        for is_held, chosen_B in ((False, ~held_B), (True, held_B)):
+            if bool(chosen_B.any()):
+                own = tuple(each[chosen_B.to(where)] for each in tensors)
+                of_tokens = None if weights_BN is None else weights_BN[chosen_B.to(where)]
+                yield Piece(dense=own, student=own, held_out=is_held, weights_BN=of_tokens)
+    if held_out_every is not None and seen < held_out_every:
+        raise BadInput(
+            f"closed loop: got {seen} images, expected at least {held_out_every}, "
+            "because one in so many is held out to choose how far to trust the fit"
+        )
+
+
+def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
+    """In the order of the model's ports."""
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(named(inputs).values())
+
+
+@dataclass(slots=True, kw_only=True)
+class Student:
+    """`tracing`: the dense program with layers' weights of its own. `gone` [labels]: what is removed by now."""
+
+    tracing: Tracing
+    gone: Tensor
+    is_changed: bool = False
+    masks: Mapping[fx.Node, Sequence[Mask]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, dense: Tracing, names: Collection[str]) -> Self:
+        """With copies of the tensors of these names."""
+        program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in names})
+        tracing = replace(dense, program=program)
+        vars(tracing).update(found=replace(dense.found, program=program), shares=dense.shares)
+        return cls(tracing=tracing, gone=torch.zeros(dense.found.flow.groups.count, dtype=torch.bool))
+
+    @property
+    def program(self) -> Program:
+        return self.tracing.program
+
+    def remove_(self, gone: Tensor) -> None:
+        """These labels too."""
+        self.gone |= gone
+        self.is_changed = True
+        self.masks = masks(self.tracing.found, self.gone)
+
+    def kept_inputs(self, layer: fx.Node) -> Tensor | None:
+        """Which channels of what a layer reads are left, bool; None for all."""
+        return next((keep for _, _, keep in self.masks.get(layer, ())), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The program between two cuts, None for the inputs and the outputs."""
+
+    dense: Tracing
+    student: Student
+    before: fx.Node | None
+    after: fx.Node | None
+
+    def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
+        """What has to run for these nodes."""
+        return needed(self.dense.program, self.before, ends)
+
+    def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
+        if self.before is not None:
+            return {self.before: tensors[0]}
+        inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
+        return dict(zip(inputs, tensors, strict=True))
+
+    def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
+        return run(self.dense.program, nodes, self._entering(piece.dense))
+
+    def run_student(self, piece: Piece, nodes: Sequence[fx.Node], hear: Hear = _no_one) -> Values:
+        student = self.student
+        return run(student.program, nodes, self._entering(piece.student), masks=student.masks, hear=hear)
+
+    def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
+        """To the cut behind it; as long as the student has not changed both are one."""
+        if self.after is None:
+            return
+        nodes = self.up_to([self.after])
+        for piece in pieces:
+            piece.student = (self.run_student(piece, nodes)[self.after],)
+            if not self.student.is_changed:
+                piece.dense = piece.student
+            elif with_dense:
+                piece.dense = (self.run_dense(piece, nodes)[self.after],)

@@ -1,0 +1,163 @@
+"""Closed loops of models that no family knows."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from calib.input_set import InputSet
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_targets import Target, rows_of, target_of
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.cuts import cuts, without_values
+from corp_deploy.traced.program import trace
+from corp_deploy.traced.readers import layers
+from ground.errors import BadInput
+from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, own_checkpoint
+from tests.traced_examples import images
+
+SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
+MLPS = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4)
+NOTHING = method_from_preset("best", mlp_sparsity=0.0, conv_sparsity=0.0, attention_sparsity=0.0, geometry="square")
+
+
+def opened(dense: Checkpoint, home: Path, count: int = 192) -> InputSet:
+    np.save(home / "images.npy", images(count, seed=1))
+    return images_for_model(dense.model, home / "images.npy")
+
+
+class Heard(fx.Interpreter):
+    """A program of which every value is kept, float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(tracing(model).program.graph, garbage_collect_values=False)
+
+    def at(self, pixels: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.run(pixels)
+        return {node.name: value.double() for node, value in self.env.items() if isinstance(value, Tensor)}
+
+
+def layer_of(model: nn.Module, weight: str) -> fx.Node:
+    return next(layer.node for layer in layers(tracing(model).program) if layer.weight == weight)
+
+
+@pytest.mark.slow("graph")
+def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(tmp_path: Path) -> None:
+    """Least squares leave residuals that nothing which the layer reads tells of, counted over the images themselves."""
+    dense = own_checkpoint()
+    # Each image is held out too, so that the fit is never rejected.
+    pixels = torch.from_numpy(images(48, seed=1)).repeat_interleave(4, 0)
+    np.save(tmp_path / "images.npy", pixels.numpy())
+    repeated = images_for_model(dense.model, tmp_path / "images.npy")
+    reduction = reduce_by_closed_loop(dense.model, repeated, MLPS, loop=Loop(strengths=(1e-9,)))
+    fit = reduction.sites[-1].loop
+    assert fit is not None
+    assert fit.strength == 1e-9
+    was, now = (Heard(model).at(pixels) for model in (dense.model, reduction.model))
+    ends = [cuts(tracing(model).found)[-1].node.name for model in (dense.model, reduction.model)]
+    lacking_XC = (was[ends[0]] - now[ends[1]]).flatten(0, -2)
+    x_XK = now[layer_of(reduction.model, "h.1.c_out.weight").all_input_nodes[0].name].flatten(0, -2)
+    assert x_XK.shape[1] == 96
+    x_XK, apart_XC = x_XK - x_XK.mean(0), lacking_XC - lacking_XC.mean(0)
+    best_KC = torch.linalg.lstsq(x_XK, apart_XC, driver="gelsd").solution
+    assert float((x_XK @ best_KC).norm() / apart_XC.norm()) < 1e-2
+    assert float(lacking_XC.mean(0).norm() / lacking_XC.norm()) < 1e-3
+    assert fit.error < fit.error_recovered
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", ["own", "pvt", "densenet"])
+def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> None:
+    dense = checkpoint_named(name)
+    opened_images = opened(dense, tmp_path)
+    method = SQUARE if name == "own" else method_from_preset("best", **HALF)
+    asymmetric = reduce_by_closed_loop(dense.model, opened_images, method)
+    symmetric = reduce_by_symmetric_loop(dense.model, opened_images, method)
+    plain = reduce(dense.model, calibrate(dense, opened_images, batch_size=16), method)
+    for loop in (asymmetric, symmetric):
+        assert {each.site: each.width for each in loop.sites} == {each.site: each.width for each in plain.sites}
+        assert loop.coverage == plain.coverage
+        assert apart(loop.model, dense.model) < 1.15 * apart(plain.model, dense.model)
+    # Without cuts, as in a DenseNet, every layer that writes a site is one that reads another.
+    assert any(each.alignment for each in asymmetric.sites) == (name != "densenet")
+    assert all(each.loop is None for each in symmetric.sites)
+    assert_saved_is_loaded(dense, asymmetric, tmp_path)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
+def test_nothing_removed_is_the_same_model(loop: Any, tmp_path: Path) -> None:
+    dense = own_checkpoint()
+    before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
+    reduction: Reduction = loop(dense.model, opened(dense, tmp_path, 16), NOTHING)
+    assert apart(reduction.model, dense.model) < 1e-6
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(
+    ("count", "method", "loop", "reason"),
+    [
+        (3, MLPS, Loop(), "got 3 images, expected at least 4"),
+        (8, MLPS, Loop(reads="pooled"), "which tokens are read isn't known"),
+    ],
+)
+def test_what_a_loop_lacks_is_said(tmp_path: Path, count: int, method: Method, loop: Loop, reason: str) -> None:
+    dense = own_checkpoint()
+    with pytest.raises(BadInput, match=reason):
+        reduce_by_closed_loop(dense.model, opened(dense, tmp_path, count), method, loop=loop)
+
+
+class Scaled(nn.Module):
+    """A branch whose output is moved and scaled on its way to a stream of maps; and one that only some tokens leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.cut = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.gamma = nn.Parameter(torch.tensor([0.5, 2.0, -1.0, 1.0, 3.0, 0.1]))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        moved = (self.gamma * self.scaled(x.relu()) + 1.0).roll(1, 1)
+        x = x + moved
+        padded = nn.functional.pad(x, (0, 0, 0, 2))
+        out: Tensor = self.last(x + self.cut(padded.relu())[:, :5])
+        return out
+
+
+@pytest.mark.parametrize("weight", ["scaled.weight", "cut.weight"])
+def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
+    """The layer's output changed by what is lacking, in the layer's own unit, gives the stream that is wanted."""
+    torch.manual_seed(0)
+    model = Scaled().eval()
+    program = trace(model, [torch.zeros(2, 5, 6)])
+    node = next(layer.node for layer in layers(program) if layer.weight == weight)
+    target: Target = target_of(node, without_values(program))
+    assert target.at is not None
+    interpreter = fx.Interpreter(program.graph, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(torch.randn(3, 5, 6))
+        values = dict(interpreter.env)
+        wanted = dict(values)
+        wanted[target.at] = values[target.at] + torch.randn_like(values[target.at])
+        found = target.lacking(wanted, values)
+        assert found.gain_O is not None
+        change = found.lacking / found.gain_O
+        through = target._through(values)
+        moved = through(values[node] + change) - through(values[node])
+    assert torch.allclose(moved, wanted[target.at] - values[target.at], atol=1e-4)
+    if weight == "cut.weight":
+        assert found.counts is not None
+        assert int(found.counts.sum()) == 3 * 5
+        assert len(rows_of(found.lacking, node)) == 3 * 7
