@@ -104,12 +104,17 @@ def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _timm(instance: Instance, seed: int, **changes: Any) -> Checkpoint:
+def architecture_of(instance: Instance, **changes: Any) -> Architecture:
+    """Of one of timm's names, some arguments changed."""
     widths: dict[str, Any] = {}
     if instance.head_dim is not None:
         heads = _own_heads(instance.name, instance.kwargs)
         widths = {"embed_dim": heads[0] * instance.head_dim}
-    architecture = Architecture(name=instance.name, kwargs={**instance.kwargs, **widths, **changes})
+    return Architecture(name=instance.name, kwargs={**instance.kwargs, **widths, **changes})
+
+
+def _timm(instance: Instance, seed: int, **changes: Any) -> Checkpoint:
+    architecture = architecture_of(instance, **changes)
     torch.manual_seed(0)
     model = dense_from_architecture(architecture)
     spread_(model, seed)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, named
+from corp_deploy.traced.padding import padded
 from corp_deploy.traced.readers import without_biases_
 from corp_deploy.traced.types import with_one_type_
 from corp_deploy.traced.vocabulary import vocabularies
@@ -143,13 +144,16 @@ def classes(model: nn.Module) -> int:
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode: of timm's models as it is, of others the program, which runs in any type."""
-    if known_of(model).facts is None or not tracing(model).program.any_batch:
+    """A copy in eval mode: of timm's dense models as it is, of others the program, which runs in any type. Of a reduced
+    one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
+    """
+    known = known_of(model)
+    if known.facts is None or not (program := tracing(model).program).any_batch:
         return replaced(model, {}).eval().requires_grad_(False)
-    graph = copy.deepcopy(tracing(model).program.graph)
+    is_padded = known.cut is not None and geometry != "ragged"
+    graph = copy.deepcopy(padded(program) if is_padded else program.graph)
     without_biases_(graph, tracing(model).added)
     with_one_type_(graph)
-    known = known_of(model)
     return narrowed_module(graph, known.plain.__name__, facts_of(model), known.cut).eval().requires_grad_(False)
 
 

@@ -39,6 +39,10 @@ class TracedPairs(TracedSite):
     output: nn.Linear
 
     @property
+    def tied(self) -> str:
+        return self.groups.name
+
+    @property
     def last(self) -> Layer:
         return self.output
 

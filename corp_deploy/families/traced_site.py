@@ -77,6 +77,11 @@ class TracedSite:
         return self.groups.parts
 
     @property
+    def tied(self) -> str:
+        """What sites have in common that are as wide as each other where heads are square, or nothing."""
+        return ""
+
+    @property
     def last(self) -> Layer:
         return self.readings[-1].layer
 

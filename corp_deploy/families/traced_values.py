@@ -36,6 +36,10 @@ class TracedValues(TracedSite):
     rows_HV: Tensor
     queries: int | None
 
+    @property
+    def tied(self) -> str:
+        return "" if self.queries is None else self.groups.name
+
 
 def values(tracing: Tracing, own: Mapping[str, Any]) -> TracedValues:
     """The site of these fields, which are those of any."""

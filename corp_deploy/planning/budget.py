@@ -37,14 +37,17 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     """
     whole = dense if whole is None else whole
     fixed = dense - sum(curve.cost_now for curve in curves)
+    together: dict[str, list[CostCurve]] = {}
+    for curve in curves:
+        together.setdefault(curve.tied or curve.site, []).append(curve)
     options = [
         knapsack.SiteOptions(
-            site=curve.site,
-            widths=tuple(range(len(curve.widths))),
-            costs=tuple(map(float, curve.costs)),
-            errors=curve.errors,
+            site=name,
+            widths=tuple(range(len(own[0].widths))),
+            costs=tuple(map(float, map(sum, zip(*(each.costs for each in own), strict=True)))),
+            errors=tuple(map(sum, zip(*(each.errors for each in own), strict=True))),
         )
-        for curve in curves
+        for name, own in together.items()
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * whole:
@@ -53,7 +56,7 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
             f"{fixed / whole:.3f} belongs to no site that can be reduced (see inspect); ask for more"
         )
     best = knapsack.allocate(options, share * whole - fixed)
-    widths = {curve.site: curve.widths[best.widths[curve.site]] for curve in curves}
+    widths = {curve.site: curve.widths[best.widths[curve.tied or curve.site]] for curve in curves}
     return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
 
 

@@ -17,6 +17,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.site_cost import SiteCosts, site_costs
+from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import ErrorCurve, Order
@@ -36,6 +37,7 @@ class CostCurve:
     """One site: the widths it may have, narrowest first, the cost of each and the squared output error each is worth.
 
     `cost_now` is the site's cost in the model as it is, which may differ from that of the same widths in new modules.
+    Sites `tied` by a word stand at the same place among their widths.
     """
 
     site: str
@@ -43,6 +45,7 @@ class CostCurve:
     costs: tuple[int, ...]
     errors: tuple[float, ...]
     cost_now: int
+    tied: str = ""
 
 
 def narrowable(model: nn.Module) -> list[Site]:
@@ -170,4 +173,7 @@ def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None =
 def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
     widths = kind_of(site).offers(site, method)
     prices = tuple(costs.of(site, width, method.geometry) for width in widths)
-    return CostCurve(site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name])
+    tied = site.tied if method.geometry == "square" and isinstance(site, TracedSite) and len(widths) > 1 else ""
+    return CostCurve(
+        site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name], tied=tied
+    )

@@ -14,7 +14,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.values import ValueRecovery
 from corp_deploy.families.traced_values import TracedValues
-from corp_deploy.families.widths import aligned_width
+from corp_deploy.families.widths import aligned_width, aligned_widths
 
 from .chosen import Chosen
 from .head_modules import rotated_values, value_report
@@ -55,9 +55,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
         """Of square heads alone: as wide as the queries, where those can be narrowed."""
         if method.geometry != "square" or not method.reduces_attention or self.refusal(site, method):
             return None
-        heads, dense = site.groups_HV.shape
-        size = aligned_width(site.queries or dense, method.attention_kept, method.align_head)
-        return heads * (dense if size == (site.queries or dense) else min(size, dense))
+        size = aligned_width(_head(site), method.attention_kept, method.align_head)
+        return _square(site, size)
+
+    def widths(self, site: TracedValues, method: Method) -> tuple[int, ...]:
+        """As many as queries have, where heads are square."""
+        if method.geometry != "square":
+            return super().widths(site, method)
+        return tuple(_square(site, size) for size in aligned_widths(_head(site), method.align_head))
 
     def offers(self, site: TracedValues, method: Method) -> tuple[int, ...]:
         stays = method.value_recovery == "keep" or self.refusal(site, method)
@@ -106,6 +111,17 @@ class TracedValuesKind(TracedKind[TracedValues]):
         lost_H = values.lowrank_spectrum(own.z_mean_C, own.z_second_CC, own.weight_OC, len(site.groups_HV))
         errors = tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in widths)
         return [ErrorCurve(errors=errors, alone=widths, places=tuple(range(len(widths))))]
+
+
+def _head(site: TracedValues) -> int:
+    """What is as wide as a head's values are to be, where heads are square."""
+    return site.queries or site.groups_HV.shape[1]
+
+
+def _square(site: TracedValues, size: int) -> int:
+    """All of them, beside queries of this size; whole where those are."""
+    heads, dense = site.groups_HV.shape
+    return heads * (dense if size == _head(site) else min(size, dense))
 
 
 def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:

@@ -1,0 +1,76 @@
+"""Models that a family serves, beside the same ones whose sites are looked for in their programs."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.coverage.beside import Way, matched, ways_of
+from benchmarks.coverage.chain import away
+from benchmarks.coverage.instances import INSTANCES
+from benchmarks.coverage.models import architecture_of
+from calib.input_set import InputSet
+from calib.moments import Moments
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.site import Site
+from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.curves import CostCurve
+from corp_deploy.reduction.halves import in_halves
+from corp_deploy.reduction.model import Reduction
+from corp_deploy.reduction.report import SiteReport
+
+# By name, how near all numbers are told alike: norms that aren't folded round otherwise.
+NAMES: Mapping[str, float] = {"deit3_small_patch16_224": 1e-4, "resnet18": 2e-2, "mobilenetv3_small_100": 2e-2}
+
+
+def told(report: SiteReport) -> tuple[float, ...]:
+    assert report.ridge_fit is not None or report.part == "qk"
+    assert report.held_out is not None
+    return report.width_dense, report.width, report.energy, report.error, report.held_out.error
+
+
+def of_half(way: Way, images: InputSet, number: int) -> Moments:
+    return way.calibrated(images)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_give_what_families_give(name: str, tmp_path: Path) -> None:
+    """In halves of the images that choose ridges, and judged on others; queries, keys and values become equally wide,
+    squeezes follow what they squeeze.
+    """
+    instance = next(each for each in INSTANCES if each.name == name)
+    reductions, answers, own = list[Reduction](), list[torch.Tensor](), tuple[Site, ...]()
+    for way in ways_of(instance, architecture_of(instance), tmp_path):
+        with way.hidden():
+            found = sites_of(way.model).every
+            own = own or found
+            both = matched(own, found)[0] if reductions else {site.name for site in found}
+            groups_B = torch.arange(way.fitted.count) // 2
+            moments = in_halves(way.fitted, groups_B, partial(of_half, way), seed=0)
+            new = way.reduced(moments, "best square", both, held_out=way.calibrated(way.judged))
+            reductions.append(new)
+            answers.append(way.answers(new.model))
+            exported = family_of(new.model).exportable(new.model)
+            assert away(way.answers(exported), answers[-1]) < 1e-5
+    one, other = reductions
+    assert len(one.sites) > 4
+    by_part = [
+        sorted(each.sites, key=lambda report: report.part if report.part in ("qk", "v") else "")
+        for each in (one, other)
+    ]
+    for expected, got in zip(*by_part, strict=True):
+        assert told(got) == pytest.approx(told(expected), rel=NAMES[name]), (expected, got)
+    assert away(answers[1], answers[0]) < NAMES[name]
+
+
+def test_tied_sites_have_the_same_place_among_their_widths() -> None:
+    shared = {"widths": (1, 2, 4), "cost_now": 4, "tied": "attn"}
+    queries = CostCurve(site="attn.qk", costs=(1, 2, 4), errors=(9.0, 8.0, 0.0), **shared)  # type: ignore[arg-type]
+    values = CostCurve(site="attn.v", costs=(1, 2, 4), errors=(3.0, 0.1, 0.0), **shared)  # type: ignore[arg-type]
+    mlp = CostCurve(site="mlp", widths=(8, 16), costs=(4, 8), errors=(5.0, 0.0), cost_now=8)
+    allocated = allocate([queries, mlp, values], 16, 0.75)
+    assert allocated.widths == {"attn.qk": 4, "mlp": 8, "attn.v": 4}
+    assert allocate([queries, mlp, values], 16, 0.5).widths == {"attn.qk": 2, "mlp": 8, "attn.v": 2}
