@@ -6,8 +6,8 @@ A name of each kind that families serve, made small, with random weights of some
 reduced by its family, and with all families hidden, so that its sites are looked for in its program. A row has the
 sites that one way alone has, with what the program's refused ones say; how far the outputs are apart where half of the
 sites that both have went, beside what is lost and what the family's own result changes by when its moments are summed
-up in another order; and the kernels of TensorRT-RTX's half-precision plan. With --full a few names of their own sizes
-tell the seconds that loading and reducing takes.
+up in another order; and the kernels of TensorRT-RTX's half-precision plan. With --full a few names of their own
+widths tell the seconds that loading and reducing takes.
 """
 
 import fnmatch
@@ -65,6 +65,8 @@ mobilenetv3_small_100 efficientnet_b0 mixer_s32_224 resmlp_12_224
 """
 FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "convnext_atto", "resnet18", "mobilenetv3_small_100")
 PRESETS, TIMES, FITTED = ("best", "best square", "corp"), 3, 16
+SIDE = 64
+"""Of the images for names of their own widths, on which nothing that is timed depends."""
 CONVERSIONS = """
 with_response_norms with_inner_windows with_placed_blocks with_token_mlps with_conv_backbone with_conv_blocks
 with_token_blocks
@@ -206,10 +208,12 @@ def row_of(instance: Instance, scratch: Path) -> dict[str, Any]:
 
 
 def times_of(instance: Instance, scratch: Path) -> dict[str, Any]:
-    """Seconds of the processor of a name as it is, medians, the two ways in turn: to load a dense model and reduce it,
-    and to load what was reduced.
+    """Seconds of the processor of a name of its own widths, medians, the two ways in turn: to load a dense model and
+    reduce it, and to load what was reduced.
     """
-    ways = list(ways_of(instance, Architecture(name=instance.name, kwargs={"num_classes": 10}), scratch))
+    ways = list(
+        ways_of(instance, Architecture(name=instance.name, kwargs={"num_classes": 10, "img_size": SIDE}), scratch)
+    )
     taken: dict[tuple[int, str], list[float]] = {}
     calibrations = list[Moments]()
     for way in ways:
