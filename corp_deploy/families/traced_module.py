@@ -4,16 +4,17 @@ the names of its own weights.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from corp_deploy.traced.program import Program, trace
-from corp_deploy.traced.readers import Layer, has_batch_in_front, listening, with_biases_
+from corp_deploy.traced.readers import CONV2D, LINEAR, Layer, is_heard, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find
@@ -57,10 +58,13 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
 class Tracing:
-    """A model's program with its sites. `added`: biases of zeros that the model itself has not."""
+    """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`: of queries
+    and keys, once they were looked for.
+    """
 
     program: Program
     added: tuple[str, ...]
+    repairs: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def found(self) -> Found:
@@ -76,10 +80,12 @@ class Tracing:
         given, heard = set[str](), set[str]()
         for site in self.found.sites:
             for span in site.listening:
-                if site.kind == "queries and keys":
+                reader = self.by_node[span.reader]
+                if reader.target in (LINEAR, CONV2D):
+                    if is_heard(reader, self.by_node[span.name]):
+                        heard.add(span.reader)
+                elif site.kind == "queries and keys":
                     given.add(span.name)
-                elif has_batch_in_front(self.by_node[span.name]):
-                    heard.add(span.reader)
         return listening(self.program, heard, given)
 
     @cached_property
@@ -164,9 +170,16 @@ def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
 
 
 def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:
-    """The program of a narrowed module: a copy of what it runs, with the sizes of one input."""
+    """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
     graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = batch_of_ports(ports, 1 if cut.any_batch else EXAMPLES, device(model))
-    FakeTensorProp(graph, mode).propagate(*inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    inputs = batch_of_ports(ports, EXAMPLES, device(model))
+    given = [_fake(mode, each, any_batch=cut.any_batch) for each in inputs]
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*given)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, *, any_batch: bool) -> Tensor:
+    """Of the same shape, the first axis a number that isn't known where a program is for any batch."""
+    sizes = [DimDynamic.DYNAMIC if any_batch and not dim else DimDynamic.STATIC for dim in range(tensor.dim())]
+    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

@@ -1,75 +1,148 @@
-"""Queries and keys that were found in a traced program: the dimensions of heads, each with a row for either.
+"""Queries and keys that were found in a traced program: the dimensions of heads, and the rows of layers that make them.
 
-Legend: H heads, D dimensions of a head, N tokens.
+Legend: H heads, T heads that share their keys, D dimensions of a head, P of them that go by themselves, R kept, N
+tokens, G groups, M rows that write a group.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from calib.sites import HeadTaps, Tap
-from corp_deploy.traced.readers import Layer, layers
-from corp_deploy.traced.rows import Rows, rows_of
+from calib.sites import HeadTaps, InputTap, Role, Tap
+from corp_deploy.traced.between import Between, between
+from corp_deploy.traced.readers import Layer, as_module, layers
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
+from .traced_heads import BothHeads, Heads, both_heads
 from .traced_module import Tracing
 from .traced_site import TracedSite
+
+Mixing = Literal["free", "planes", "none"]
+_EXACT = 1e-5
+"""Of what is computed in float64 of constants that are float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """The queries or the keys: which row of which layer each dimension is [H,D], and what hears them."""
+    """The rows of a layer that queries or keys are, each times a scale and with a shift, float64 [H,T,D]: norms by
+    channel stand between, say.
+    """
 
-    rows: Rows
-    rows_HD: Tensor
-    tap: Tap
+    weight: str
+    bias: str
+    rows_HTD: Tensor
+    scale_HTD: Tensor
+    shift_HTD: Tensor
+
+    def on_rows(self, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What makes map_HRD of the dimensions stand at those that stay: the numbers of their rows [H,T,R], a map of
+        all rows [H,T,R,D] and what is added [H,T,R].
+        """
+        at_HTR = kept_HR[:, None].expand(-1, self.rows_HTD.shape[1], -1)
+        rows_HTD, scale_HTD, shift_HTD = (
+            each.to(map_HRD.device) for each in (self.rows_HTD, self.scale_HTD, self.shift_HTD)
+        )
+        scale_HTR, shift_HTR = scale_HTD.gather(2, at_HTR), shift_HTD.gather(2, at_HTR)
+        map_HTRD = map_HRD[:, None] * scale_HTD[:, :, None] / scale_HTR[..., None]
+        added_HTR = ((map_HRD[:, None] @ shift_HTD[..., None])[..., 0] - shift_HTR) / scale_HTR
+        return rows_HTD.gather(2, at_HTR), map_HTRD, added_HTR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """How dimensions may be mixed, by what stands between their layers and the dot product: freely in a head; by
+    complex numbers, where positions turn planes; or not at all, for a reason.
+    """
+
+    mixing: Mixing
+    sides: tuple[Side, ...] = ()
+    reason: str = ""
+
+
+class _TokenTap(Tap):
+    """One number of every token that a tap hears, [B,N,1]: so they are counted."""
+
+    __slots__ = ()
+
+    def listen(self, site: str, hear: Callable[[Tensor], None]) -> Any:
+        return super().listen(site, lambda x: hear(x.select(-3, 0)[..., :1].flatten(1, -2)))
+
+
+class _PairTaps(HeadTaps):
+    """What heads make of values is of no interest here."""
+
+    __slots__ = ()
+
+    @property
+    def taps(self) -> Mapping[Role, Tap | InputTap]:
+        counted = _TokenTap(module=self.queries.module, take=self.queries.take)
+        return {"q": self.queries, "k": self.keys, "z": counted}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedPairs(TracedSite):
-    """Of one attention; `groups_HD` are the site's groups by head. `output` hears what heads make of values."""
+    """Of one attention. `taps` hear its queries and keys, as `both` arranges them, which nodes of names `sources` give;
+    `behind`: the name of the node that reads what its heads give, where that is a layer.
+    """
 
     kind: ClassVar[str] = "traced queries and keys"
-    queries: Side
-    keys: Side
-    groups_HD: Tensor
-    output: nn.Linear
+    tracing: Tracing
+    both: BothHeads
+    taps: HeadTaps
+    sources: tuple[str, str]
+    behind: str
 
     @property
     def tied(self) -> str:
-        return self.groups.name
+        return self.groups.name if self.both.whole else ""
 
     @property
     def last(self) -> Layer:
-        return self.output
+        """One that makes queries or keys, where that is one."""
+        called = list(layers(self.program))
+        own = next((each for each in called if each.weight == self.groups.writers[0].name), called[0])
+        return as_module(self.program, own)
+
+    @property
+    def groups_HP(self) -> Tensor:
+        return self.both.groups_HP
+
+    @property
+    def dims(self) -> int:
+        """Of a head."""
+        return self.both.groups_HTD.shape[2]
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
-        """To queries, keys, and what heads give."""
-        return (HeadTaps(name=self.name, queries=self.queries.tap, keys=self.keys.tap, output=self.output),)
+        """To queries and keys."""
+        return (self.taps,)
+
+    @property
+    def repair(self) -> Repair:
+        """Known once weights are; looked for once."""
+        known = self.tracing.repairs
+        if self.name not in known:
+            known[self.name] = _repair(self.tracing, self.groups, self.both)
+        repair: Repair = known[self.name]
+        return repair
 
 
-def pairs(tracing: Tracing, name: str, groups: Groups, output: nn.Linear | None) -> TracedPairs | str:
+def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPairs | str:
     """Or why they stay."""
-    if output is None:
-        return "what its heads give is read by no linear layer, so that no statistics of them can be taken"
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
-    if groups.lumps or len(groups.listening) != 2 or any(span.index_GM.shape[1] > 1 for span in groups.listening):
-        return f"several of its dimensions go together ({groups.lumps or 'as keys are shared'}), and none is mixed then"
-    sides = [_side(tracing, span) for span in groups.listening]
-    queries, keys = sides
-    if isinstance(queries, str) or isinstance(keys, str):
-        return queries if isinstance(queries, str) else str(keys)
-    places_G = [torch.from_numpy(span.index_GM[:, 0]) for span in groups.listening]
-    known = {queries.rows.weight, queries.rows.bias, keys.rows.weight, keys.rows.bias}
-    touched = {span.name for span in groups.spans}
-    whole = len(places_G[0]) == queries.rows_HD.numel() == keys.rows_HD.numel() and torch.equal(*places_G)
-    whole = whole and len(queries.rows_HD) == groups.parts
-    if not whole or not touched <= known:
-        return "something stands between its layers and the dot product, dimension by dimension"
+    spans = _spans(groups)
+    nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
+    both = both_heads(tracing.by_node[spans[0].reader], spans, nodes)
+    if isinstance(both, str):
+        return both
+    if both.groups_HP.unique().numel() != groups.size:
+        return "its heads do not share dimensions evenly"
+    given = [tracing.heard[2][node.name] for node in nodes]
+    queries, keys = (Tap(module=each, take=take) for each, take in zip(given, (both.queries, both.keys), strict=True))
     return TracedPairs(
         name=name,
         groups=groups,
@@ -77,32 +150,92 @@ def pairs(tracing: Tracing, name: str, groups: Groups, output: nn.Linear | None)
         program=tracing.program,
         macs_now=tracing.shares.macs[groups.key],
         parameters_now=tracing.shares.parameters[groups.key],
-        queries=queries,
-        keys=keys,
-        groups_HD=places_G[0].argsort().view_as(queries.rows_HD),
-        output=output,
+        tracing=tracing,
+        both=both,
+        taps=_PairTaps(name=name, queries=queries, keys=keys, output=given[0]),
+        sources=(nodes[0].name, nodes[1].name),
+        behind=behind,
     )
 
 
-def _side(tracing: Tracing, span: Span) -> Side | str:
-    node = tracing.by_node[span.name]
-    rows = rows_of(node, {layer.node: layer for layer in layers(tracing.program)})
-    if rows is None:
-        return "something stands between its layers and the dot product, such as a norm or a table of positions"
-    numbers, dims = rows.numbers, span.axes[-1]
-    if numbers.dim() != 4 or len(numbers) > 1 or span.axes not in ((0, 1, 3), (0, 1, 2)):
-        return "its heads stand otherwise than [batch, heads, tokens, dimensions], in windows say"
-    by_token_HND = numbers[0] if dims == 3 else numbers[0].transpose(1, 2)
-    rows_HD = by_token_HND[:, 0]
-    if not bool((by_token_HND == rows_HD[:, None]).all()):
-        return "its dimensions are of different rows from token to token"
-    take = _as_given if dims == 3 else _turned
-    return Side(rows=rows, rows_HD=rows_HD, tap=Tap(module=tracing.heard[2][node.name], take=take))
+def _spans(groups: Groups) -> tuple[Span, Span]:
+    """Queries and keys of the first product."""
+    first = next(each for place, each in enumerate(groups.listening) if _is_pair(groups, place))
+    return first, groups.listening[groups.listening.index(first) + 1]
 
 
-def _as_given(given: Tensor) -> Tensor:
-    return given
+def _is_pair(groups: Groups, place: int) -> bool:
+    """Whether a span and the next one are the two sides of a product."""
+    readers = [each.reader for each in groups.listening]
+    return place + 1 < len(readers) and readers[place] == readers[place + 1]
 
 
-def _turned(given: Tensor) -> Tensor:
-    return given.transpose(2, 3)
+def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
+    if len(groups.listening) != 2:
+        return Repair(mixing="none", reason="more than one product reads them")
+    none = Repair(mixing="none", reason="what stands between them and their layers does not go through mixing them")
+    if both.joined > 2:
+        return none
+    sides = list[Side]()
+    for span, heads in zip(groups.listening, (both.queries, both.keys), strict=True):
+        piece = between(tracing.program, tracing.by_node[span.name])
+        side = None if piece is None else _side(piece, groups, heads, both)
+        if side is None:
+            return none
+        sides.append(side)
+    own = [
+        (name, row) for side in sides for name in (side.weight, side.bias) for row in side.rows_HTD.unique().tolist()
+    ]
+    written = {(span.name, row) for span in groups.writers for row in span.index_GM.flatten().tolist()}
+    if len(set(own)) != len(own) or not written <= set(own):
+        return none
+    return Repair(mixing="planes" if both.joined == 2 else "free", sides=tuple(sides))
+
+
+def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
+    """The rows that elements are of, found by giving one row of every group at a time; None where the repair that
+    follows from them isn't seen to be one.
+    """
+    span = next((each for each in groups.writers if (each.name, each.axes) == (piece.layer.weight, (0,))), None)
+    if span is None or piece.program.tensor(span.name).is_meta:
+        return None
+    rows_GM = torch.from_numpy(span.index_GM)
+    groups_HTD = both.groups_HTD[:, : heads.places_HTD.shape[1]]
+    zeros = torch.zeros(piece.sizes, dtype=torch.float64, device=piece.program.tensor(span.name).device)
+    shift_XHTD = heads.of_one(piece(zeros)).cpu()
+    ones = [heads.of_one(piece(zeros.index_fill(piece.row_axis, each.to(zeros.device), 1.0))) for each in rows_GM.T]
+    response_MXHTD = torch.stack(ones).cpu() - shift_XHTD
+    if both.joined == 2:
+        strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (2, -1)).sum(-2)
+        if len(strength_MHTP) < 2:
+            return None
+        of_plane = strength_MHTP.topk(2, dim=0).indices
+        rows_2HTP = rows_GM[groups_HTD[..., : of_plane.shape[-1]], of_plane].sort(0).values
+        rows_HTD = rows_2HTP.permute(1, 2, 0, 3).flatten(2)
+        scale_HTD, shift_HTD = torch.ones_like(shift_XHTD[0]), torch.zeros_like(shift_XHTD[0])
+    else:
+        best_HTD = response_MXHTD.abs().mean(1).argmax(0)
+        rows_HTD = rows_GM[groups_HTD, best_HTD]
+        scale_HTD, shift_HTD = response_MXHTD[:, 0].gather(0, best_HTD[None])[0], shift_XHTD[0]
+    names = piece.layer.weight, piece.layer.bias
+    side = Side(weight=names[0], bias=names[1], rows_HTD=rows_HTD, scale_HTD=scale_HTD, shift_HTD=shift_HTD)
+    return side if _holds(side, piece, heads, both, zeros.device) else None
+
+
+def _holds(side: Side, piece: Between, heads: Heads, both: BothHeads, where: torch.device) -> bool:
+    """Whether rows that are mixed give dimensions that are: seen on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
+    map_HDD = torch.randn(heads_apart, dims, dims, generator=generator, dtype=torch.float64)
+    if both.joined == 2:
+        real_HP, other_HP = map_HDD[:, 0].chunk(2, dim=1)
+        blocks = ((real_HP, -other_HP), (other_HP, real_HP))
+        map_HDD = torch.cat([torch.cat([each.diag_embed() for each in line], dim=2) for line in blocks], dim=1)
+    map_HDD = map_HDD.repeat_interleave(both.shared, dim=0)
+    rows_HTD, map_HTDD, added_HTD = side.on_rows(map_HDD, torch.arange(dims).expand(len(map_HDD), -1))
+    given = torch.randn(piece.sizes, generator=generator, dtype=torch.float64)
+    mixed = given.movedim(piece.row_axis, -1).clone()
+    mixed[..., rows_HTD] = torch.einsum("htrd,...htd->...htr", map_HTDD, mixed[..., rows_HTD]) + added_HTD
+    got, before = (heads.of_one(piece(each.to(where))).cpu() for each in (mixed.movedim(-1, piece.row_axis), given))
+    expected = torch.einsum("hrd,xhtd->xhtr", map_HDD, before)
+    return bool((got - expected).norm() < _EXACT * expected.norm())

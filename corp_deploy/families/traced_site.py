@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,18 @@ from corp_deploy.traced.site import Site as Groups
 from ground.errors import BadInput
 
 from .widths import HeadGeometry, Width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Portion:
+    """A group of a layer's outputs, the rows of its weight, and of which groups of a site it reads which of its own
+    columns; of a layer of one group all.
+    """
+
+    number: int
+    rows: slice
+    groups_C: Index
+    columns_CM: Index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +52,24 @@ class Reading:
     def name(self) -> str:
         """Of what is heard there, by all sites that the layer reads."""
         return self.weight.removesuffix(".weight")
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """One for each group of the layer that reads any of the site; none where one reads them unevenly."""
+        groups = self.layer.groups if isinstance(self.layer, nn.Conv2d) else 1
+        outputs, width = len(self.layer.weight) // groups, self.layer.weight.shape[1]
+        found = list[Portion]()
+        for number in range(groups):
+            is_own_GM = self.columns_GM // width == number
+            count_G = is_own_GM.sum(1)
+            groups_C = np.flatnonzero(count_G)
+            if len(groups_C) and len(set(count_G[groups_C].tolist())) > 1:
+                return ()
+            if len(groups_C):
+                columns_CM = self.columns_GM[is_own_GM].reshape(len(groups_C), -1) - number * width
+                rows = slice(number * outputs, (number + 1) * outputs)
+                found.append(Portion(number=number, rows=rows, groups_C=groups_C, columns_CM=columns_CM))
+        return tuple(found)
 
     @property
     def tap(self) -> ChannelTaps | PatchTaps:

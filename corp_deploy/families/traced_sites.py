@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import fx, nn
+from torch import fx
 
 from corp_deploy.traced.program import module_of, operation, sizes_at_one
-from corp_deploy.traced.readers import CONV2D, LINEAR, gain_behind, has_batch_in_front
+from corp_deploy.traced.readers import CONV2D, LINEAR, gain_behind, is_heard
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 
@@ -38,7 +38,7 @@ def traced_sites(tracing: Tracing) -> Sites:
     for name, groups in named.items():
         kind = _CLASSES[groups.kind]
         if kind is TracedPairs:
-            made: TracedSite | str = pairs(tracing, name, groups, _output(tracing, named, groups))
+            made: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
             made = _site(tracing, name, groups, kind)
         if isinstance(made, TracedSite):
@@ -50,19 +50,17 @@ def traced_sites(tracing: Tracing) -> Sites:
 
 def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
     """Values know how wide the queries of their heads are, where those can go too."""
-    widths = {each.groups.name: each.groups_HD.shape[1] for each in every if isinstance(each, TracedPairs)}
+    widths = {each.groups.name: each.dims for each in every if isinstance(each, TracedPairs) and each.tied}
     for each in every:
         is_beside = isinstance(each, TracedValues) and each.groups.name in widths
         yield replace(each, queries=widths[each.groups.name]) if is_beside else each  # type: ignore[call-arg]
 
 
-def _output(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> nn.Linear | None:
-    """The layer that reads the values of the same attention."""
+def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> str:
+    """The node of the layer that reads the values of the same attention."""
     values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
-    span = None if values is None else next(iter(values.listening), None)
-    reading = None if span is None else _reading(tracing, span)
-    layer = reading.layer if isinstance(reading, Reading) else None
-    return layer if isinstance(layer, nn.Linear) else None
+    readers = () if values is None else (span.reader for span in values.listening)
+    return next((reader for reader in readers if reader in tracing.heard[1]), "")
 
 
 def names_of(tracing: Tracing) -> dict[str, Groups]:
@@ -120,11 +118,8 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
     read = {span.name for span in groups.readers}
     if other := sorted(read - heard.keys()):
         return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
-    if written := sorted({span.name for span in groups.writers} & read):
-        return f"{written[0]} writes and reads it at once"
-    is_shared = len({reading.source for reading in readings if not reading.is_squeeze}) > 1
-    if is_shared and (groups.parts > 1 or any(reading.columns_GM.shape[1] > 1 for reading in readings)):
-        return "several layers read it behind different ops, and it is kept in parts or by several elements at once"
+    if uneven := [reading for reading in readings if not reading.portions]:
+        return f"{uneven[0].name} reads more of some of its groups in one of its own than in another"
     if groups.part_G is not None and len(set(np.bincount(groups.part_G).tolist())) > 1:
         return "its parts are of different sizes"
     return ""
@@ -142,20 +137,15 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     """Or why what hears these groups is no layer whose statistics are known."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
-    if not has_batch_in_front(source):
-        return f"{operation(node)} in {path} reads it with something else than the batch in front"
+    if not is_heard(node, source):
+        return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
     layer = tracing.heard[1].get(node.name)
     if layer is None:
-        in_groups = " in groups" if operation(node).startswith("conv") else ""
-        return f"{operation(node)}{in_groups} in {path} reads it, of which no repair is known"
+        return f"{operation(node)} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
-    if node.target is CONV2D and sizes_at_one(source)[0] != 1:
-        return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
-    if node.target is CONV2D and span.index_GM.shape[1] > 1:
-        return f"{operation(node)} in {path} reads several channels of each group, of which no repair is known"
     weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
     assert isinstance(weight, fx.Node), node
     assert isinstance(bias, fx.Node), node

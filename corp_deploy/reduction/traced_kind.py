@@ -14,6 +14,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
+from corp_deploy.families.traced_pairs import Side
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.rows import Rows
@@ -41,28 +42,33 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """Rows of a layer that become mixtures of themselves, head by head: the first ones of `rows_HD` by map_HRD."""
+    """Rows of a layer that become mixtures of themselves, head by head, by map_HRD: those numbered `kept_HR`, None for
+    the first ones of `rows_HD`. `added_HR`: to the biases.
+    """
 
-    rows: Rows
+    rows: Rows | Side
     rows_HD: Tensor
     map_HRD: Tensor
     weight: Tensor
     bias: Tensor
+    kept_HR: Tensor | None = None
+    added_HR: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedReduced(Reduced):
     """Of a site of a traced model: no module is new, the groups `kept_K` stay, layers that read them change, and rows
-    that write them are mixed.
+    that write them are mixed. `selected`: groups go where nothing changes but that.
     """
 
     kept_K: Tensor
+    selected: bool = False
     changes: tuple[Change, ...] = field(default=())
     mapped: tuple[Mapped, ...] = field(default=())
 
     @property
     def is_narrower(self) -> bool:
-        return bool(self.changes or self.mapped)
+        return bool(self.changes or self.mapped or self.selected)
 
 
 class TracedKind(Generic[OfSite]):
@@ -245,18 +251,20 @@ def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
             _add(tensors, change, reduced.kept_K)
     for reduced in new.values():
         for mapped in reduced.mapped:
-            _map(tensors, mapped.rows.weight, mapped.weight, mapped)
-            _map(tensors, mapped.rows.bias, mapped.bias, mapped)
+            _map(tensors, mapped.rows.weight, mapped.weight, mapped, None)
+            _map(tensors, mapped.rows.bias, mapped.bias, mapped, mapped.added_HR)
     return tensors
 
 
-def _map(tensors: dict[str, Tensor], name: str, dense: Tensor, mapped: Mapped) -> None:
+def _map(tensors: dict[str, Tensor], name: str, dense: Tensor, mapped: Mapped, added_HR: Tensor | None) -> None:
     """On what the layer is by now."""
     now = tensors.get(name, dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
     mixed_HRI = mapped.map_HRD @ rows_HDI
-    places_HR = mapped.rows_HD[:, : mixed_HRI.shape[1]]
-    now[places_HR] = mixed_HRI.view(*places_HR.shape, *now.shape[1:])
+    if added_HR is not None:
+        mixed_HRI = mixed_HRI + added_HR[..., None]
+    kept_HR = mapped.rows_HD[:, : mixed_HRI.shape[1]] if mapped.kept_HR is None else mapped.kept_HR
+    now[kept_HR] = mixed_HRI.view(*kept_HR.shape, *now.shape[1:])
     tensors[name] = now
 
 
@@ -264,12 +272,12 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     read, reading, recovery = change.read, change.read.reading, change.recovery
     layer = reading.layer
     assert layer.bias is not None, reading.name
-    weight = tensors.get(reading.weight, layer.weight.detach().double())
-    columns_U = torch.from_numpy(reading.columns_GM).to(weight.device).flatten()
-    new_OU = read.as_dense_OU(recovery, kept_K)
-    change_OU = read.undone(new_OU - read.weight_OU)
-    tensors[reading.weight] = weight.index_add(
-        1, columns_U, change_OU.view(len(weight), len(columns_U), *weight.shape[2:])
+    rows, weight = read.portion.rows, tensors.get(reading.weight, layer.weight.detach().double()).clone()
+    columns_F = torch.from_numpy(read.portion.columns_CM).to(weight.device).flatten()
+    change_OU = read.undone(read.as_dense_OU(recovery, kept_K) - read.weight_OU)
+    weight[rows] = weight[rows].index_add(
+        1, columns_F, change_OU.view(len(change_OU), len(columns_F), *weight.shape[2:])
     )
-    bias_O = tensors.get(reading.bias, layer.bias.detach().double())
-    tensors[reading.bias] = bias_O + read.undone(recovery.bias_O - read.bias_O)
+    bias_O = tensors.get(reading.bias, layer.bias.detach().double()).clone()
+    bias_O[rows] += read.undone(recovery.bias_O - read.bias_O)
+    tensors |= {reading.weight: weight, reading.bias: bias_O}

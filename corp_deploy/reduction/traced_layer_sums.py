@@ -23,7 +23,6 @@ from calib.sums import SiteSums
 from calib.weights import Weights, weights_of
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.traced.program import sizes_at_one
 from corp_deploy.traced.readers import Called, Layer, as_module
 
 from .branch_sums import StreamEnergy, refuse_nonfinite
@@ -174,12 +173,9 @@ def _small(halves: Halved) -> Tensor:
 
 
 def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> Halved:
-    """Of an attention's queries, keys and outputs in the student."""
+    """Of an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
-    reader = next(name for name, module in tracing.heard[1].items() if module is site.output)
-    given = [span.name for span in site.groups.listening]
-    output = tracing.by_node[reader].all_input_nodes[0]
-    nodes = segment.up_to([*(tracing.by_node[name] for name in given), output])
+    nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
     sums: dict[bool, SiteSums] = {
         held_out: new_sums([taps], attention_system=system, kept={}, eps=ACTIVE_EPS)[site.name]
         for held_out in (False, True)
@@ -195,10 +191,8 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
 
         with listening([taps], hear):
             values = segment.run_student(piece, nodes)
-            for name in given:
+            for name in site.sources:
                 tracing.heard[2][name](values[tracing.by_node[name]])
-            z, batch = values[output], len(piece.student[0])
-            site.output(z if sizes_at_one(output)[0] == 1 else z.reshape(batch, -1, z.shape[-1]))
         own.flush()
     fit, held_out = (
         on_device(sums[each].moments(), segment.student.gone.device) if each in filled else None

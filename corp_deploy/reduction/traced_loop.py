@@ -77,7 +77,7 @@ def reduce_traced(
     every = uniform_widths(model, method) if widths is None else dict(widths)
     whole = _whole(dense, sites, every)
     asked = {name: width for name, width in every.items() if name not in whole}
-    names = {name for layer in layers(dense.program) for name in (layer.weight, layer.bias)}
+    names = {name for layer in layers(dense.program, in_groups=True) for name in (layer.weight, layer.bias)}
     student = Student.of(dense, names)
     half_ids = _half_ids(images, loop)
     pieces = pieces_of(
@@ -148,7 +148,7 @@ class _Making:
 
     def __post_init__(self) -> None:
         program = self.student.program
-        for layer in layers(program):
+        for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
         self.constants = without_values(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
@@ -174,14 +174,9 @@ class _Making:
     def _readers(self, site: TracedSite) -> list[Called]:
         """Layers that are fitted behind a site, in order of the program."""
         if isinstance(site, TracedPairs):
-            return [self._of_module(site.output)]
+            return [layer for every in self.called.values() for layer in every if layer.node.name == site.behind]
         every = [layer for each in site.readings for layer in self.called[each.weight]]
         return sorted(dict.fromkeys(every), key=lambda layer: self.order[layer.node.name])
-
-    def _of_module(self, module: nn.Module) -> Called:
-        names = self.student.tracing.heard[1]
-        node = next(name for name, each in names.items() if each is module)
-        return next(layer for every in self.called.values() for layer in every if layer.node.name == node)
 
     def _reduce(self, segment: Segment, site: TracedSite, later: set[fx.Node]) -> None:
         """`later`: layers that are fitted when further sites are reduced."""

@@ -1,8 +1,11 @@
 """Queries and keys of traced models: the algebra of heads on the rows that make them.
 
-Legend: H heads, D dimensions of a head, R kept, I inputs of the layers.
+Legend: H heads, T heads that share their keys, D dimensions of a head, P places that go by themselves of it, K of them
+kept, R dimensions kept, I inputs of the layers.
 """
 
+import math
+from dataclasses import replace
 from typing import ClassVar, NoReturn
 
 import torch
@@ -10,13 +13,15 @@ from torch import Tensor, nn
 
 from calib.combination import without
 from calib.moments import HeadMoments, Moments
+from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.traced_pairs import Side, TracedPairs
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from ground.errors import BadInput
 
 from .head_modules import qk_report, rotated_qk
-from .heads import qk_at_site
+from .heads import QkAtSite, qk_at_site
 from .kind import ErrorCurve
+from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
 from .traced_kind import Mapped, TracedReduced
@@ -39,10 +44,10 @@ class TracedPairsKind:
     def uniform(self, site: TracedPairs, method: Method) -> int | None:
         if not method.reduces_attention:
             return None
-        return site.parts * aligned_width(site.width // site.parts, method.attention_kept, method.align_head)
+        return _groups(site, aligned_width(site.dims, method.attention_kept, _step(site, method)))
 
     def widths(self, site: TracedPairs, method: Method) -> tuple[int, ...]:
-        return tuple(site.parts * each for each in aligned_widths(site.width // site.parts, method.align_head))
+        return tuple(_groups(site, each) for each in aligned_widths(site.dims, _step(site, method)))
 
     def offers(self, site: TracedPairs, method: Method) -> tuple[int, ...]:
         return (site.width,) if method.qk_recovery == "keep" else self.widths(site, method)
@@ -51,7 +56,9 @@ class TracedPairsKind:
         return ""
 
     def note(self, site: TracedPairs, method: Method, width: int | None) -> str | None:
-        return None
+        if width in (None, site.width) or method.qk_recovery == "select" or site.repair.mixing != "none":
+            return None
+        return f"{site.name}: dimensions are chosen and none repaired, since {site.repair.reason}"
 
     def chosen(self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, known: object = None) -> None:
         """Recoveries choose themselves."""
@@ -67,26 +74,33 @@ class TracedPairsKind:
         held_out: HeadMoments | None = None,
         halves: tuple[HeadMoments, HeadMoments] | None = None,
     ) -> TracedReduced:
-        each = width // len(site.groups_HD)
-        rows_XI = torch.cat([_rows(site, side).flatten(0, 1) for side in (site.queries, site.keys)])
-        at_site = qk_at_site(site.name, moments, method, rows_XI, each, halves)
-        kept_HR, narrower = site.groups_HD[:, :each], width < site.width
-        recovery = rotated_qk(at_site.recovery) if method.rotates and narrower else at_site.recovery
-        maps = (recovery.q_map_HRD, recovery.k_map_HRD)
-        mapped = tuple(
-            Mapped(
-                rows=side.rows,
-                rows_HD=side.rows_HD.to(map_HRD.device),
-                map_HRD=map_HRD,
-                weight=_weight(site, side.rows.weight),
-                bias=_weight(site, side.rows.bias),
-            )
-            for side, map_HRD in zip((site.queries, site.keys), maps, strict=True)
+        places, narrower, repair = width // len(site.groups_HP), width < site.width, site.repair
+        dims, scores_HD = places * site.both.joined, _scores(site, moments, method)
+        if repair.mixing == "none":
+            method = replace(method, qk_recovery="select")
+            at_site, kept_HK = _selected(site, moments, method, scores_HD, places)
+            report = qk_report(site.name, site.dims, at_site, method, dims, held_out)
+            return TracedReduced(modules={}, reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
+        at_site = qk_at_site(
+            site.name,
+            moments,
+            method,
+            scores_HD,
+            dims,
+            halves,
+            in_planes=repair.mixing == "planes",
+            grouped=site.both.shared,
+            scores_HD=scores_HD,
         )
+        is_rotated = method.rotates and narrower and repair.mixing == "free"
+        recovery = rotated_qk(at_site.recovery) if is_rotated else at_site.recovery
+        kept_HK = _best_scaled(repair.sides, places) if recovery.planes_HK is None else recovery.planes_HK
+        kept_HR, maps = _dims_at(site, kept_HK), (recovery.q_map_HRD, recovery.k_map_HRD)
+        mapped = tuple(_mapped(site, *each, kept_HR) for each in zip(repair.sides, maps, strict=True))
         return TracedReduced(
             modules={},
-            reports=[qk_report(site.name, site.groups_HD.shape[1], at_site, method, each, held_out)],
-            kept_K=kept_HR.flatten().sort().values,
+            reports=[qk_report(site.name, site.dims, at_site, method, dims, held_out)],
+            kept_K=_kept(site, kept_HK),
             mapped=mapped if narrower else (),
         )
 
@@ -120,6 +134,68 @@ def _weight(site: TracedPairs, name: str) -> Tensor:
     return site.program.tensor(name).detach().double()
 
 
+def _step(site: TracedPairs, method: Method) -> int:
+    return math.lcm(method.align_head, site.both.joined)
+
+
+def _groups(site: TracedPairs, dims: int) -> int:
+    """Of all heads, that have so many dimensions each."""
+    return len(site.groups_HP) * (dims // site.both.joined)
+
+
+def _kept(site: TracedPairs, kept_HK: Tensor) -> Tensor:
+    """The site's groups at these places of heads."""
+    groups_HP = site.groups_HP.to(kept_HK.device)
+    return groups_HP.gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
+
+
+def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
+    """All dimensions [H,R] of these places."""
+    first_J = site.groups_HP.shape[1] * torch.arange(site.both.joined, device=kept_HK.device)
+    return (kept_HK[:, None] + first_J[:, None]).flatten(1)
+
+
+def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
+    """What ranks dimensions [H,D]."""
+    if method.qk_selection == "energy":
+        own_HD = scores.logit_energy(moments.energy_HD, moments.images)
+    elif site.repair.sides:
+        own_HD = scores.logit_magnitude(*(_rows(site, side) for side in site.repair.sides)).to(moments.energy_HD)
+    else:
+        own_HD = site.writing_GX().square().sum(1)[site.both.groups_HTD[:, 0]]
+    return scores.shared_by_groups(own_HD, site.both.shared)
+
+
 def _rows(site: TracedPairs, side: Side) -> Tensor:
-    """[H,D,I]"""
-    return _weight(site, side.rows.weight).flatten(1)[side.rows_HD]
+    """[H,D,I], of heads that share their keys one behind the other."""
+    return _weight(site, side.weight).flatten(1)[side.rows_HTD].transpose(1, 2).flatten(2)
+
+
+def _selected(
+    site: TracedPairs, moments: HeadMoments, method: Method, scores_HD: Tensor, places: int
+) -> tuple[QkAtSite, Tensor]:
+    """The places of most score, as they are."""
+    by_place_HP = scores_HD.unflatten(1, (site.both.joined, -1)).sum(1)
+    kept_HK = scores.kept_from_scores(by_place_HP, places)
+    q_second_HDD, k_centred_HDD = moments.q_second_HDD, moments.k_centred_HDD
+    recovery = queries_keys.select(_dims_at(site, kept_HK), q_second_HDD=q_second_HDD, k_second_HDD=k_centred_HDD)
+    return QkAtSite(recovery=recovery, energy_H=logit_scale(site.name, moments, method)), kept_HK
+
+
+def _best_scaled(sides: tuple[Side, ...], places: int) -> Tensor:
+    """The places [H,K] where mixtures are to stand: those of the largest scales, the first ones of equals."""
+    least = [side.scale_HTD.abs().amin(1) for side in sides]
+    return scores.kept_from_scores(torch.minimum(*least), places)
+
+
+def _mapped(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> Mapped:
+    rows_HTR, map_HTRD, added_HTR = side.on_rows(map_HRD, kept_HR.to(map_HRD.device))
+    return Mapped(
+        rows=side,
+        rows_HD=side.rows_HTD.flatten(0, 1).to(map_HRD.device),
+        map_HRD=map_HTRD.flatten(0, 1),
+        weight=_weight(site, side.weight),
+        bias=_weight(site, side.bias),
+        kept_HR=rows_HTR.flatten(0, 1),
+        added_HR=added_HTR.flatten(0, 1),
+    )

@@ -1,8 +1,10 @@
 """Groups of a traced site as the layers that read them see them: which stay, and what those layers become.
 
-A group is T columns of every such layer: the places of a kernel, or several inputs that go together.
+A group is M inputs of every such layer, each of them at T places of its kernel. A convolution in groups is as many
+layers of fewer inputs.
 
-Legend: C groups, T columns of each, U = C T, O outputs of a layer, X = O T, K kept, P parts that keep as many each.
+Legend: C groups, M inputs of each, F = C M, T places, U = F T columns, O outputs of a layer, X = O T, K groups kept,
+k inputs kept, P parts that keep as many each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +22,11 @@ from corp_deploy.algebra import channels, patches, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.patch_elimination import eliminate_channels
+from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.swap import swap
-from corp_deploy.families.traced_site import Reading, TracedSite
+from corp_deploy.families.traced_site import Portion, Reading, TracedSite
 from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
@@ -45,11 +47,11 @@ _OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
 )
 _SCORES: Mapping[str, Callable[["Read"], Tensor]] = MappingProxyType(
     {
-        "energy": lambda read: scores.energy_patches(read.second_U, read.stats.taps),
-        "magnitude": lambda read: scores.magnitude_patches(read.weight_OU, read.stats.taps),
-        "combined": lambda read: scores.combined_patches(read.second_U, read.weight_OU, read.stats.taps),
-        "wanda": lambda read: scores.wanda_patches(read.second_U, read.weight_OU, read.stats.taps),
-        "variance": lambda read: scores.energy_patches(read.stats.covariance_UU.diagonal(), read.stats.taps),
+        "energy": lambda read: scores.energy_patches(read.second_U, read.columns),
+        "magnitude": lambda read: scores.magnitude_patches(read.weight_OU, read.columns),
+        "combined": lambda read: scores.combined_patches(read.second_U, read.weight_OU, read.columns),
+        "wanda": lambda read: scores.wanda_patches(read.second_U, read.weight_OU, read.columns),
+        "variance": lambda read: scores.energy_patches(read.stats.covariance_UU.diagonal(), read.columns),
         "active": lambda read: read.active_C,
     }
 )
@@ -62,6 +64,7 @@ class Read:
     """
 
     reading: Reading
+    portion: Portion
     tokens: float
     stats: PatchStatistics
     weight_OU: Tensor
@@ -73,9 +76,28 @@ class Read:
         return self.stats.second_UU.diagonal()
 
     @property
-    def weight_XC(self) -> Tensor:
-        """A row for each output and column of a group."""
-        return self.weight_OU.view(len(self.weight_OU), -1, self.stats.taps).transpose(1, 2).flatten(0, 1)
+    def joined(self) -> int:
+        """M."""
+        return int(self.portion.columns_CM.shape[1])
+
+    @property
+    def columns(self) -> int:
+        """Of a group, side by side."""
+        return self.stats.taps * self.joined
+
+    @property
+    def groups_C(self) -> Tensor:
+        """Those of the site that it reads, ascending."""
+        return torch.from_numpy(self.portion.groups_C).to(self.weight_OU.device)
+
+    @property
+    def sees(self) -> tuple[str, int, bool]:
+        """What makes layers see the same inputs."""
+        return self.reading.source, self.stats.taps, self.is_of_maps
+
+    def kept_k(self, kept_K: Tensor) -> Tensor:
+        """Its inputs of groups that stay."""
+        return columns(torch.isin(self.groups_C, kept_K).nonzero()[:, 0], self.joined)
 
     @property
     def energy(self) -> float:
@@ -88,20 +110,21 @@ class Read:
 
     def undone(self, change_O: Tensor) -> Tensor:
         """A change [O,...] of weight or bias as it is ahead of that norm; none of an output that it makes 0."""
-        gain_O = self.reading.gain_O
-        if gain_O is None:
+        if self.reading.gain_O is None:
             return change_O
-        gain = gain_O.to(change_O.device).view(-1, *[1] * (change_O.dim() - 1))
+        gain = self.reading.gain_O[self.portion.rows].to(change_O.device).view(-1, *[1] * (change_O.dim() - 1))
         return torch.where(gain == 0.0, 0.0, change_O / gain)
 
     def as_dense_OU(self, recovery: ChannelRecovery, kept_K: Tensor) -> Tensor:
         """A recovered layer on all groups, 0 on those that go."""
-        kept_k = columns(kept_K, self.stats.taps)
-        return torch.zeros_like(self.weight_OU).index_copy_(1, kept_k, recovery.weight_OK)
+        kept_U = columns(self.kept_k(kept_K), self.stats.taps)
+        return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
 def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[Read, ...]:
-    """Of every layer that reads the site. Raises BadInput where the moments were taken without one."""
+    """Of every layer that reads the site, each group of a convolution by itself. Raises BadInput where the moments were
+    taken without one.
+    """
     reads = []
     for reading in site.readings:
         own = moments.sites.get(reading.name)
@@ -110,52 +133,53 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
                 f"{site.name}: the moments hold no statistics of {reading.name}, which reads it; calibrate again "
                 "without leaving it out"
             )
-        reads.append(_read(reading, on_device(own, where)))
+        there = on_device(own, where)
+        reads += [_read(reading, portion, there) for portion in reading.portions]
     return tuple(reads)
 
 
-def _read(reading: Reading, moments: Moment) -> Read:
+def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
     """The columns of a group stand side by side."""
-    index_C1 = torch.from_numpy(reading.columns_GM).to(reading.layer.weight.device)
-    weight = reading.layer.weight.detach().double()
-    weight_OCT = weight.reshape(*weight.shape[:2], -1)
-    assert reading.layer.bias is not None, reading.name
-    bias_O = reading.layer.bias.detach().double()
+    layer, index_F = reading.layer, torch.from_numpy(portion.columns_CM).flatten().to(reading.layer.weight.device)
+    weight = layer.weight.detach()[portion.rows].double()
+    weight_OFT = weight.reshape(*weight.shape[:2], -1)[:, index_F]
+    assert layer.bias is not None, reading.name
+    bias_O = layer.bias.detach()[portion.rows].double()
     if reading.gain_O is not None:
-        gain_O = reading.gain_O.to(bias_O.device)
-        weight_OCT, bias_O = weight_OCT * gain_O[:, None, None], bias_O * gain_O
+        gain_O = reading.gain_O.to(bias_O.device)[portion.rows]
+        weight_OFT, bias_O = weight_OFT * gain_O[:, None, None], bias_O * gain_O
     if isinstance(moments, ChannelMoments):
-        index_U = index_C1.flatten()
-        second_UU, mean_U, taps = (
-            moments.second_FF[index_U[:, None], index_U],
-            moments.mean_F[index_U],
-            index_C1.shape[1],
-        )
-        # What groups of several elements are together is asked for where there is one element alone.
-        mean_C, second_CC = mean_U[::taps], second_UU[::taps, ::taps]
-        active_C = moments.active_share_F[index_U].view(-1, taps).mean(dim=1)
-        weight_OU = weight_OCT[:, index_U].flatten(1)
+        second_UU, mean_U, taps = moments.second_FF[index_F[:, None], index_F], moments.mean_F[index_F], 1
+        second_FF, mean_F, active_F = second_UU, mean_U, moments.active_share_F[index_F]
     else:
         if moments.channels_GR is not None:
             raise BadInput(
                 f"{reading.name}: of a traced model patches of all channels count; calibrate without a limit"
             )
-        index_C = index_C1[:, 0]
-        taps = moments.taps
-        index_U = columns(index_C, taps)
-        second_UU, mean_U = moments.second_GUU[0][index_U[:, None], index_U], moments.mean_GU[0][index_U]
-        mean_C, second_CC = moments.map_mean_GC[0][index_C], moments.map_second_GCC[0][index_C[:, None], index_C]
-        active_C = moments.active_share_GC[0][index_C]
-        weight_OU = weight_OCT[:, index_C].flatten(1)
+        own, taps = portion.number, moments.taps
+        index_U = columns(index_F, taps)
+        second_UU, mean_U = moments.second_GUU[own][index_U[:, None], index_U], moments.mean_GU[own][index_U]
+        second_FF, mean_F = (
+            moments.map_second_GCC[own][index_F[:, None], index_F],
+            moments.map_mean_GC[own][index_F],
+        )
+        active_F = moments.active_share_GC[own][index_F]
     stats = PatchStatistics(
         mean_U=mean_U,
         second_UU=_above_rounding(second_UU, mean_U),
-        mean_C=mean_C,
-        second_CC=_above_rounding(second_CC, mean_C),
+        mean_C=mean_F,
+        second_CC=_above_rounding(second_FF, mean_F),
         taps=taps,
     )
-    tokens = float(moments.tokens)
-    return Read(reading=reading, tokens=tokens, stats=stats, weight_OU=weight_OU, bias_O=bias_O, active_C=active_C)
+    return Read(
+        reading=reading,
+        portion=portion,
+        tokens=float(moments.tokens),
+        stats=stats,
+        weight_OU=weight_OFT.flatten(1),
+        bias_O=bias_O,
+        active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
+    )
 
 
 def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
@@ -193,32 +217,62 @@ def of_places(reads: Sequence[Read]) -> tuple[Read, ...]:
 
 def _stacked(reads: Sequence[Read]) -> list[Read]:
     """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say."""
-    stacked: dict[tuple[str, int, bool], list[Read]] = {}
+    stacked: dict[Any, list[Read]] = {}
     for read in of_places(reads):
-        stacked.setdefault((read.reading.source, read.stats.taps, read.is_of_maps), []).append(read)
+        inputs = read.portion.number, read.portion.columns_CM.tobytes()
+        stacked.setdefault((read.sees, inputs), []).append(read)
     return [replace(each[0], weight_OU=torch.cat([read.weight_OU for read in each])) for each in stacked.values()]
 
 
 def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
     """The whole order of backward elimination over all layers, as many of each part at a time."""
-    stacked = _stacked(reads)
+    stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
     if len(stacked) == 1:
         (read,) = stacked
         return eliminate_channels(
-            read.stats.covariance_UU, read.weight_OU, read.stats.taps, ridge_rel=ridge_rel, group_of_C=part_C
+            read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=part_C
         )
-    assert part_C is None, "parts of what several layers read"
-    covariances = [each.stats.second_CC - torch.outer(each.stats.mean_C, each.stats.mean_C) for each in stacked]
-    weights = [
-        each.weight_OU.view(len(each.weight_OU), -1, each.stats.taps).transpose(1, 2).flatten(0, 1) for each in stacked
-    ]
-    return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel)
+    if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
+        return _by_portions(stacked, part_C, ridge_rel)
+    seen = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
+    covariances, weights, joined = zip(*seen, strict=True)
+    return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
+
+
+def _by_portions(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+    """Of a convolution in groups, each of which reads groups of the site that no other does."""
+    orders = []
+    for read in stacked:
+        own_C = None if part_C is None else torch.unique(part_C[read.groups_C], return_inverse=True)[1]
+        own_C = None if own_C is None or int(own_C.max()) == 0 else own_C
+        order = eliminate_channels(
+            read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=own_C
+        )
+        orders.append(order)
+    together, groups_C = interleaved(orders), torch.cat([read.groups_C for read in stacked])
+    return replace(together, order_F=groups_C[together.order_F])
+
+
+def _as_one(portions: Sequence[Read]) -> tuple[Tensor, Tensor, int]:
+    """Covariance [F,F] and weights [X,F] of all inputs of a layer, none between its groups, and how many inputs a group
+    of the site has.
+    """
+    joined = portions[0].joined
+    count = len(portions[0].reading.columns_GM) * joined
+    covariance_FF, weights = portions[0].weight_OU.new_zeros(count, count), []
+    for read in portions:
+        at_F = columns(read.groups_C, joined)
+        mean_C, second_CC = read.stats.mean_C, read.stats.second_CC
+        covariance_FF[at_F[:, None], at_F] = second_CC - torch.outer(mean_C, mean_C)
+        by_place = read.weight_OU.view(len(read.weight_OU), -1, read.stats.taps).transpose(1, 2).flatten(0, 1)
+        weights.append(by_place.new_zeros(len(by_place), count).index_copy_(1, at_F, by_place))
+    return covariance_FF, torch.cat(weights), joined
 
 
 def swapped(reads: Sequence[Read], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
     """The kept groups after exchanges that lose less, where one layer reads one element of each."""
     stacked = _stacked(reads)
-    if len(stacked) > 1 or stacked[0].stats.taps > 1:
+    if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
 
@@ -228,8 +282,11 @@ def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Te
     if selection in ("producer-l1", "producer-l2"):
         score_C = (scores.producer_l1 if selection == "producer-l1" else scores.producer_l2)(writing_CX)
     else:
-        by_layer = [_SCORES[selection](read) for read in _stacked(reads)]
-        score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer])
+        by_layer: dict[tuple[str, int, bool], Tensor] = {}
+        for read in _stacked(reads):
+            so_far_C = by_layer.setdefault(read.sees, writing_CX.new_zeros(len(writing_CX)))
+            so_far_C.index_add_(0, read.groups_C, _SCORES[selection](read))
+        score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer.values()])
     if part_C is None:
         return scores.kept_from_scores(score_C, width)
     parts = int(part_C.max()) + 1
@@ -240,9 +297,9 @@ def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Te
 
 def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
     """What one layer becomes on the groups that stay."""
+    stats, kept_k = read.stats, read.kept_k(kept_K)
     if read.is_of_maps:
-        return _OF_MAPS[recovery](read.stats, read.weight_OU, read.bias_O, kept_K, ridge_rel=ridge_rel)
-    stats, kept_k = read.stats, columns(kept_K, read.stats.taps)
+        return _OF_MAPS[recovery](stats, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel)
     recover: Any = _OF_VECTORS[recovery]
     new: ChannelRecovery = recover(
         stats.mean_U, stats.second_UU, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel

@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import tree_structure
 
+from .batch import IN_FRONT, batch_of
 from .choice import labels_of
 from .compaction import kept
 from .cost import macs
 from .labels import Marks, compact
-from .program import Program, module_of, number_of, operation, sizes_at_one
-from .readers import has_batch_in_front
+from .program import Program, module_of, number_of, operation
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -94,7 +94,7 @@ def _names(program: Program) -> dict[fx.Node, str]:
 def _is_one_for_each_input(node: fx.Node) -> bool:
     """Of one tensor, nothing but the batch being along its first axis."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() > 1 and has_batch_in_front(node) and sizes_at_one(node)[0] == 1
+    return isinstance(value, Tensor) and value.dim() > 1 and batch_of(node) == IN_FRONT
 
 
 def _removable(found: Found) -> Tensor:

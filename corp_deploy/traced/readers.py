@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .program import Program, sizes_at_one
+from .batch import IN_FRONT, Batch, batch_of
+from .program import Program
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -32,10 +33,14 @@ class Called:
         return self.weight.removesuffix(".weight")
 
 
-def layers(program: Program) -> Iterator[Called]:
-    """Those of one group whose weight is a parameter, in order of the program."""
+def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
+    """Those whose weight is a parameter, in order of the program; `in_groups`: also convolutions of which each group of
+    outputs reads channels of its own, but for those that read one alone.
+    """
     for node in program.nodes:
-        if node.op != "call_function" or node.target not in (LINEAR, CONV2D) or groups_of(node) != 1:
+        if node.op != "call_function" or node.target not in (LINEAR, CONV2D):
+            continue
+        if groups_of(node) > 1 and not (in_groups and node.args[1].meta["val"].shape[1] > 1):  # type: ignore[union-attr]
             continue
         weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
         held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
@@ -67,7 +72,7 @@ def with_biases_(program: Program) -> tuple[str, ...]:
     """
     graph, given = program.graph, dict[str, None]()
     taken = {str(node.target) for node in program.nodes if node.op == "get_attr"}
-    for layer in list(layers(program)):
+    for layer in list(layers(program, in_groups=True)):
         if layer.bias:
             continue
         name = f"{layer.name}.bias" if f"{layer.name}.bias" not in taken else f"{layer.name}.added_bias"
@@ -100,18 +105,33 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
     graph.recompile()
 
 
+class InFront(nn.Module):
+    """A layer that has the images in front of all that it hears, wherever they stand around it."""
+
+    def __init__(self, layer: Layer, batch: Batch) -> None:
+        super().__init__()
+        self.layer, self.batch = layer, batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.batch.back(self.layer(self.batch.in_front(x)))
+
+
 def listening(
     program: Program, heard: Collection[str], given: Collection[str]
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
     """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
     give; both by the names of the nodes.
     """
-    modules = {layer.node.name: as_module(program, layer) for layer in layers(program) if layer.node.name in heard}
+    called = layers(program, in_groups=True)
+    modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in heard}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    root: dict[str, Tensor | nn.Module] = {f"given.{name}": module for name, module in taps.items()}
     for node in program.nodes:
         if node.name in modules:
-            nodes[node] = _listened(graph, nodes, node)
+            entering, name = node.all_input_nodes[0], f"listened.{node.name}"
+            root[name] = _heard(modules[node.name], batch_of(entering))
+            nodes[node] = graph.call_module(name, (nodes[entering],))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
         if node.name in taps:
@@ -119,30 +139,19 @@ def listening(
     for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
-    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    root: dict[str, Tensor | nn.Module] = {name: program.tensor(name) for name in used}
-    root |= {f"listened.{name}": module for name, module in modules.items()}
-    root |= {f"given.{name}": module for name, module in taps.items()}
+    root |= {str(node.target): program.tensor(str(node.target)) for node in graph.nodes if node.op == "get_attr"}
     return fx.GraphModule(root, graph).eval(), modules, taps
 
 
-def _listened(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """A layer as a module; what has more in front than the batch, windows say, has the batch alone in front there."""
-    entering, name = node.all_input_nodes[0], f"listened.{node.name}"
-    sizes, given = sizes_at_one(entering), sizes_at_one(node)
-    if node.target is not LINEAR or sizes[0] == 1:
-        return graph.call_module(name, (nodes[entering],))
-    images = next(each for each in nodes if each.op == "placeholder")
-    batch = graph.call_function(torch.ops.aten.sym_size.int, (nodes[images], 0))
-    reshape = torch.ops.aten.reshape.default
-    tokens = graph.call_function(reshape, (nodes[entering], [batch, -1, sizes[-1]]))
-    return graph.call_function(reshape, (graph.call_module(name, (tokens,)), [-1, *given[1:]]))
+def is_heard(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether statistics can be taken of what a layer reads: images can be told apart there, and maps are one each."""
+    batch = batch_of(source)
+    return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
-def has_batch_in_front(node: fx.Node) -> bool:
-    """Whether the first axis of what a node gives is counted by the batch."""
-    first, *others = node.meta["val"].shape
-    return isinstance(first, torch.SymInt) or not any(isinstance(each, torch.SymInt) for each in others)
+def _heard(layer: Layer, batch: Batch | None) -> nn.Module:
+    assert batch is not None, layer
+    return layer if batch == IN_FRONT else InFront(layer, batch)
 
 
 def as_module(program: Program, layer: Called) -> Layer:
@@ -156,7 +165,8 @@ def as_module(program: Program, layer: Called) -> Layer:
         stride, padding, dilation = ((*_said(layer.node, place),) for place in (3, 4, 5))
         sizes = tuple(weight.shape[2:])
         how = {"stride": stride, "padding": padding, "dilation": dilation, "bias": bias is not None}
-        module = nn.Conv2d(columns, rows, sizes, device="meta", **how)  # type: ignore[arg-type]
+        groups = groups_of(layer.node)
+        module = nn.Conv2d(columns * groups, rows, sizes, groups=groups, device="meta", **how)  # type: ignore[arg-type]
     module.weight = _parameter(weight)
     module.bias = None if bias is None else _parameter(bias)
     return module

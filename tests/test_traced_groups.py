@@ -1,0 +1,165 @@
+"""Layers that read several inputs of a group, or in groups of their own, are repaired by least squares over each."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from corp_deploy.families.family import listened, sites_of
+from corp_deploy.families.own_modules import architecture_of
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.traced_module import known_of
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.inputs import images_for_model
+from tests.traced_examples import images
+
+CODE = """
+from tests.test_traced_groups import MODELS
+
+def make(name):
+    return MODELS[name]()
+"""
+
+
+class Small(nn.Module):
+    """Channels that `first` writes go elsewhere by `way`, and from there into `read`."""
+
+    def __init__(self, read: nn.Module, **ways: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.input_size = (3, 32, 32)
+        self.first, self.read, self.last = nn.Conv2d(3, 12, 4, 4), read, nn.LazyLinear(5)
+        self.ways = nn.ModuleDict(ways)
+        self(torch.zeros(1, 3, 32, 32))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read(self.between(F.relu(self.first(x))))
+        given: Tensor = self.last(x.flatten(2).mean(-1) if x.dim() == 4 else x.mean(1))
+        return given
+
+
+class Ghosts(Small):
+    """Beside every channel one that is made of it alone."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return torch.cat((x, F.relu(self.ways["ghost"](x))), 1)
+
+
+class Windows(Small):
+    """Tokens in windows that stand with the batch."""
+
+    def between(self, x: Tensor) -> Tensor:
+        windows: Tensor = x.unflatten(3, (2, 4)).unflatten(2, (2, 4)).permute(0, 2, 4, 3, 5, 1)
+        return windows.reshape(-1, 16, x.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read(self.between(F.relu(self.first(x))))
+        given: Tensor = self.last(x.reshape(-1, 64, x.shape[-1]).mean(1))
+        return given
+
+
+class Readers(Small):
+    """One layer reads in groups, and another behind an activation of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        given: Tensor = self.last((self.read(x) + self.ways["other"](x.tanh())).flatten(2).mean(-1))
+        return given
+
+
+MODELS: Any = {
+    "groups": lambda: Small(nn.Conv2d(12, 6, 3, padding=1, groups=3)),
+    "pointwise groups": lambda: Small(nn.Conv2d(12, 8, 1, groups=2, bias=False)),
+    "ghosts": lambda: Ghosts(nn.Conv2d(24, 6, 3), ghost=nn.Conv2d(12, 12, 3, padding=1, groups=12)),
+    "windows": lambda: Windows(nn.Linear(12, 7)),
+    "readers": lambda: Readers(nn.Conv2d(12, 6, 3, padding=1, groups=3), other=nn.Conv2d(12, 6, 1)),
+}
+
+
+def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
+    """What enters each layer that is heard, by the name of its weight."""
+    site, heard = sites_of(model).every[0], dict[str, Tensor]()
+    assert isinstance(site, TracedSite), site
+
+    def hear(name: str, x: Tensor) -> None:
+        heard[name] = x.double()
+
+    handles = [
+        each.layer.register_forward_pre_hook(lambda _, inputs, name=each.weight: hear(name, inputs[0]))
+        for each in site.readings
+    ]
+    with torch.no_grad():
+        listened(model)(pixels)
+    for handle in handles:
+        handle.remove()
+    return heard
+
+
+def patches(x: Tensor, layer: nn.Module) -> Tensor:
+    """[N, F, T]"""
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2)[..., None]
+    assert isinstance(layer, nn.Conv2d), layer
+    padding, kernel = layer.padding, layer.kernel_size
+    assert not isinstance(padding, str), layer
+    columns: Tensor = F.unfold(x, kernel, padding=padding).transpose(1, 2).flatten(0, 1)
+    return columns.view(len(columns), x.shape[1], -1)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", MODELS)
+def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
+    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), {"name": name}, Preprocessing())
+    with trusting_code(True):
+        dense = dense_from_architecture(architecture)
+    np.save(tmp_path / "calibration.npy", images(19, seed=1))
+    opened = images_for_model(dense, tmp_path / "calibration.npy")
+    moments = calibrate(Checkpoint(model=dense, architecture=architecture, lineage={}), opened, batch_size=8)
+    site = sites_of(dense).every[0]
+    assert isinstance(site, TracedSite), site
+    halves: Any = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, "ridge_rel": 1e-6}
+    reduction = reduce(dense, moments, method_from_preset("best", **halves), widths={site.name: 6})
+    cut = known_of(reduction.model).cut
+    assert cut is not None
+    kept = cut.kept[site.name]
+    assert len(kept) == 6, reduction.notes
+    (report,) = reduction.sites
+    assert report.error < report.error_uncompensated
+    heard, state = entering(dense, torch.from_numpy(images(19, seed=1))), reduction.model.state_dict()
+    for reading in site.readings:
+        layer, x_NFT = reading.layer, patches(heard[reading.weight], reading.layer)
+        groups = getattr(layer, "groups", 1)
+        stays = np.sort(reading.columns_GM[kept].flatten())
+        parts = zip(
+            x_NFT.chunk(groups, 1),
+            layer.weight.detach().double().flatten(2 if layer.weight.dim() > 2 else 1).chunk(groups),
+            state[reading.weight].double().chunk(groups),
+            np.split(stays, groups),
+            strict=True,
+        )
+        for x_NFT_own, weight, new, own in parts:
+            check_least_squares(x_NFT_own, weight, new, own % x_NFT_own.shape[1])
+
+
+def check_least_squares(x_NFT: Tensor, weight: Tensor, new: Tensor, kept: Any) -> None:
+    """Nothing on the inputs that stay, with a bias, is nearer to what the dense layer gives."""
+    dense_NO = x_NFT.flatten(1) @ weight.flatten(1).T
+    inputs_NU = x_NFT[:, kept].flatten(1)
+    inputs_NU = torch.cat((inputs_NU, torch.ones(len(inputs_NU), 1, dtype=torch.float64)), 1)
+    best_NO = inputs_NU @ torch.linalg.lstsq(inputs_NU, dense_NO, driver="gelsd").solution
+    given_NO = inputs_NU[:, :-1] @ new.flatten(1).T
+    given_NO = given_NO + (dense_NO - given_NO).mean(0)
+    least, lost = ((each - dense_NO).square().sum() for each in (best_NO, given_NO))
+    assert float(least) <= float(lost) < 1.01 * float(least) + 1e-6 * float(dense_NO.var(0).sum() * len(dense_NO))
