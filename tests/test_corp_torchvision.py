@@ -86,7 +86,7 @@ def test_images_are_prepared_as_torchvision_does(name: str) -> None:
 
 
 def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="of torchvision's models vit_b_16"):
+    with pytest.raises(BadInput, match="alexnet needs --weights"):
         load_dense("torchvision:alexnet", weights=None, kwargs={})
     with pytest.raises(BadInput, match=r"or one of resnet50\.IMAGENET1K_V1, resnet50\.IMAGENET1K_V2"):
         load_dense("torchvision:resnet50.IMAGENET1K_V3", weights=None, kwargs={})

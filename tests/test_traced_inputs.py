@@ -10,6 +10,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torchvision  # type: ignore[import-untyped]
+import transformers
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from safetensors.numpy import save_file as save_arrays
@@ -20,12 +22,14 @@ from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
 from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model
 from ground.errors import BadInput
 from tests.traced_inputs import MODULES, SOURCE, TOKENS, WORDS, arrays
@@ -42,6 +46,21 @@ CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
     "Windows": (("--mlp", 0.5, "--align", "mlp=4"), [("output_0", "feature map"), ("output_1", "logits")]),
 }
 """What is removed, and the outputs with their roles."""
+
+
+LIBRARIES: Mapping[str, tuple[dict[str, Any], tuple[object, ...], str]] = {
+    "MPNetModel": (
+        {"num_hidden_layers": 1, "max_position_embeddings": 18, "vocab_size": WORDS},
+        ("--mlp", 0.5, "--attn", 0.5, "--heads", "square", "--align", "mlp=4,head=4"),
+        '{"length": 16}',
+    ),
+    "SwinForImageClassification": (
+        {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1], "num_heads": [1], "window_size": 4},
+        ("--mlp", 0.5, "--align", "mlp=4"),
+        "{}",
+    ),
+}
+"""Of transformers: configurations, what is removed, and arguments."""
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -91,6 +110,62 @@ def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
     run("verify", dense[0], *chain, *dense[1:], *judged)
     links = json.loads((home / "parity.json").read_text())["links"]
     assert {link["status"] for link in links} == {"PASS"}
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_encoders_of_transformers_without_a_family_go_the_whole_way(name: str, home: Path) -> None:
+    values, asked, kwargs = LIBRARIES[name]
+    kind = getattr(transformers, name)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(0)
+    dense = kind(kind.config_class(**(values if "Swin" in name else sizes | values))).eval()
+    dense.save_pretrained(home / "dense")
+    for file, seed in (("calibration", 1), ("held-out", 2)):
+        generator = np.random.default_rng(seed)
+        given: dict[str, NDArray[Any]]
+        if name == "MPNetModel":
+            mask = np.ones((32, 16), np.int64)
+            mask[:16, 9:] = 0
+            given = {"input_ids": generator.integers(2, WORDS, (32, 16)) * mask + (1 - mask), "attention_mask": mask}
+        else:
+            given = {"images": generator.standard_normal((32, 3, 16, 16), dtype=np.float32)}
+        save_arrays(given, home / f"{file}.safetensors")
+    inputs = "--images" if "images" in given else "--arrays"
+    words = ("hf:dense", "--model-kwargs", kwargs)
+    loaded = load_dense("hf:dense", weights=None, kwargs=json.loads(kwargs)).model
+    with torch.inference_mode():
+        tensors = [torch.from_numpy(each[:3]) for each in given.values()]
+        assert torch.allclose(as_tuple(loaded(*tensors))[0], dense(*tensors)[0], atol=1e-5)
+    run("calibrate", "--model", *words, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
+    run("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    run("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    outputs = [port.name for port in output_ports(load_checkpoint(home / "reduced").model)]
+    assert_graph_says_the_same(home / "reduced/model.onnx", {key: each[:3] for key, each in given.items()}, outputs)
+    chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
+    judged = (inputs, "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
+    run("verify", words[0], *chain, *words[1:], *judged)
+    assert {link["status"] for link in json.loads((home / "parity.json").read_text())["links"]} == {"PASS"}
+
+
+@pytest.mark.slow("graph")
+def test_a_classifier_of_torchvision_without_a_family_is_reduced_and_read_again(home: Path) -> None:
+    torch.manual_seed(0)
+    dense = torchvision.models.get_model("squeezenet1_1", num_classes=5).eval()
+    save_file(dense.state_dict(), home / "weights.safetensors")
+    pixels = np.random.default_rng(1).standard_normal((16, 3, 33, 33), dtype=np.float32)
+    np.save(home / "calibration.npy", pixels)
+    kwargs = ("--model-kwargs", '{"num_classes": 5, "img_size": 33}')
+    words = ("torchvision:squeezenet1_1", "--weights", "weights.safetensors", *kwargs)
+    record = json.loads(run("inspect", "--model", *words, "--json").stdout)
+    assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
+    run("calibrate", "--model", *words, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    asked = ("--conv", 0.5, "--preset", "none", "--align", "conv=4")
+    run("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    run("export", "--model", "reduced", "-o", "reduced/model.onnx", "-q")
+    assert_graph_says_the_same(home / "reduced/model.onnx", {"images": pixels[:3]}, ["logits"])
+    reduced = json.loads(run("inspect", "--model", "reduced", "--json").stdout)
+    assert reduced["macs"] < 0.7 * record["macs"]
 
 
 def traced_module(name: str) -> Checkpoint:

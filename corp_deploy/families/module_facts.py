@@ -1,17 +1,21 @@
 """What a module that no family knows takes and gives: as it says, or as is seen where it is run without memory."""
 
-import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ground.errors import BadInput
 from ground.ports import Port, image_port
 
 from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said
 from .module_calls import Calling, outputs_of
+from .modules import device
 from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
@@ -45,9 +49,8 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
     """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
     told. Raises BadInput where it can't be run on them.
     """
-    empty = copy.deepcopy(model).to("meta")
     try:
-        given, other = (_run(empty, spec.ports, parameters, count) for count in BATCHES)
+        given, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
     except Exception as error:
         raise BadInput(
             f"{type(model).__name__} can't be run on {listed(spec.ports)}: {_reason(error)}. (a) Does it take that? "
@@ -66,9 +69,22 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
 
 
 @torch.no_grad()
-def _run(empty: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
-    inputs = batch_of_ports(ports, count, "meta")
-    return empty(**dict(zip(parameters, inputs, strict=True))) if parameters else empty(*inputs)
+def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
+    """What it gives to such a batch: shapes and types, no values."""
+    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = batch_of_ports(ports, count, device(model))
+        return model(**dict(zip(parameters, inputs, strict=True))) if parameters else model(*inputs)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without torch's log of operations that refuse what they are given: that is told in one message, or tried on."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
@@ -77,10 +93,10 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
     if isinstance(said, list | tuple) and len(said) == 3:
         return (int(said[0]), int(said[1]), int(said[2]))
     channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
-    empty, reason = copy.deepcopy(model).to("meta"), ""
+    reason = ""
     for side in SIDES:
         try:
-            _run(empty, [image_port((channels, side, side))], (), BATCHES[0])
+            _run(model, [image_port((channels, side, side))], (), BATCHES[0])
         except Exception as error:
             reason = reason or _reason(error)
             continue

@@ -66,6 +66,11 @@ _SWIN = (
 _SWIN_LAYERS = ((r"mlp\.0\.", "mlp.fc1."), (r"mlp\.3\.", "mlp.fc2."))
 
 
+def has_twin(text: str) -> bool:
+    """Whether timm has a model of this architecture."""
+    return text.removeprefix(PREFIX).partition(".")[0] in TWINS
+
+
 def twin_of(text: str) -> Twin:
     """Of `torchvision:vit_b_16`, or by its weights too, `torchvision:resnet50.IMAGENET1K_V2`. Raises BadInput for any
     other model or weights.

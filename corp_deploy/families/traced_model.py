@@ -6,19 +6,22 @@ Such a model is run whole: nothing is known of what lies between its sites.
 import copy
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
 from corp_deploy.traced.padding import padded
 from corp_deploy.traced.readers import without_biases_
-from corp_deploy.traced.types import with_one_type_
+from corp_deploy.traced.types import made_on_, with_one_type_
 from corp_deploy.traced.vocabulary import vocabularies
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
-from . import timm_library
+from . import hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
@@ -29,10 +32,10 @@ from .own_modules import merging_of as merging_of
 from .own_modules import steps as steps
 from .own_modules import token_kinds as token_kinds
 from .sites import Sites
-from .timm_library import beside as beside
 from .timm_library import own_state as own_state
-from .timm_library import take_beside_ as take_beside_
 from .timm_library import unused as unused
+from .tokenizer import FILE as TOKENIZER
+from .tokenizer import TextSpec, content_of_tokenizer
 from .traced_module import Facts, TracedModule, Tracing, known_of, narrowed_module, traced_module, tracing_of
 from .traced_sites import traced_sites
 from .unmergeable import copy_without_merging
@@ -51,7 +54,13 @@ def accepts(model: nn.Module) -> bool:
 
 
 def build(architecture: Architecture) -> nn.Module:
-    """Raises BadInput: what is traced is built by its library or its code."""
+    """A model of transformers or of torchvision that no other family reads. Raises BadInput for what these can't build,
+    and for any other name.
+    """
+    for library in (hf_classes, torchvision_models):
+        if architecture.name.startswith(library.PREFIX):
+            model: nn.Module = library.build(architecture)
+            return model
     raise BadInput(f"family {NAME}: {architecture.name:.100} is built by no family of this name; write the model again")
 
 
@@ -143,18 +152,52 @@ def classes(model: nn.Module) -> int:
     return timm_library.classes(model) if facts is None else facts.classes
 
 
+def counted_form(model: nn.Module) -> nn.Module:
+    """What is run to count products: a dense model of timm's itself, else the program on meta, which looks at no
+    values.
+    """
+    graph = _program(model)
+    if graph is None:
+        return model
+    made_on_(graph, torch.device("meta"))
+    for module in graph.modules():
+        vars(module).update({name: each.to("meta") for name, each in vars(module).items() if isinstance(each, Tensor)})
+    return graph
+
+
+def _program(model: nn.Module, *, is_padded: bool = False) -> fx.GraphModule | None:
+    """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models."""
+    if known_of(model).facts is None or not (program := tracing(model).program).any_batch:
+        return None
+    graph = copy.deepcopy(padded(program) if is_padded else program.graph)
+    without_biases_(graph, tracing(model).added)
+    return graph
+
+
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode: of timm's dense models as it is, of others the program, which runs in any type. Of a reduced
     one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
     known = known_of(model)
-    if known.facts is None or not (program := tracing(model).program).any_batch:
+    graph = _program(model, is_padded=known.cut is not None and geometry != "ragged")
+    if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
-    is_padded = known.cut is not None and geometry != "ragged"
-    graph = copy.deepcopy(padded(program) if is_padded else program.graph)
-    without_biases_(graph, tracing(model).added)
     with_one_type_(graph)
     return narrowed_module(graph, known.plain.__name__, facts_of(model), known.cut).eval().requires_grad_(False)
+
+
+def beside(model: nn.Module) -> Mapping[str, str]:
+    """The tokenizer of a model that takes texts."""
+    spec = input_spec(model)
+    return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec) else {}
+
+
+def take_beside_(model: nn.Module, directory: Path) -> None:
+    """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
+    known, spec = known_of(model), input_spec(model)
+    if known.facts is not None and isinstance(spec, TextSpec):
+        content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
+        known.facts = replace(known.facts, spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

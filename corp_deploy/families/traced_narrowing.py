@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.narrow import narrow, prove
 from corp_deploy.traced.readers import with_tensors, without_biases_
 from corp_deploy.traced.site import Index, Span
+from corp_deploy.traced.types import made_on_
 from corp_deploy.traced.vocabulary import vocabularies
 from ground.errors import BadInput
 
@@ -156,23 +157,12 @@ def as_recorded(
         raise BadInput(f"{where}: {next(iter(given.whole.values()))}; the file was edited, write the model again")
     biases = tuple(program["biases"])
     without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
-    _made_on_(given.module, torch.device("cpu"))
+    made_on_(given.module, torch.device("cpu"))
     return _module(model, given.module, _joined(None, own, kept, biases))
 
 
 def _rises(kept_K: Index, size: int) -> bool:
     return bool((np.diff(kept_K) > 0).all()) and kept_K[-1] < size
-
-
-def _made_on_(graph: fx.GraphModule, place: torch.device) -> None:
-    """Where a program makes tensors itself, of a batch's size say, it makes them there."""
-
-    def placed(argument: Any) -> Any:
-        return place if isinstance(argument, torch.device) else argument
-
-    for node in graph.graph.nodes:
-        node.args, node.kwargs = (fx.node.map_aggregate(each, placed) for each in (node.args, node.kwargs))
-    graph.recompile()
 
 
 def _words(versions: Mapping[str, str]) -> str:

@@ -100,13 +100,23 @@ def _entry_of(architecture: Architecture) -> dict[str, Any]:
 def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
-    state = {name: tensor.detach().contiguous() for name, tensor in checkpoint.model.state_dict().items()}
+    state = _apart(checkpoint.model.state_dict())
     beside = family_of(checkpoint.model).beside(checkpoint.model)
     with replacing_all(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
         save_file(state, weights, metadata={"format": "pt"})
         for path, content in zip(others, beside.values(), strict=True):
             path.write_text(content, encoding="utf-8")
         write_json(config, _config_of(checkpoint, weights))
+
+
+def _apart(state: State) -> dict[str, torch.Tensor]:
+    """Each tensor with memory of its own, where weights are one under two names."""
+    seen, apart = set[int](), dict[str, torch.Tensor]()
+    for name, tensor in state.items():
+        is_first = tensor.untyped_storage().data_ptr() not in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        apart[name] = tensor.detach().contiguous() if is_first else tensor.detach().clone().contiguous()
+    return apart
 
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families import decoder_config, hf_config, timm_library, torchvision_names, trusted_code
+from corp_deploy.families import (
+    decoder_config,
+    hf_classes,
+    hf_config,
+    timm_library,
+    torchvision_models,
+    torchvision_names,
+    trusted_code,
+)
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -29,6 +37,7 @@ from .hub_snapshot import (
     refuse_beside_directory,
     weights_of_snapshot,
 )
+from .library_model import load_class, load_library_model
 from .transformers_directory import load_transformers
 from .transformers_files import config_of_transformers
 from .transformers_vision import load_vision
@@ -94,10 +103,16 @@ def with_weights(
 def _from_torchvision(
     text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
-    """timm's model of the same architecture with torchvision's weights, of the size that their positions are for."""
-    twin = torchvision_names.twin_of(text)
+    """timm's model of the same architecture with torchvision's weights, of the size that their positions are for; or
+    torchvision's own model, where timm has none.
+    """
+    has_twin = torchvision_names.has_twin(text)
+    (torchvision_names.twin_of if has_twin else torchvision_models.require)(text)
     if weights is None:
         raise BadInput(f"--model {text} needs --weights ({KINDS}) of the trained model")
+    if not has_twin:
+        return load_library_model(torchvision_models.architecture_of(text, kwargs, preprocessing), weights, ema)
+    twin = torchvision_names.twin_of(text)
     read = read_weights(weights, ema=ema)
     own = Architecture(name=twin.timm, kwargs={**twin.kwargs, **kwargs})
     expected = timm_library.names_of_weights(dense_from_architecture(own)) if twin.kind == "in order" else {}
@@ -132,6 +147,8 @@ def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing
     if kind in decoder_config.MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)
         return load_decoder(directory, kwargs)
+    if kind != "siglip2" and not hf_classes.looks_like_decoder(config_of_transformers(directory)):
+        return load_class(directory, kwargs, preprocessing)
     naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
     known = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder_config.MODEL_TYPES))
     raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {known}")

@@ -76,4 +76,5 @@ def _put(graph: fx.GraphModule, name: str, value: Tensor) -> None:
         owner._parameters[last] = nn.Parameter(value, requires_grad=False)
     else:
         owner._buffers.pop(last, None)
+        vars(owner).pop(last, None)  # where a constant of the code's is kept
         owner.register_buffer(last, value)

@@ -4,6 +4,9 @@ Traced, a `.float()`, a division of whole numbers or a type that was read off a 
 product takes two types.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, fx, ops
 
 from .program import operation
@@ -42,3 +45,14 @@ def with_one_type_(graph: fx.GraphModule) -> None:
 def _is_floating(node: fx.Node, kind: str) -> bool:
     value = node.meta.get("val")
     return node.op == kind and isinstance(value, Tensor) and value.is_floating_point()
+
+
+def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
+    """Where a program makes tensors itself, of a batch's size say, it makes them there."""
+
+    def placed(argument: Any) -> Any:
+        return place if isinstance(argument, torch.device) else argument
+
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = (fx.node.map_aggregate(each, placed) for each in (node.args, node.kwargs))
+    graph.recompile()

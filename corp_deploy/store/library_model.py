@@ -1,0 +1,72 @@
+"""Models of torchvision and of transformers that no family reads, built by their library, with weights of files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from corp_deploy.families import hf_classes, torchvision_models
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.sentence_files import MODULES, text_length
+from corp_deploy.families.tokenizer import FILE as TOKENIZER
+from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
+from corp_deploy.families.traced_model import take_beside_
+from ground.files import sha256_of_text
+
+from .checkpoint import Checkpoint, dense_from_architecture, load_weights
+from .hub_snapshot import CONFIG
+from .transformers_files import config_of_transformers, weights_of_transformers
+from .weight_fit import require_fit
+from .weights import Weights, first_names, read_weights
+
+
+def load_library_model(architecture: Architecture, weights: Path, ema: bool | None) -> Checkpoint:
+    """torchvision's model with weights of its own names. Raises BadInput for others."""
+    model, read = dense_from_architecture(architecture), read_weights(weights, ema=ema)
+    state = torchvision_models.own_state(architecture, model, read.state)
+    require_fit(model, Weights(path=weights, state=state))
+    load_weights(model, state, where=weights)
+    notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
+    source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
+    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
+
+
+def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
+    """An encoder of transformers in a directory, with its tokenizer where one lies there. Nothing of the directory is
+    executed, nothing looked for on a network.
+
+    `kwargs`: img_size of images, or length of tokens or samples; `preprocessing` of images: pixels are normalised
+    where it tells mean and std.
+
+    Raises BadInput for what the installed transformers can't build or read, and for a model that can't be traced.
+    """
+    where, config = str(directory / CONFIG), config_of_transformers(directory)
+    file = weights_of_transformers(directory)
+    said = {"config": config, **kwargs}
+    hf_classes.arguments_of(said, where="--model-kwargs")
+    if hf_classes.takes_text(config, where=where) and (directory / TOKENIZER).exists():
+        said["text"] = _tokenization(directory, config, said.pop("length", None), where)
+    asked = hf_classes.architecture_of(said, preprocessing, where=where)
+    without, state, unused = hf_classes.state_of(directory, asked)
+    architecture = hf_classes.architecture_of({**said, **without}, preprocessing, where=where)
+    model = dense_from_architecture(architecture)
+    load_weights(model, state, where=file)
+    take_beside_(model, directory)
+    notes = [f"{CONFIG}: read as {architecture.name.removeprefix(hf_classes.PREFIX)} of transformers, traced"]
+    notes += [f"{file.name}: not used, no part of it: {first_names(list(unused))}"] if unused else []
+    notes += [f"{MODULES}: not used: the model gives what its class gives"] if (directory / MODULES).exists() else []
+    source = {"weights": file.name, "notes": notes, "preprocessing": "what is given beside the directory"}
+    return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=tuple(notes))
+
+
+def _tokenization(directory: Path, config: Mapping[str, Any], length: int | None, where: str) -> dict[str, Any]:
+    told = text_length(directory, hf_classes.most_tokens(config, where=where))
+    text = Tokenization(
+        length=length or told.tokens,
+        pad_id=config.get("pad_token_id") or 0,
+        lower_case=told.lower_case,
+        sha256=sha256_of_text(content_of_tokenizer(directory)),
+    )
+    return asdict(text)
