@@ -62,9 +62,10 @@ def test_streams_of_fewer_channels_are_refused(how: PolishName, tmp_path: Path) 
 def test_a_block_is_one_row_with_its_shortcut(reduced: nn.Module) -> None:
     """Not a stage of several."""
     assert [block.name for block in blocks(reduced)] == ["conv1", *(f"layer{at}" for at in PLACES)]
-    names = {matrix.name for matrix in chosen_(reduced, within="layer3.0")}
+    by_name = {block.name: block for block in blocks(reduced)}
+    names = {matrix.name for matrix in chosen_(reduced, by_name["layer3.0"])}
     assert names == {"layer3.0.conv1", "layer3.0.conv2", "layer3.0.downsample.1"}
-    assert {matrix.name for matrix in chosen_(reduced, within="conv1")} == {"conv1.0", "conv1.3", "conv1.6"}
+    assert {matrix.name for matrix in chosen_(reduced, by_name["conv1"])} == {"conv1.0", "conv1.3", "conv1.6"}
     reduced.requires_grad_(False)
 
 

@@ -11,12 +11,16 @@ import pytest
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import replaced
+from corp_deploy.families.traced_narrowing import at_width
+from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, measure_tables
+from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.feeds import Feeds, Outputs
@@ -26,6 +30,7 @@ from perf.record.runs import Flat
 from perf.runners.memory import Gauge
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests import tiny
+from tests.test_traced_chain import own_checkpoint
 
 CHOICES = method_from_preset("best", align_hidden=16, align_head=8)
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
@@ -76,7 +81,7 @@ class FakeRunner:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Checkpoint], Tables]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tables]:
     """measure_tables with one cache, on runners whose latency is their module's parameters."""
     clock = FakeClock()
 
@@ -86,7 +91,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Check
     monkeypatch.setattr(latency_grid, "_runner", runner)
     monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
     where = LatencyTarget(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
-    return lambda checkpoint: measure_tables(checkpoint, CHOICES, where)
+    return lambda checkpoint, method=CHOICES: measure_tables(checkpoint, method, where)
 
 
 def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
@@ -97,7 +102,7 @@ def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
     return replace(dense, model=model)
 
 
-def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[[Checkpoint], Tables]) -> None:
+def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[..., Tables]) -> None:
     dense = tiny.checkpoint()
     reduced = narrowed(dense, 96)
     assert reduced.architecture == dense.architecture
@@ -110,7 +115,7 @@ def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callabl
     assert measured(tiny.checkpoint(seed=1)).measured == 1, "other weights in the same shapes"
 
 
-def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Callable[[Checkpoint], Tables]) -> None:
+def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Callable[..., Tables]) -> None:
     dense = tiny.checkpoint()
     measured(dense)
     reduced = narrowed(dense, 96)
@@ -132,7 +137,42 @@ def test_a_budget_of_a_reduced_model_is_a_share_of_its_own_latency(measured: Cal
     assert found.share == pytest.approx(share, abs=0.01)
 
 
-def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[[Checkpoint], Tables]) -> None:
+@pytest.mark.slow("graph")
+def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
+    """Alike ones once, and what two sites of a segment save is added up."""
+    dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
+    tables = measured(dense, method)
+    assert sorted(tables.by_name) == [
+        "channels of 192, as in h.0",
+        "convolution channels of 24, as in stem",
+        "queries and keys of 48, as in h.0.attn.qk",
+        "queries and keys of 48, as in h.1.attn.qk",  # what makes tokens of the map stands in front of the first
+        "values of 48, as in h.0.attn.v",
+        "values of 48, as in h.1.attn.v",
+    ]
+    assert tables.names["h.1"] == tables.names["h.0"]
+    curves = []
+    for site in sites_of(dense.model).every:
+        widths = kind_of(site).offers(site, method)
+        sizes = tuple(map(site.size_of, widths))
+        errors = tuple(float(sizes[-1] - size) ** 2 for size in sizes)
+        curves.append(CostCurve(site=site.name, widths=widths, costs=sizes, cost_now=sizes[-1], errors=errors))
+    priced, total = curves_in_time(curves, tables, dense, 1)
+    assert total == pytest.approx(1e6 * cost_ms(dense.model), rel=1e-2), "layers without a bias are timed with one"
+    found = allocate(priced, total, 0.8)
+    smaller = dense.model
+    for site in sites_of(dense.model).every:
+        width = found.widths[site.name]
+        assert isinstance(site, TracedSite)
+        assert isinstance(width, int)
+        smaller = at_width(smaller, sites_of(smaller).by_name[site.name], width) if width < site.width else smaller  # type: ignore[arg-type]
+    share = cost_ms(smaller) / cost_ms(dense.model)
+    assert 0.7 < share <= 0.8
+    assert found.share == pytest.approx(share, abs=0.01)
+    assert measured(dense, method).measured == 0
+
+
+def test_a_block_of_other_layers_has_a_table_of_its_own(measured: Callable[..., Tables]) -> None:
     plain = measured(tiny.checkpoint())
     other = measured(tiny.checkpoint(act_layer="relu"))
     assert other.measured == 2, "the MLP's and the whole model's"

@@ -13,9 +13,10 @@ from torch import nn
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.merging import Merging, grown
 from corp_deploy.families.token_merging import TokenMerge
+from corp_deploy.families.traced_parts import STREAM
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget_planner import budget_planner
-from corp_deploy.planning.latency import STREAM, LatencyTarget, Tables, measure_tables
+from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables
 from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at, spread
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint

@@ -1,7 +1,9 @@
 """Models that no family knows go the whole way: calibrated, reduced, saved, loaded, exported and verified."""
 
+import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,29 @@ from torch import Tensor, nn
 
 from calib.moments import Moments
 from corp_deploy.cli import main
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_module import known_of
 from corp_deploy.families.trusted_code import Code, trusting_code
+from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.polish import polished
+from corp_deploy.polish.walk import blocks
+from corp_deploy.proof.locate import graph_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.site import Index
+from corp_deploy.traced.tree import Norm
+from export.graph.precision import typed_copy
 from ground.errors import BadInput
+from perf.parity.diagnosis import locate_in_exact
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
 
 ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
@@ -197,6 +208,74 @@ def test_queries_and_keys_that_repeat_others_go_at_no_loss(preset: str, tmp_path
 
 
 @pytest.mark.slow("graph")
+@pytest.mark.parametrize("name", ["own", "densenet"])
+def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_path: Path) -> None:
+    dense = checkpoint_named(name)
+    reduced = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
+    pixels = torch.from_numpy(images(3, seed=3))
+    for model in (dense.model, reduced):
+        stream_BNC = traced_model.embedded(model, pixels)
+        for step in traced_model.steps(model):
+            stream_BNC = step(stream_BNC)
+            assert stream_BNC.ndim == 3
+        assert torch.allclose(traced_model.finished(model, stream_BNC, pixels), model(pixels), atol=1e-5)
+    every = [[(block.name, *map(block.holds, ("stem", "h.0", "h.0.attn.v")))] for block in blocks(reduced)]
+    assert [block.name for block in blocks(dense.model)] == [block.name for block in blocks(reduced)]
+    if name == "own":
+        assert every[:3] == [
+            [("stem", True, False, False)],
+            [("h.0.attn", False, False, True)],
+            [("h.0", False, True, False)],
+        ]
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize(
+    ("name", "how", "steps"), [("own", "block", 24), ("own", "model", 48), ("densenet", "block", 8)]
+)
+def test_a_polished_model_errs_less(name: str, how: PolishName, steps: int, tmp_path: Path) -> None:
+    dense = checkpoint_named(name)
+    start = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF))
+    opened = images_for_model(dense.model, tmp_path / "calibration.npy")
+    before = {key: tensor.clone() for key, tensor in start.model.state_dict().items()}
+    result = polished(dense.model, start.model, opened, PolishOptions(how=how, steps=steps, batch_size=8, views=False))
+    assert result.report.error < 0.9 * result.report.error_before
+    assert apart(result.model, dense.model) < 0.95 * apart(start.model, dense.model)
+    assert all(part.error <= part.error_before for part in result.report.parts)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in start.model.state_dict().items())
+    if name == "own":
+        narrower = {"block": ["stem", "h.0", "h.1"], "model": ["model"]}
+        assert [part.part for part in result.report.parts] == narrower[how]
+    with pytest.raises(BadInput, match="stand in blocks that can't be taken apart; polish block or model"):
+        polished(dense.model, start.model, opened, PolishOptions(how="layer"))
+    assert_saved_is_loaded(dense, replace(start, model=result.model), tmp_path)
+
+
+@pytest.mark.slow("graph")
+def test_a_graph_of_a_narrowed_program_is_named_by_modules_and_its_bad_block_found(tmp_path: Path) -> None:
+    dense = own_checkpoint()
+    reduced = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
+    model, pixels = traced_model.exportable(reduced), images(4, seed=3)
+    assert torch.equal(model(torch.from_numpy(pixels)), reduced(torch.from_numpy(pixels)))
+    assert model.state_dict().keys() == reduced.state_dict().keys()
+    assert [name for name, module in model.named_modules() if isinstance(module, Norm)][:2] == ["h.0.ln_1", "h.0.ln_2"]
+    feeds = {input_ports(reduced)[0].name: pixels}
+    own = Checkpoint(model=reduced, architecture=dense.architecture, lineage={})
+    assert locate_in_exact("onnx", model, graph_of(own, "fp32"), feeds, products=32).site is None
+    spoilt = copy.deepcopy(model)
+    with torch.no_grad():
+        spoilt.get_parameter("h.1.attn.c_proj.weight").mul_(1.01)
+    found = locate_in_exact("onnx", spoilt, graph_of(own, "fp32"), feeds, products=32)
+    assert found.site == "h.1.attn", found
+    mixed = typed_copy(model, "mixed", ("h.1.*",), norms=NORMS)
+    kinds = {name: parameter.dtype for name, parameter in mixed.named_parameters()}
+    assert kinds["h.1.c_fc.weight"] == kinds["h.0.ln_1.weight"] == torch.float32
+    assert kinds["h.0.c_fc.weight"] == torch.float16
+    with torch.inference_mode():
+        assert torch.allclose(mixed(torch.from_numpy(pixels)), reduced(torch.from_numpy(pixels)), atol=1e-2)
+
+
+@pytest.mark.slow("graph")
 def test_a_reduced_model_is_reduced_again(tmp_path: Path) -> None:
     dense = own_checkpoint()
     once = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("best", **HALF))
@@ -288,10 +367,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
         (("--whole-heads", 0.5), "no heads are removed whole"),
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),
-        (
-            ("--latency", 0.8, "--latency-tables", "t", "--batch", 1, "--images", "calibration.npy"),
-            "could be timed alone",
-        ),
+        (("--mlp", 0.5, "--outputs", "class"), "its own output alone is known"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:

@@ -1,11 +1,13 @@
 """Programs taken apart at tensors that all later ones are computed through."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
+from corp_deploy.families.traced_segments import layout_of
 from corp_deploy.traced.cuts import between, cuts
 from corp_deploy.traced.narrow import narrow
 from corp_deploy.traced.program import Program, trace
@@ -56,6 +58,29 @@ def test_a_narrowed_program_has_the_same_cuts() -> None:
     narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})
     again = found_of(narrower.module, IMAGES)
     assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "image", "axis"),
+    [
+        ((8, 5, 5), (3, 10, 10), 1),
+        ((5, 5, 8), (3, 10, 10), 3),
+        ((7, 7, 7), (3, 14, 14), 1),
+        ((9, 2, 3), (3, 4, 6), 1),
+        ((2, 3, 9), (3, 4, 6), 3),
+        ((16, 8), (3, 4, 6), 2),
+        ((8,), (3, 4, 6), 1),
+    ],
+)
+def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[int, ...], axis: int) -> None:
+    tensor = torch.randn(2, *sizes)
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = tensor
+    layout = layout_of(node, image)
+    rows_BNC = layout.rows(tensor)
+    assert rows_BNC.shape == (2, math.prod(sizes) // sizes[axis - 1], sizes[axis - 1])
+    assert torch.equal(rows_BNC[1, 0], tensor[1].movedim(axis - 1, -1).reshape(-1, sizes[axis - 1])[0])
+    assert torch.equal(layout.tensor(rows_BNC), tensor)
 
 
 def test_no_cut_stands_before_the_last_use_of_a_second_input() -> None:

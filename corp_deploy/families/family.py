@@ -34,12 +34,14 @@ from . import (
 )
 from .architecture import Architecture
 from .array_inputs import batch_of_ports
+from .convolution import Convolution
 from .maps import Grid
 from .merging import Merging
 from .modules import device
 from .named_outputs import NamedOutputs, named
 from .named_sites import NamedSites
 from .outputs import Outputs
+from .site import Site
 from .sites import Sites
 from .steps import Step, Walk
 from .tokenizer import SequenceSpec, TextSpec
@@ -305,6 +307,8 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
     """A copy of a model of any family that gives these outputs, its own for None. Raises BadInput for what it
     hasn't.
     """
+    if outputs is not None and isinstance(model, TracedModule):
+        raise BadInput("outputs: of a traced model its own output alone is known; leave --outputs away")
     return named(model, family_of(model), outputs)
 
 
@@ -320,13 +324,24 @@ def token_weights(model: nn.Module) -> TokenWeights:
 
 
 def is_run_whole(model: nn.Module) -> bool:
-    """Whether no step of the model is known, only its sites: those that their user named, or that were found."""
+    """Whether the layers of the model's sites are heard in a run of all of it: of those that their user named, or that
+    were found.
+    """
     return isinstance(model, NamedSites | TracedModule)
 
 
 def listened(model: nn.Module) -> nn.Module:
     """What to run for the sites of a model of any family to be heard: itself, or its program."""
     return traced_model.listened(model) if isinstance(model, TracedModule) else model
+
+
+def layers_of(model: nn.Module, site: Site) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The linear layers and convolutions that have a site's weights, by name in the model."""
+    if isinstance(model, TracedModule):
+        return dict(traced_model.layers_of(model, site))
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = (layer for module in site.modules for layer in module.modules())
+    return {names[id(layer)]: layer for layer in layers if isinstance(layer, nn.Linear | Convolution)}
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:

@@ -11,10 +11,12 @@ from timm.layers import (
     SimpleNormFp32,
 )
 
+from corp_deploy.traced.tree import Norm
 from export.graph.precision import NORMS as TORCH_NORMS
 
 NORMS = (
     *TORCH_NORMS,
+    Norm,
     RmsNorm,
     RmsNorm2d,
     RmsNorm2dFp32,

@@ -127,11 +127,15 @@ class Nothing(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """What is no branch of a model and is run as it is: a norm after a sum, a block that can't be taken apart."""
+    """What is no branch of a model and is run as it is: a norm after a sum, a block that can't be taken apart.
+
+    `sites`: those inside a block that has all of its sites in this one step.
+    """
 
     module: nn.Module
     mixes_tokens: bool = False
     name: str = ""
+    sites: tuple[str, ...] = ()
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         masked = self.mixes_tokens and weights_BN is not None

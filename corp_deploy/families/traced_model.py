@@ -1,11 +1,12 @@
 """The family of all models that have none: their sites are found in the program that torch traces of them.
 
-Such a model is run whole: nothing is known of what lies between its sites.
+Their steps are the segments between the program's cuts. The first stream is the input itself, the last one the output
+where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
 """
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
 from corp_deploy.traced.padding import padded
-from corp_deploy.traced.readers import without_biases_
+from corp_deploy.traced.readers import Layer, as_module, layers, without_biases_
+from corp_deploy.traced.tree import tree
 from corp_deploy.traced.types import made_on_, with_one_type_
 from corp_deploy.traced.vocabulary import vocabularies
 from ground.errors import BadInput
@@ -29,23 +31,26 @@ from .module_facts import Spec, facts_of_module
 from .modules import replaced
 from .own_modules import grid as grid
 from .own_modules import merging_of as merging_of
-from .own_modules import steps as steps
 from .own_modules import token_kinds as token_kinds
+from .site import Site
 from .sites import Sites
+from .steps import Passage
 from .timm_library import own_state as own_state
 from .timm_library import unused as unused
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, content_of_tokenizer
-from .traced_module import Facts, TracedModule, Tracing, known_of, narrowed_module, traced_module, tracing_of
-from .traced_sites import traced_sites
+from .traced_module import Facts, TracedModule, Tracing, known_of, traced_module, tracing_of
+from .traced_segments import ByRows, Layout, Segment, layout_of
+from .traced_site import TracedSite
+from .traced_sites import names_of, traced_sites
 from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "traced"
 FIXED_PARTS: tuple[str, ...] = ()
 _WHOLE = (
-    "its sites were found in its traced program, which is run whole, so no block can be followed; leave away "
-    "--closed-loop, --polish and --merge-tokens"
+    "its traced program takes or gives several tensors, so that no stream can be followed from block to block; leave "
+    "--polish away"
 )
 
 
@@ -106,19 +111,58 @@ def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
     return named(inputs)[masks[0]].float() if len(masks) == 1 else None
 
 
+def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
+    """The layers that write or read a site's groups by name, as modules that share the model's own parameters."""
+    own = tracing(model)
+    assert isinstance(site, TracedSite), site
+    touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
+    for layer in layers(own.program):
+        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter):
+            yield layer.name, as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
+
+
+def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
+    """The names of the sites that stand in each segment, in order."""
+    own = tracing(model)
+    held = {name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()}
+    return {each: tuple(name for name in held if not held[name].isdisjoint(each.held)) for each in own.segments}
+
+
+def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
+    """Of the first or the last stream. Raises BadInput where there is none."""
+    own = tracing(model)
+    if not own.segments:
+        raise BadInput(f"{type(model).__name__}: {_WHOLE}")
+    first, last = own.segments[0], own.segments[-1]
+    return layout_of(first.before if is_first else last.after, input_spec(model).shape)
+
+
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Passage]:
+    """The segments of the program, the last one where a site stands there; none where several tensors go in or out."""
+    for segment, inside in sites_by_segment(model).items():
+        if inside or segment is not tracing(model).segments[-1]:
+            yield Passage(module=ByRows(segment, input_spec(model).shape), name=segment.name, sites=inside)
+
+
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Raises BadInput: there is no stream to follow."""
-    raise BadInput(f"{type(model).__name__}: {_WHOLE}")
+    """The input itself. Raises BadInput where there is more than one."""
+    entering = _layout_at(model, is_first=True)
+    (x,) = named(inputs).values()
+    return entering.rows(x)
 
 
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
-    """Raises BadInput: there is no stream that it could be of."""
-    raise BadInput(f"{type(model).__name__}: {_WHOLE}")
+    """Raises BadInput where the program gives several tensors."""
+    leaving = _layout_at(model, is_first=False)
+    last = tracing(model).segments[-1]
+    if not sites_by_segment(model)[last]:
+        x_BNC = ByRows(last, input_spec(model).shape)(x_BNC)
+    return leaving.tensor(x_BNC)
 
 
 def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
-    """Raises BadInput: there is no stream that it could be of."""
-    raise BadInput(f"{type(model).__name__}: {_WHOLE}")
+    """Raises BadInput: which norm is the head's isn't known."""
+    raise BadInput(f"{type(model).__name__}: of a traced model no norm behind the last block is known")
 
 
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
@@ -175,15 +219,16 @@ def _program(model: nn.Module, *, is_padded: bool = False) -> fx.GraphModule | N
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode: of timm's dense models as it is, of others the program, which runs in any type. Of a reduced
-    one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
+    """A copy in eval mode: of timm's dense models as it is, of others the program, which runs in any type, as modules
+    by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a reduced one
+    queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
     known = known_of(model)
     graph = _program(model, is_padded=known.cut is not None and geometry != "ragged")
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
     with_one_type_(graph)
-    return narrowed_module(graph, known.plain.__name__, facts_of(model), known.cut).eval().requires_grad_(False)
+    return tree(graph, graph.graph).requires_grad_(False)
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

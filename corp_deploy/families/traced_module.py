@@ -25,6 +25,7 @@ from .module_calls import Calling, by_ports
 from .modules import device
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec
+from .traced_segments import Segment, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -69,6 +70,10 @@ class Tracing:
     @cached_property
     def found(self) -> Found:
         return find(self.program)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return segments(self.found)
 
     @cached_property
     def shares(self) -> Shares:

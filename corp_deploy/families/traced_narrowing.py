@@ -22,6 +22,7 @@ from .array_inputs import random_batch
 from .modules import device
 from .traced_model import facts_of, tracing
 from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, narrowed_module
+from .traced_site import TracedSite
 from .traced_sites import names_of
 
 VERSIONS = ("torch", "timm")
@@ -60,6 +61,21 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     without_biases_(graph, needless)
     biases = tuple(name for name in _added(graph, own) if name not in needless)
     return _module(model, graph, _joined(before, own, kept, biases))
+
+
+def at_width(model: nn.Module, site: TracedSite, width: int) -> nn.Module:
+    """The model with the first groups of each part of one site, as many as the width says, and nothing repaired. Raises
+    BadInput where the site can't be narrower.
+    """
+    own, part_G = tracing(model), site.groups.part_G
+    part_G = np.zeros(site.size, dtype=np.int64) if part_G is None else part_G
+    first_G = np.concatenate([np.flatnonzero(part_G == part)[: width // site.parts] for part in range(site.parts)])
+    given = narrow(own.found, {site.groups.key: np.sort(first_G)})
+    if given.whole:
+        raise BadInput(
+            f"{site.name}: it can't be {width} wide: {given.whole[site.groups.key]}; give a budget of --macs"
+        )
+    return _module(model, given.module, _joined(known_of(model).cut, own, {site.name: np.sort(first_G)}, ()))
 
 
 def _graph(changed: Tracing, own: Tracing, kept: Mapping[str, Index]) -> fx.GraphModule:

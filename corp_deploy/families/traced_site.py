@@ -122,7 +122,8 @@ class TracedSite:
         return ()
 
     def entering(self, tokens: int) -> tuple[int, ...]:
-        raise BadInput(f"{self.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
+        """Not known of a site by itself: see traced_parts.py."""
+        raise BadInput(f"{self.name}: a site of a traced model is no layer that tokens enter")
 
     def tokens_before(self, tokens: int) -> int:
         return tokens

@@ -3,9 +3,10 @@
 Where tokens are merged away a block is measured at a few numbers of tokens, between which it is interpolated, each
 merge as a layer of its own, and the whole model with all its tokens too.
 
-A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on. The
-tables are cached under the machine's fingerprint, so a second budget measures nothing: those of blocks by shape and
-structure, that of the whole model by its digest.
+A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on; of a
+traced model as the segments of its program that a site stands in, the other sites there whole. The tables are cached
+under the machine's fingerprint, so a second budget measures nothing: those of blocks by shape and structure, that of
+the whole model by its digest.
 """
 
 import tempfile
@@ -20,6 +21,9 @@ from torch import nn
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
+from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_parts import STREAM, Part, part_of
+from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
@@ -71,6 +75,7 @@ class Tables:
     the model's own latency under width 1.
 
     `merges`: the table of every merge of tokens. `all_tokens`: the latency of a model that merges, with nothing merged.
+    `of_segments`: whether a table is of more than its site alone, whose is what it takes above that at the narrowest.
     """
 
     by_name: dict[str, LatencyTable]
@@ -80,6 +85,7 @@ class Tables:
     merges: dict[str, str]
     all_tokens: LatencyTable | None
     measured: int
+    of_segments: bool = False
 
     def refuse_disturbed(self) -> None:
         """Raise BadInput where other programs had the CPU for too much of a measurement."""
@@ -102,7 +108,6 @@ class Tables:
         return (self.all_tokens or self.dense).latency_ms(1, batch)
 
 
-STREAM = OutputPort(name="stream", role="feature map")
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]
 
@@ -197,6 +202,47 @@ def _grids_of_sites(
     return grids, {site.name: named(shapes[site.name]) if site.name in shapes else {} for site in sites}
 
 
+def _grids_of_segments(
+    model: nn.Module, method: Method, tokens: Mapping[str, int], where: LatencyTarget, scratch: Path
+) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
+    """Of a traced model: grids of the segments that sites stand in, one for all that stand alike in alike ones, and
+    that of each site; none where a site stays.
+    """
+    grids, names, known = dict[str, Grid](), dict[str, dict[int, str]](), dict[str, str]()
+    for site in sites_of(model).every:
+        assert isinstance(site, TracedSite), site
+        sizes = tuple(site.size_of(width) for width in kind_of(site).offers(site, method))
+        names[site.name] = {}
+        if len(sizes) > 1:
+            part = part_of(model, site, site.width)
+            name = known.setdefault(part.outline, f"{site.outline(method.geometry)}, as in {site.name}")
+            names[site.name] = {tokens[site.name]: name}
+            grids.setdefault(name, _grid_of_segments(name, model, site, sizes, where, scratch, part))
+    return grids, names
+
+
+def _grid_of_segments(
+    name: str,
+    model: nn.Module,
+    site: TracedSite,
+    sizes: tuple[int, ...],
+    where: LatencyTarget,
+    scratch: Path,
+    part: Part,
+) -> Grid:
+    def open_width(size: int) -> ModuleRunner | OnnxRunner:
+        return _runner(part_of(model, site, size).module, part.inputs, part.outputs, where, scratch)
+
+    return Grid(
+        name=name,
+        identity=part.outline,
+        open_width=open_width,
+        inputs=part.inputs,
+        widths=spread(sizes, POINTS),
+        batches=where.batches,
+    )
+
+
 def _runner(
     module: nn.Module, inputs: Inputs, outputs: Outputs, where: LatencyTarget, scratch: Path
 ) -> ModuleRunner | OnnxRunner:
@@ -222,20 +268,17 @@ def measure_tables(
     progress: Callable[[float, str], None] | None = None,
 ) -> Tables:
     """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
-    holds them. Raises BadInput for sites of no layer that could be timed alone.
+    holds them. Raises BadInput for a site of a traced model that can't be narrower.
     """
     model = checkpoint.model
-    if alone := next((site.name for site in sites_of(model).every if not site.modules), None):
-        raise BadInput(
-            f"{alone}: a site that was found in a traced program is no layer that could be timed alone; give a budget "
-            "of --macs or --params"
-        )
+    is_traced = isinstance(model, TracedModule)
     tokens, merges = tokens_of_sites(model), merges_of(model)
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
-        grids, names = _grids_of_sites(model, method, tokens, where, at)
+        grids_of = _grids_of_segments if is_traced else _grids_of_sites
+        grids, names = grids_of(model, method, tokens, where, at)
         channels = sites_of(model).every[0].entering(1)[-1] if merges else 0
         for step, (merge, entering) in merges.items():
             of_merges[step] = name = merge_name(merge, entering, channels)
@@ -254,6 +297,7 @@ def measure_tables(
         merges=of_merges,
         all_tokens=wholes[1][0] if merges else None,
         measured=sum(not cached for _, cached in (*found.values(), *wholes)),
+        of_segments=is_traced,
     )
 
 
@@ -270,6 +314,8 @@ def curves_in_time(
     for curve in curves:
         size_of = sites[curve.site].size_of
         costs = tuple(round(1e6 * tables.latency_ms(curve.site, size_of(width), batch)) for width in curve.widths)
+        least = min(costs) if tables.of_segments else 0
+        costs = tuple(cost - least for cost in costs)
         priced.append(replace(curve, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
     alone = sum(curve.costs[-1] for curve in priced) + round(1e6 * tables.merging_ms(batch))

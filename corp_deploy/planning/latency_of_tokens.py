@@ -32,9 +32,9 @@ def tokens_of_sites(model: nn.Module) -> dict[str, int]:
 
 def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
     """Milliseconds of a layer at this size, straight between the numbers of tokens that it was measured at; nothing
-    where a constant alone is left of it.
+    where a constant alone is left of it, or where it stays and wasn't measured.
     """
-    if not size:
+    if not size or not tables:
         return 0.0
     measured = sorted(tables)
     return float(np.interp(tokens, measured, [tables[each].latency_ms(size, batch) for each in measured]))

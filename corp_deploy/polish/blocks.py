@@ -140,7 +140,7 @@ def _reduced(subject: Subject) -> list[bool]:
     models = subject.dense, subject.model
     widths = [{site.name: site.as_metadata() for site in sites_of(model).every} for model in models]
     changed = [name for name, width in widths[1].items() if widths[0].get(name) != width]
-    return [any(f"{name}.".startswith(f"{block.name}.") for name in changed) for block in blocks(subject.model)]
+    return [any(map(block.holds, changed)) for block in blocks(subject.model)]
 
 
 def polish_blocks_(subject: Subject, parts: Parts) -> None:
@@ -151,7 +151,7 @@ def polish_blocks_(subject: Subject, parts: Parts) -> None:
     reduced = _reduced(subject)
     for index, (before, block) in enumerate(zip(blocks(subject.dense), blocks(model), strict=True)):
         fitted, judging = (_behind_dense(before, rows) for rows in (fitted, judging))
-        matrices = chosen_(model, within=block.name) if reduced[index] else ()
+        matrices = chosen_(model, block) if reduced[index] else ()
         if matrices and not parts.was_finished_(matrices):
             read = subject.read if index == len(reduced) - 1 else None
             problem = OneBlock(model, index, fitted, judging, read=read, piece=options.piece, ranks=subject.ranks)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.convolution import Convolution
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import layers_of, sites_of
 
-Layer = nn.Linear | Convolution
+from .walk import Block
+
+Layer = nn.Linear | nn.Conv2d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +64,14 @@ def _side_by_side(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
 
-def chosen_(model: nn.Module, *, within: str = "") -> tuple[Matrix, ...]:
-    """The matrices of all sites, or of the sites of one block by its name; from now on of all the model's parameters
-    those alone require gradients.
+def chosen_(model: nn.Module, block: Block | None = None) -> tuple[Matrix, ...]:
+    """The matrices of all sites, or of the sites of one block; from now on of all the model's parameters those alone
+    require gradients.
     """
     chosen: dict[str, Layer] = {}
-    names = {id(module): name for name, module in model.named_modules()}
     for site in sites_of(model).every:
-        if within and not f"{site.name}.".startswith(f"{within}."):
-            continue
-        layers = (layer for module in site.modules for layer in module.modules() if isinstance(layer, Layer))
-        chosen |= {names[id(layer)]: layer for layer in layers if layer.weight.numel()}
+        if block is None or block.holds(site.name):
+            chosen |= {name: layer for name, layer in layers_of(model, site).items() if layer.weight.numel()}
     model.requires_grad_(False)
     for layer in chosen.values():
         layer.requires_grad_(True)

@@ -11,9 +11,11 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.hooks import evaluating
 from calib.input_set import InputSet
+from corp_deploy.families.coupled_site import CoupledSite
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.steps import Branch
+from corp_deploy.families.steps import Branch, Passage
+from corp_deploy.families.traced_site import TracedStream
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
 from ground.errors import BadInput
@@ -29,6 +31,7 @@ from .report import PolishReport
 from .state import StateFile
 from .subject import Subject
 from .teacher import Teacher
+from .walk import blocks
 from .whole import polish_whole_
 
 
@@ -60,20 +63,37 @@ def _state_file(path: Path, subject: Subject) -> StateFile:
 
 
 def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a site to be fitted stands in a block that can't be walked through."""
-    branches = {step.name for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)}
-    whole = [name for name in reduced_sites(dense, reduced) if name not in branches]
+    """Raise BadInput where a site to be fitted stands in a block that can't be walked through, or taken apart where
+    layers are fitted; and where the blocks are others than the dense model's.
+    """
+    steps = list(family_of(reduced).steps(reduced))
+    walked = {step.name for step in steps if isinstance(step, Branch)}
+    fused = {name for step in steps if isinstance(step, Passage) for name in step.sites}
+    walked |= fused if options.how == "block" else set()
+    whole = [name for name in reduced_sites(dense, reduced) if name not in walked]
     if whole and options.how != "model":
+        instead = "block or model" if fused.issuperset(whole) else "model"
         raise BadInput(
-            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
-            "leave --polish away"
+            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish "
+            f"{instead}, or leave --polish away"
         )
+    own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
+    if own != dense_own:
+        raise BadInput(
+            f"polish: the reduced model's blocks are {', '.join(own)}, the dense one's {', '.join(dense_own)}, so that "
+            "none can be fitted to another; leave --polish away"
+        )
+
+
+def _streams(model: nn.Module) -> list[CoupledSite | TracedStream]:
+    own = sites_of(model)
+    return [*own.coupled, *(site for site in own.every if isinstance(site, TracedStream))]
 
 
 def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
     """Raise BadInput where streams have fewer channels than the dense model's, to which none can be fitted."""
-    widths = {site.name: site.width for site in sites_of(dense).coupled}
-    narrower = [site.name for site in sites_of(reduced).coupled if widths.get(site.name) != site.width]
+    widths = {site.name: site.width for site in _streams(dense)}
+    narrower = [site.name for site in _streams(reduced) if widths.get(site.name) != site.width]
     if narrower:
         raise BadInput(
             f"polish: the streams that {', '.join(narrower[:4])} write have fewer channels than the dense model's, to "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 from corp_deploy.families.conv_block import ConvRow
 from corp_deploy.families.family import answers, family_of
-from corp_deploy.families.steps import Branch, Fork, Step, Walk
+from corp_deploy.families.steps import Branch, Fork, Passage, Step, Walk
 from corp_deploy.families.token_merging import Tokens
 
 
@@ -23,6 +23,11 @@ class Block:
     name: str
     steps: tuple[Step, ...]
 
+    def holds(self, site: str) -> bool:
+        """Whether a site of this name stands in it: one that a step says, else one named behind the block."""
+        said = {name for step in self.steps if isinstance(step, Passage) for name in step.sites}
+        return site in said if said else f"{site}.".startswith(f"{self.name}.")
+
     def __call__(self, walk: Walk) -> Walk:
         """Behind all of them."""
         for step in self.steps:
@@ -32,8 +37,10 @@ class Block:
 
 def _owner(step: Step) -> str | None:
     """The block that a branch is of: `blocks.3` for `blocks.3.mlp`, and for `blocks.3.ffns.0.mlp` behind a fork, itself
-    for a row of convolutions; None for what is no branch.
+    for a row of convolutions and for a block that is one step; None for what is no branch.
     """
+    if isinstance(step, Passage) and step.sites:
+        return step.name
     if isinstance(step, Fork) or (isinstance(step, Branch) and isinstance(step.layer, ConvRow)):
         return step.name
     return step.name.rsplit(".", 3 if step.forked else 1)[0] if isinstance(step, Branch) else None

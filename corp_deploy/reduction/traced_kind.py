@@ -215,7 +215,7 @@ class TracedKind(Generic[OfSite]):
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
     def layer(self, site: OfSite, layer: nn.Module, method: Method, width: int) -> NoReturn:
-        raise BadInput(f"{site.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
+        raise BadInput(f"{site.name}: a site of a traced model is no layer; see families/traced_parts.py")
 
     def rebuilt(self, branch: object, site: OfSite, *rest: object) -> NoReturn:
         raise BadInput(f"{site.name}: of a traced model no block is known that a loop could follow; drop --closed-loop")

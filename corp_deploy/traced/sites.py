@@ -118,7 +118,7 @@ def _site(flow: Flow, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike)
         spans[use.role].setdefault((use.name, use.axes, reader), span)
     nodes = list(dict.fromkeys(use.node for use in each.uses))
     return Site(
-        name=_path(nodes),
+        name=common_path(nodes),
         kind=_kind(flow, each),
         size=len(each.group_G),
         writers=tuple(spans["writes"].values()),
@@ -177,7 +177,7 @@ def _numbered(parts: list[int]) -> Index | None:
     return np.array([number[part] for part in parts]) if len(number) > 1 else None
 
 
-def _path(nodes: Sequence[fx.Node]) -> str:
+def common_path(nodes: Sequence[fx.Node]) -> str:
     """The innermost module that all are called in; of those that share none, the first."""
     paths = [path.split(".") for path in (module_of(node)[0] for node in nodes) if path]
     common = [] if not paths else [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]

@@ -1,0 +1,129 @@
+"""A program as modules that call each other as those did that it was traced from, by the same names."""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import Tensor, fx, nn
+
+from .program import module_of
+
+Path = tuple[str, ...]
+
+
+class Called(nn.Module):
+    """A module of the tree, as one that is written by hand: of nodes inside of a GraphModule an export doesn't say
+    where they were called.
+    """
+
+
+class Norm(Called):
+    """One whose class was a norm's, other than that of a batch, and that called no other."""
+
+
+def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
+    """What the graph makes of the tensors of `root`, which stay at their names; a module that is called again, or whose
+    work isn't done at a stretch, has what comes later done where it is called.
+    """
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    called = [node for node in nodes if node.op == "call_function"]
+    return _Making(root=root, paths=_paths(called), path=()).made(called, inputs, nodes[-1])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Making:
+    """The module of one path: what stands in its graph for each node, and the modules and tensors that it has."""
+
+    root: nn.Module
+    paths: Mapping[fx.Node, Path]
+    path: Path
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
+
+    def made(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
+        """`end`: the program's output, of the outermost; None where what is used elsewhere leaves."""
+        for node in entering:
+            self.nodes[node] = self.graph.placeholder(node.name)
+        for name, run in self._runs(called):
+            if name is None:
+                for node in run:
+                    self.nodes[node] = self.graph.node_copy(node, self._given)
+            else:
+                self._call(name, run)
+        if end is not None:
+            self.graph.node_copy(end, self._given)
+            self.graph.set_codegen(end.graph._codegen)
+        else:
+            leaving = tuple(self.nodes[node] for node in _leaving(called))
+            self.graph.output(leaving[0] if len(leaving) == 1 else leaving)
+        is_norm = all(self.paths[node] == self.path for node in called) and _is_norm(called)
+        return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else Called)
+
+    def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, list[fx.Node]]]:
+        depth, seen = len(self.path), set[str]()
+        for name, run in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
+            again = name is None or name in seen
+            seen |= set() if name is None else {name}
+            yield None if again else name, list(run)
+
+    def _call(self, name: str, run: list[fx.Node]) -> None:
+        path, inside = (*self.path, name), set(run)
+        every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
+        entering = [each for each in every if each.op != "get_attr" or not _is_below(str(each.target), path)]
+        self.own[name] = _Making(root=self.root, paths=self.paths, path=path).made(run, entering, None)
+        call = self.graph.call_module(name, tuple(self._given(each) for each in entering))
+        leaving = _leaving(run)
+        for at, node in enumerate(leaving):
+            one = len(leaving) == 1
+            self.nodes[node] = call if one else self.graph.call_function(operator.getitem, (call, at))
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        if node not in self.nodes:
+            assert node.op == "get_attr", node
+            name = ".".join(str(node.target).split(".")[len(self.path) :])
+            self.own[name] = _tensor(self.root, str(node.target))
+            self.nodes[node] = self.graph.get_attr(name)
+        return self.nodes[node]
+
+
+def _by_hand(graph: fx.GraphModule, base: type[Called]) -> nn.Module:
+    kind: type[Called] = type(base.__name__, (base,), {"forward": type(graph).forward})
+    made = kind.__new__(kind)
+    made.__dict__ |= vars(graph.eval())
+    return made
+
+
+def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:
+    """Where each was called; what was put there later stands with what uses it."""
+    paths: dict[fx.Node, Path] = {}
+    for node in reversed(called):
+        path = module_of(node)[0]
+        user = next((each for each in node.users if each in paths), None)
+        own = tuple(path.split(".")) if path else ()
+        paths[node] = own if user is None or "nn_module_stack" in node.meta else paths[user]
+    return paths
+
+
+def _is_below(name: str, path: Path) -> bool:
+    return tuple(name.split(".")[: len(path)]) == path
+
+
+def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
+    """What others use."""
+    inside = set(run)
+    return [node for node in run if any(user not in inside for user in node.users)]
+
+
+def _is_norm(called: Sequence[fx.Node]) -> bool:
+    kinds = {module_of(node)[1] for node in called}
+    return bool(kinds) and all("Norm" in kind and "BatchNorm" not in kind for kind in kinds)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    value = getattr(module.get_submodule(owner), last)
+    assert isinstance(value, Tensor), name
+    return value
