@@ -45,8 +45,8 @@ ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 
 HALF: Mapping[str, Any] = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, **ALIGNED}
 
 
-def own_checkpoint() -> Checkpoint:
-    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), {}, Preprocessing())
+def own_checkpoint(**arguments: int) -> Checkpoint:
+    architecture = architecture_of(Code(file="own.py", function="make", source=CODE), arguments, Preprocessing())
     with trusting_code(True):
         model = with_structure(dense_from_architecture(architecture))
     return Checkpoint(model=model, architecture=architecture, lineage={})
@@ -207,6 +207,43 @@ def test_queries_and_keys_that_repeat_others_go_at_no_loss(preset: str, tmp_path
     assert_saved_is_loaded(dense, reduction, tmp_path)
 
 
+@torch.no_grad()
+def with_repeated_heads(model: nn.Module, shared: int) -> nn.Module:
+    """Of 4 heads the last two are the first two again."""
+    for name in ("h.0.attn.c_attn", "h.1.attn.c_attn"):
+        for parameter in (model.get_parameter(f"{name}.weight"), model.get_parameter(f"{name}.bias")):
+            for rows in parameter.split((48, 48 // shared, 48 // shared)):
+                rows[len(rows) // 2 :] = rows[: len(rows) // 2].clone()
+    return model
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("shared", [1, 2])
+def test_whole_heads_that_repeat_others_go_at_no_loss(shared: int, tmp_path: Path) -> None:
+    """All heads that share keys and values at once, and their queries and keys with them."""
+    dense = own_checkpoint(heads=4, shared=shared)
+    with_repeated_heads(dense.model, shared)
+    moments, errors = calibrated(dense, tmp_path), {}
+    for preset in ("none", "grail", "best"):
+        reduction = reduce(dense.model, moments, method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9))
+        assert [(each.part, each.width) for each in reduction.sites] == [("heads", 2 // shared)] * 2
+        assert reduction.coverage.verdict == "2 of 2 sites reduced"
+        errors[preset] = apart(reduction.model, dense.model)
+    assert errors["best"] < 1e-4, errors
+    assert max(errors["best"], 1e-6) < errors["none"], errors
+    assert reduction.model.get_parameter("h.0.attn.c_attn.weight").shape == (24 + 48 // shared, 48)
+    assert reduction.model.get_parameter("h.0.attn.c_proj.weight").shape == (48, 24)
+    assert_saved_is_loaded(dense, reduction, tmp_path)
+    both = method_from_preset("best", heads_sparsity=0.5, attention_sparsity=0.5, geometry="square", **ALIGNED)
+    narrower = reduce(dense.model, moments, both)
+    assert [(each.part, each.width) for each in narrower.sites if each.site == "h.0.attn.v"] == [
+        ("heads", 2 // shared), ("v", 8) if shared == 1 else ("values", 8)
+    ]  # fmt: skip
+    rows = 2 * 3 * 8 if shared == 1 else 2 * 12 + 12 + 8
+    assert narrower.model.get_parameter("h.0.attn.c_attn.weight").shape == (rows, 48)
+    assert_saved_is_loaded(dense, narrower, tmp_path)
+
+
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", ["own", "densenet"])
 def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_path: Path) -> None:
@@ -364,7 +401,6 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (("--whole-heads", 0.5), "no heads are removed whole"),
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),
         (("--mlp", 0.5, "--outputs", "class"), "its own output alone is known"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from corp_deploy.traced.heads import beside, together
 from corp_deploy.traced.narrow import narrow, prove
 from corp_deploy.traced.program import trace
 from corp_deploy.traced.proof import difference
@@ -126,9 +127,16 @@ def test_queries_become_narrower_than_values() -> None:
 
 
 def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
-    for name in ("relative", "einsum"):
+    for name in ("relative", "einsum", "grouped queries"):
         _, found = found_of(name)
+        queries, values = found.sites
+        others = beside(found, values)
+        assert not isinstance(others, str)
+        assert queries.part_G is not None
+        assert {key: parts.tolist() for key, parts in others.items()} == {queries.key: queries.part_G.tolist()}
         kept = {site.key: np.flatnonzero(site.part_G == 1) for site in found.sites}
+        assert together(found, kept) == [[queries.key, values.key]]
+        assert together(found, {site.key: half(site) for site in found.sites}) == [[queries.key], [values.key]]
         given = prove(found, kept, inputs([TOKENS], 2))
         assert given.whole == {}, name
         assert given.difference is not None

@@ -38,25 +38,30 @@ def make(**kwargs):
 
 
 class Attention(nn.Module):
-    """One layer for queries, keys and values, taken apart by split and view."""
+    """One layer for queries, keys and values, taken apart by split and view; `shared` heads in turn have the same keys
+    and values.
+    """
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, shared: int) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.heads, self.dim = heads, dim
+        self.c_attn, self.c_proj = nn.Linear(dim, dim + 2 * dim // shared), nn.Linear(dim, dim)
+        self.heads, self.dim, self.shared = heads, dim, shared
 
     def forward(self, x: Tensor) -> Tensor:
-        size = (*x.shape[:2], self.heads, self.dim // self.heads)
-        q, k, v = (each.view(size).transpose(1, 2) for each in self.c_attn(x).split(self.dim, dim=2))
+        size = (*x.shape[:2], -1, self.dim // self.heads)
+        sizes = (self.dim, *[self.dim // self.shared] * 2)
+        q, k, v = (each.view(size).transpose(1, 2) for each in self.c_attn(x).split(sizes, dim=2))
+        if self.shared > 1:
+            k, v = (each.repeat_interleave(self.shared, dim=1) for each in (k, v))
         weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(size[-1]), dim=-1)
         out: Tensor = self.c_proj((weights @ v).transpose(1, 2).contiguous().view(x.shape))
         return out
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, shared: int) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(dim), Attention(dim, heads), nn.LayerNorm(dim)
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(dim), Attention(dim, heads, shared), nn.LayerNorm(dim)
         self.c_fc, self.c_out = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ class Block(nn.Module):
 class Patched(nn.Module):
     """Images to patches by two convolutions, through blocks, to the mean patch's classes."""
 
-    def __init__(self, dim: int = 48, heads: int = 3, depth: int = 2, classes: int = CLASSES) -> None:
+    def __init__(self, dim: int = 48, heads: int = 3, depth: int = 2, classes: int = CLASSES, shared: int = 1) -> None:
         super().__init__()
         self.input_size = (3, SIDE, SIDE)
         self.stem = nn.Sequential(
@@ -76,7 +81,7 @@ class Patched(nn.Module):
         )
         self.wpe = nn.Parameter(torch.zeros(1, (SIDE // 8) ** 2, dim))
         self.cut = nn.Identity()  # of the name that a tool might take for itself
-        self.h = nn.ModuleList(Block(dim, heads) for _ in range(depth))
+        self.h = nn.ModuleList(Block(dim, heads, shared) for _ in range(depth))
         self.head = nn.Linear(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def traced_sites(tracing: Tracing) -> Sites:
         if kind is TracedPairs:
             made: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
-            made = _site(tracing, name, groups, kind)
+            made = _site(tracing, named, name, kind)
         if isinstance(made, TracedSite):
             every.append(made)
         else:
@@ -74,7 +74,8 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, name: str, groups: Groups, kind: type[TracedSite]) -> TracedSite | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[TracedSite]) -> TracedSite | str:
+    groups = named[name]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
     readings = list[Reading]()
@@ -94,7 +95,7 @@ def _site(tracing: Tracing, name: str, groups: Groups, kind: type[TracedSite]) -
         "macs_now": tracing.shares.macs[groups.key],
         "parameters_now": tracing.shares.parameters[groups.key],
     }
-    return values(tracing, own) if kind is TracedValues else kind(**own)
+    return values(tracing, named, own) if kind is TracedValues else kind(**own)
 
 
 def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) -> list[Reading]:

@@ -3,16 +3,19 @@
 Legend: H heads, V dimensions of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from corp_deploy.traced.heads import beside
 from corp_deploy.traced.program import operation
 from corp_deploy.traced.readers import layers
 from corp_deploy.traced.rows import Rows, moved_from, rows_of
+from corp_deploy.traced.site import Index
 from corp_deploy.traced.site import Site as Groups
 
 from .traced_module import Tracing
@@ -28,6 +31,7 @@ class TracedValues(TracedSite):
 
     `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
     layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
+    `with_heads` tells of which head each group of other sites is, by their names, that go with a head; or why none can.
     """
 
     kind: ClassVar[str] = "traced values"
@@ -35,14 +39,15 @@ class TracedValues(TracedSite):
     rows: Rows | None
     rows_HV: Tensor
     queries: int | None
+    with_heads: Callable[[], Mapping[str, Index] | str]
 
     @property
     def tied(self) -> str:
         return "" if self.queries is None else self.groups.name
 
 
-def values(tracing: Tracing, own: Mapping[str, Any]) -> TracedValues:
-    """The site of these fields, which are those of any."""
+def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]) -> TracedValues:
+    """The site of these fields, which are those of any; `named` are all."""
     groups, readings = own["groups"], own["readings"]
     part_G = torch.zeros(groups.size, dtype=torch.int64) if groups.part_G is None else torch.from_numpy(groups.part_G)
     groups_HV = part_G.argsort(stable=True).view(groups.parts, -1)
@@ -50,7 +55,17 @@ def values(tracing: Tracing, own: Mapping[str, Any]) -> TracedValues:
     rows_HV = torch.from_numpy(writer.index_GM[:, 0])[groups_HV]
     is_one = len(readings) == writer.index_GM.shape[1] == readings[0].columns_GM.shape[1] == 1
     rows = _rows(tracing, groups, readings[0]) if is_one else None
-    return TracedValues(**own, groups_HV=groups_HV, rows=rows, rows_HV=rows_HV, queries=None)
+
+    @cache
+    def with_heads() -> Mapping[str, Index] | str:
+        of_key = beside(tracing.found, groups)
+        return (
+            of_key
+            if isinstance(of_key, str)
+            else {name: of_key[each.key] for name, each in named.items() if each.key in of_key}
+        )
+
+    return TracedValues(**own, groups_HV=groups_HV, rows=rows, rows_HV=rows_HV, queries=None, with_heads=with_heads)
 
 
 def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:

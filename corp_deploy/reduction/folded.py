@@ -156,7 +156,7 @@ def _of_heads(
         folded=folded_heads(site, model.get_submodule(site.name), own, method, count),
         energy=output_energy_of_heads(own, weight_OC),
         energy_held_out=None if held_out is None else output_energy_of_heads(statistics(held_out), weight_OC),
-        report=partial(heads_report, site, method, count),
+        report=partial(heads_report, site.name, site.heads, method, count),
     )
 
 

@@ -248,7 +248,7 @@ def _folded(branch: Branch, site: HeadSite, streams: Streams, method: Method, co
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]
     energy = output_energy(moments, site.last.weight.detach().double())
-    report = heads_report(site, method, count, judged.recovery, energy, None)
+    report = heads_report(site.name, site.heads, method, count, judged.recovery, energy, None)
     return LinearReduced(modules={**judged.modules}, last=folded.last(judged.modules), reports=[report])
 
 

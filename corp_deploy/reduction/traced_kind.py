@@ -18,6 +18,7 @@ from corp_deploy.families.traced_pairs import Side
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.rows import Rows
+from corp_deploy.traced.site import Index
 from ground.errors import BadInput
 
 from .chosen import Chosen
@@ -58,11 +59,13 @@ class Mapped:
 @dataclass(frozen=True, kw_only=True)
 class TracedReduced(Reduced):
     """Of a site of a traced model: no module is new, the groups `kept_K` stay, layers that read them change, and rows
-    that write them are mixed. `selected`: groups go where nothing changes but that.
+    that write them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of
+    other sites that are left with whole heads gone.
     """
 
     kept_K: Tensor
     selected: bool = False
+    beside: Mapping[str, Index] = field(default_factory=dict)
     changes: tuple[Change, ...] = field(default=())
     mapped: tuple[Mapped, ...] = field(default=())
 

@@ -3,31 +3,37 @@
 Legend: H heads, V dimensions of a head, R kept, C = H V, O outputs of that layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from corp_deploy.algebra import values
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.values import ValueRecovery
+from corp_deploy.algebra.patch_elimination import eliminate_channels
+from corp_deploy.algebra.patches import columns
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.traced.rows import Rows
+from corp_deploy.traced.site import Index
 
 from .chosen import Chosen
 from .head_modules import rotated_values, value_report
 from .heads import values_at_site
 from .kind import ErrorCurve
 from .method import Method
+from .report import SiteReport
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced
 from .traced_reads import Read
+from .whole_heads import kept_groups, projected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """What all heads give, side by side, to the layer that reads it."""
+    """What heads give, side by side, to the layer that reads it."""
 
     z_mean_C: Tensor
     z_second_CC: Tensor
@@ -37,6 +43,76 @@ class _Given:
     @property
     def z_covariance_CC(self) -> Tensor:
         return self.z_second_CC - torch.outer(self.z_mean_C, self.z_mean_C)
+
+    @property
+    def projection(self) -> tuple[Tensor, Tensor]:
+        return self.weight_OC, self.bias_O
+
+    def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "_Given":
+        """Of these columns, which the layer reads as recovered."""
+        return _Given(
+            z_mean_C=self.z_mean_C[kept_K],
+            z_second_CC=self.z_second_CC[kept_K[:, None], kept_K],
+            weight_OC=recovery.weight_OK,
+            bias_O=recovery.bias_O,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """Heads of a site: their groups, the rows that make them, and what the layer behind them is given, on held-out
+    inputs and halves of the inputs too.
+    """
+
+    groups_HV: Tensor
+    rows_HV: Tensor
+    read: Read
+    own: _Given
+    held_out: _Given | None
+    halves: tuple[_Given, _Given] | None
+
+    @property
+    def taps(self) -> int:
+        """Columns of a group."""
+        return self.own.weight_OC.shape[1] // self.groups_HV.numel()
+
+    def fewer(self, kept_M: Tensor, recovery: ChannelRecovery) -> "_Heads":
+        """These heads alone, with the layer that reads them recovered."""
+        number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
+        kept_K = number_HX[kept_M].flatten()
+        halves = None if self.halves is None else [each.at(kept_K, recovery) for each in self.halves]
+        return _Heads(
+            groups_HV=self.groups_HV[kept_M.cpu()],
+            rows_HV=self.rows_HV[kept_M.cpu()],
+            read=self.read,
+            own=self.own.at(kept_K, recovery),
+            held_out=None if self.held_out is None else self.held_out.at(kept_K, recovery),
+            halves=None if halves is None else (halves[0], halves[1]),
+        )
+
+    def kept_K(self, each: int) -> Tensor:
+        """The first groups of every head."""
+        return self.groups_HV[:, :each].flatten().sort().values.to(self.own.weight_OC.device)
+
+    def chosen(self, method: Method, each: int) -> Chosen:
+        """As many groups of every head by backward elimination."""
+        heads, dense = self.groups_HV.shape
+        part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
+        order = eliminate_channels(
+            self.own.z_covariance_CC, self.own.weight_OC, self.taps, ridge_rel=method.ridge_rel, group_of_C=part_C
+        )
+        kept_K = order.kept(heads * each)
+        return Chosen(kept_K=self.groups_HV.flatten().to(kept_K.device)[kept_K].sort().values)
+
+    def reduced(
+        self, recovery: ChannelRecovery, reports: list[SiteReport], mapped: tuple[Mapped, ...] = ()
+    ) -> TracedReduced:
+        """With the layer behind them as recovered on the first groups of every head, head by head."""
+        each = recovery.weight_OK.shape[1] // (len(self.groups_HV) * self.taps)
+        order_K = columns(self.groups_HV[:, :each].flatten().argsort(), self.taps).to(recovery.weight_OK.device)
+        in_order = replace(recovery, weight_OK=recovery.weight_OK[:, order_K])
+        change = Change(read=self.read, recovery=in_order)
+        return TracedReduced(modules={}, reports=reports, kept_K=self.kept_K(each), changes=(change,), mapped=mapped)
 
 
 class TracedValuesKind(TracedKind[TracedValues]):
@@ -49,14 +125,22 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        return "of a traced model no heads are removed whole" if method.heads_sparsity else ""
+        if not method.heads_sparsity:
+            return ""
+        if method.folds_heads:
+            return "of a traced model heads are removed and none are merged"
+        if len(site.readings) > 1:
+            return "several layers read its values, and one repair of whole heads is known"
+        others = site.with_heads()
+        return others if isinstance(others, str) else ""
 
     def uniform(self, site: TracedValues, method: Method) -> int | None:
-        """Of square heads alone: as wide as the queries, where those can be narrowed."""
-        if method.geometry != "square" or not method.reduces_attention or self.refusal(site, method):
-            return None
-        size = aligned_width(_head(site), method.attention_kept, method.align_head)
-        return _square(site, size)
+        """Of all heads that are left; of square heads as wide as the queries, where those can be narrowed."""
+        heads, dense = site.groups_HV.shape
+        left = heads if self.refusal(site, method) else method.heads_left(heads)
+        if method.geometry != "square" or not method.reduces_attention:
+            return left * dense if left < heads else None
+        return left * _square(site, aligned_width(_head(site), method.attention_kept, method.align_head)) // heads
 
     def widths(self, site: TracedValues, method: Method) -> tuple[int, ...]:
         """As many as queries have, where heads are square."""
@@ -69,7 +153,8 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return (site.width,) if stays else self.widths(site, method)
 
     def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, known: Any = None) -> Chosen | None:
-        return None if site.rows is not None else super().chosen(site, moments, method, width, known)
+        is_chosen = site.rows is None and not method.heads_sparsity
+        return super().chosen(site, moments, method, width, known) if is_chosen else None
 
     def reduced(
         self,
@@ -82,22 +167,26 @@ class TracedValuesKind(TracedKind[TracedValues]):
         held_out: tuple[Read, ...] | None = None,
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
-        if site.rows is None:
-            others: dict[str, Any] = {"known": known, "held_out": held_out, "halves": halves}
-            return super().reduced(site, moments, method, width, **others)
-        own, (heads, dense) = _given(site, moments), site.groups_HV.shape
-        each, by_half = width // heads, None if halves is None else (_given(site, halves[0]), _given(site, halves[1]))
-        at_site = values_at_site(own, method, own.weight_OC, own.bias_O, heads, each, by_half)
-        other = None if held_out is None else _given(site, held_out)
-        report = value_report(site.name, dense, (own.weight_OC, own.bias_O), at_site, own, method, each, other)
-        kept_K = site.groups_HV[:, :each].flatten().sort().values.to(own.weight_OC.device)
-        if each == dense:
-            return TracedReduced(modules={}, reports=[report], kept_K=kept_K)
-        recovery = rotated_values(at_site.recovery) if method.rotates else at_site.recovery
-        change = Change(read=moments[0], recovery=_as_channels(site, recovery))
-        return TracedReduced(
-            modules={}, reports=[report], kept_K=kept_K, changes=(change,), mapped=(_mapped(site, recovery),)
+        heads, dense = site.groups_HV.shape
+        left = heads if self.refusal(site, method) else method.heads_left(heads)
+        others: dict[str, Any] = {"held_out": held_out, "halves": halves}
+        if left == heads:
+            if site.rows is None:
+                return super().reduced(site, moments, method, width, known=known, **others)
+            return _mixed(site, _heads(site, moments, held_out, halves), method, width // heads)
+        whole = _heads(site, moments, held_out, halves)
+        kept_M = kept_groups(whole.own.weight_OC, whole.own, method, heads, left)
+        recovery, report = projected(
+            site.name, heads, whole.own.projection, whole.own, method, kept_M, whole.held_out, whole.halves
         )
+        fewer = whole.fewer(kept_M, recovery)
+        if width == left * dense:
+            new = fewer.reduced(recovery, [])
+        elif site.rows is not None:
+            new = _mixed(site, fewer, method, width // left)
+        else:
+            new = super().reduced(site, moments, method, width, known=fewer.chosen(method, width // left), **others)
+        return replace(new, reports=[report, *new.reports], beside=_beside(site, kept_M))
 
     def elimination(self, site: TracedValues, moments: tuple[Read, ...], method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
@@ -124,10 +213,17 @@ def _square(site: TracedValues, size: int) -> int:
     return heads * (dense if size == _head(site) else min(size, dense))
 
 
+def _beside(site: TracedValues, kept_M: Tensor) -> dict[str, Index]:
+    """The groups of other sites that are of these heads."""
+    others = site.with_heads()
+    assert not isinstance(others, str), (site.name, others)
+    return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
+
+
 def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
-    order_C = site.groups_HV.flatten().to(read.weight_OU.device)
+    order_C = columns(site.groups_HV.flatten(), read.stats.taps).to(read.weight_OU.device)
     return _Given(
         z_mean_C=read.stats.mean_U[order_C],
         z_second_CC=read.stats.second_UU[order_C[:, None], order_C],
@@ -136,26 +232,53 @@ def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
     )
 
 
-def _as_channels(site: TracedValues, recovery: ValueRecovery) -> ChannelRecovery:
-    """The layer that reads new values, on the groups that stay in their order."""
-    order_K = site.groups_HV[:, : recovery.v_map_HRV.shape[1]].flatten().argsort()
-    return ChannelRecovery(
-        weight_OK=recovery.weight_OK[:, order_K.to(recovery.weight_OK.device)],
-        bias_O=recovery.bias_O,
-        residual=recovery.residual,
-        residual_uncompensated=recovery.residual_uncompensated,
-        r2=recovery.r2,
-        condition=recovery.condition,
-        ridge=recovery.ridge,
+def _heads(
+    site: TracedValues,
+    moments: tuple[Read, ...],
+    held_out: tuple[Read, ...] | None,
+    halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None,
+) -> _Heads:
+    """All of a site."""
+    return _Heads(
+        groups_HV=site.groups_HV,
+        rows_HV=site.rows_HV,
+        read=moments[0],
+        own=_given(site, moments),
+        held_out=None if held_out is None else _given(site, held_out),
+        halves=None if halves is None else (_given(site, halves[0]), _given(site, halves[1])),
     )
 
 
-def _mapped(site: TracedValues, recovery: ValueRecovery) -> Mapped:
-    assert site.rows is not None, site.name
-    return Mapped(
-        rows=site.rows,
-        rows_HD=site.rows_HV.to(recovery.v_map_HRV.device),
+def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
+    """So many dimensions of each of these heads."""
+    own, (count, dense) = heads.own, heads.groups_HV.shape
+    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.halves)
+    report = value_report(site.name, dense, own.projection, at_site, own, method, each, heads.held_out)
+    if each == dense:
+        return TracedReduced(modules={}, reports=[report], kept_K=heads.kept_K(each))
+    recovery = rotated_values(at_site.recovery) if method.rotates else at_site.recovery
+    mapped = Mapped(
+        rows=_rows(site),
+        rows_HD=heads.rows_HV.to(recovery.v_map_HRV.device),
         map_HRD=recovery.v_map_HRV,
-        weight=site.program.tensor(site.rows.weight).detach().double(),
-        bias=site.program.tensor(site.rows.bias).detach().double(),
+        weight=site.program.tensor(_rows(site).weight).detach().double(),
+        bias=site.program.tensor(_rows(site).bias).detach().double(),
     )
+    return heads.reduced(
+        ChannelRecovery(
+            weight_OK=recovery.weight_OK,
+            bias_O=recovery.bias_O,
+            residual=recovery.residual,
+            residual_uncompensated=recovery.residual_uncompensated,
+            r2=recovery.r2,
+            condition=recovery.condition,
+            ridge=recovery.ridge,
+        ),
+        [report],
+        mapped=(mapped,),
+    )
+
+
+def _rows(site: TracedValues) -> Rows:
+    assert site.rows is not None, site.name
+    return site.rows

@@ -16,7 +16,7 @@ from corp_deploy.algebra.quadratic import output_error
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 from corp_deploy.families.head_site import HeadSite
 
-from .heads import Halves, output_energy
+from .heads import Given, Halves, output_energy
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
@@ -40,7 +40,7 @@ class _Projection:
     bias_O: Tensor | None
     map_MH: Tensor
 
-    def recovered(self, moments: HeadMoments, method: Method, ridge_rel: float) -> ChannelRecovery:
+    def recovered(self, moments: Given, method: Method, ridge_rel: float) -> ChannelRecovery:
         assert method.heads_recovery != "keep", method
         return whole_heads.recovered(
             moments.z_mean_C,
@@ -52,7 +52,7 @@ class _Projection:
             ridge_rel=ridge_rel,
         )
 
-    def error(self, recovery: ChannelRecovery, moments: HeadMoments) -> float:
+    def error(self, recovery: ChannelRecovery, moments: Given) -> float:
         """E||y - y'||^2 of the new projection on any moments of the dense z."""
         width = self.weight_OC.shape[1] // self.map_MH.shape[1]
         eye_VV = torch.eye(width, dtype=torch.float64, device=self.map_MH.device)
@@ -60,14 +60,14 @@ class _Projection:
         change_O = -recovery.bias_O if self.bias_O is None else self.bias_O - recovery.bias_O
         return output_error(moments.z_mean_C, moments.z_second_CC, change_OC, change_O)
 
-    def ridge(self, halves: Halves, method: Method) -> RidgeChoice:
+    def ridge(self, halves: tuple[Given, Given], method: Method) -> RidgeChoice:
         """The strength whose projections of either half lose least on the other."""
 
-        def share_lost(recovery: ChannelRecovery, half: HeadMoments) -> float:
+        def share_lost(recovery: ChannelRecovery, half: Given) -> float:
             energy = output_energy(half, self.weight_OC)
             return self.error(recovery, half) / energy if energy > 0.0 else 0.0
 
-        def fit(half: HeadMoments, strength: float) -> ChannelRecovery:
+        def fit(half: Given, strength: float) -> ChannelRecovery:
             return self.recovered(half, method, strength)
 
         return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
@@ -88,11 +88,12 @@ def moments_of_heads(moments: HeadMoments, kept_M: Tensor) -> HeadMoments:
 def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: int, *, grouped: int = 1) -> Tensor:
     """The heads that stay, by the method's ranking, all of so many neighbours or none [M]."""
     groups = len(moments.q_sum_HD) // grouped
-    kept_G = _kept_groups(weight_OC, moments, method, groups, count // grouped)
+    kept_G = kept_groups(weight_OC, moments, method, groups, count // grouped)
     return (kept_G.unsqueeze(1) * grouped + torch.arange(grouped, device=kept_G.device)).flatten()
 
 
-def _kept_groups(weight_OC: Tensor, moments: HeadMoments, method: Method, groups: int, count: int) -> Tensor:
+def kept_groups(weight_OC: Tensor, moments: Given, method: Method, groups: int, count: int) -> Tensor:
+    """Of so many groups of as many neighbours those that stay."""
     if method.heads_selection == "obs":
         order_G = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, groups, ridge_rel=method.ridge_rel).order_F
         return order_G[groups - count :].sort().values
@@ -103,14 +104,20 @@ def _kept_groups(weight_OC: Tensor, moments: HeadMoments, method: Method, groups
 
 
 def heads_report(
-    site: HeadSite, method: Method, count: int, recovery: ChannelRecovery, energy: float, held_out: HeldOut | None
+    site: str,
+    heads: int,
+    method: Method,
+    count: int,
+    recovery: ChannelRecovery,
+    energy: float,
+    held_out: HeldOut | None,
 ) -> SiteReport:
     """What happened to the heads of one attention."""
     return SiteReport(
-        site=site.name,
+        site=site,
         part="heads",
-        width_dense=site.heads,
-        width_asked=site.heads * method.heads_kept,
+        width_dense=heads,
+        width_asked=heads * method.heads_kept,
         width=count,
         energy=energy,
         error_uncompensated=recovery.residual_uncompensated,
@@ -120,6 +127,29 @@ def heads_report(
         ridge=recovery.ridge,
         held_out=held_out,
     )
+
+
+def projected(
+    site: str,
+    heads: int,
+    projection: tuple[Tensor, Tensor | None],
+    moments: Given,
+    method: Method,
+    kept_M: Tensor,
+    held_out: Given | None = None,
+    halves: tuple[Given, Given] | None = None,
+) -> tuple[ChannelRecovery, SiteReport]:
+    """A projection's weight and bias with these heads in front of it, and what to report; see `fewer_heads`."""
+    weight_OC, bias_O = projection
+    own = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, heads))
+    ridge = None if halves is None or method.heads_recovery == "none" else own.ridge(halves, method)
+    recovery = own.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
+    elsewhere = None
+    if held_out is not None:
+        elsewhere = HeldOut(energy=output_energy(held_out, weight_OC), error=own.error(recovery, held_out))
+    energy = output_energy(moments, weight_OC)
+    report = heads_report(site, heads, method, len(kept_M), recovery, energy, elsewhere)
+    return recovery, replace(report, ridge_fit=ridge_fit(ridge))
 
 
 def fewer_heads(
@@ -135,15 +165,8 @@ def fewer_heads(
     """
     weight_OC = site.last.weight.detach().double()
     bias_O = None if site.last.bias is None else site.last.bias.detach().double()
-    projection = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, site.heads))
-    ridge = None if halves is None or method.heads_recovery == "none" else projection.ridge(halves, method)
-    recovery = projection.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
+    recovery, report = projected(site.name, site.heads, (weight_OC, bias_O), moments, method, kept_M, held_out, halves)
     needs_bias = bias_O is not None or bool(recovery.bias_O.any())
-    elsewhere = None
-    if held_out is not None:
-        elsewhere = HeldOut(energy=output_energy(held_out, weight_OC), error=projection.error(recovery, held_out))
-    energy = output_energy(moments, weight_OC)
-    report = replace(heads_report(site, method, len(kept_M), recovery, energy, elsewhere), ridge_fit=ridge_fit(ridge))
     return FewerHeads(
         site=site.of_heads(kept_M, (recovery.weight_OK, recovery.bias_O if needs_bias else None)),
         moments=moments_of_heads(moments, kept_M),

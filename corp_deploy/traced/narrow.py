@@ -6,6 +6,7 @@ from torch import fx
 
 from .choice import Kept, gone
 from .compaction import kept
+from .heads import together
 from .labels import Marks, compact
 from .narrowing import Refused, without
 from .program import Inputs
@@ -39,7 +40,8 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
             module = without(found.program, found.flow, goes)
             return Narrowed(module=module, kept=chosen, whole=whole, difference=None)
         except Refused as refused:
-            for key in _at(found, refused.node, chosen):
+            met = _at(found, refused.node, chosen)
+            for key in [key for unit in together(found, chosen) if not set(unit).isdisjoint(met) for key in unit]:
                 whole[key] = str(refused)
                 del chosen[key]
 
@@ -50,8 +52,11 @@ def _at(found: Found, node: fx.Node, chosen: Kept) -> list[str]:
     every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
     marks = [one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, Marks)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
-    own = {key: gone(flow, found.sites, {key: chosen[key]}) for key in chosen}
-    met = [key for key, goes in own.items() if any(not bool(kept(each, goes).all()) for each in labels)]
+    units = together(found, chosen)
+    own = {tuple(unit): gone(flow, found.sites, {key: chosen[key] for key in unit}) for unit in units}
+    met = [
+        key for unit, goes in own.items() for key in unit if any(not bool(kept(each, goes).all()) for each in labels)
+    ]
     return met or list(chosen)
 
 
@@ -77,12 +82,13 @@ def _held(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
 def _wrong(found: Found, kept: Kept, inputs: Inputs) -> list[str]:
     """The sites that differ by themselves, looked for by halves; all where only some together do."""
     wrong: list[str] = []
-    for keys in (front := [list(kept)]):
-        part = {key: kept[key] for key in keys}
-        if len(keys) < len(kept) and (_held(found, part, inputs).difference or 0.0) <= ROUNDING:
+    every = together(found, kept)
+    for units in (front := [every]):
+        part = {key: kept[key] for unit in units for key in unit}
+        if len(units) < len(every) and (_held(found, part, inputs).difference or 0.0) <= ROUNDING:
             continue
-        if len(keys) == 1:
-            wrong += keys
+        if len(units) == 1:
+            wrong += units[0]
         else:
-            front += [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+            front += [units[: len(units) // 2], units[len(units) // 2 :]]
     return wrong or list(kept)
