@@ -239,7 +239,7 @@ def test_whole_heads_that_repeat_others_go_at_no_loss(shared: int, tmp_path: Pat
     assert [(each.part, each.width) for each in narrower.sites if each.site == "h.0.attn.v"] == [
         ("heads", 2 // shared), ("v", 8) if shared == 1 else ("values", 8)
     ]  # fmt: skip
-    rows = 2 * 3 * 8 if shared == 1 else 2 * 12 + 12 + 8
+    rows = 2 * (8 + 8 // shared + 8 // shared)
     assert narrower.model.get_parameter("h.0.attn.c_attn.weight").shape == (rows, 48)
     assert_saved_is_loaded(dense, narrower, tmp_path)
 

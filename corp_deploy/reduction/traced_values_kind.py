@@ -125,11 +125,11 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        if not method.heads_sparsity:
+        if not method.heads_sparsity or site.groups.part_G is None:
             return ""
         if method.folds_heads:
             return "of a traced model heads are removed and none are merged"
-        if len(site.readings) > 1:
+        if sum(len(each.portions) for each in site.readings) > 1:
             return "several layers read its values, and one repair of whole heads is known"
         others = site.with_heads()
         return others if isinstance(others, str) else ""
@@ -223,7 +223,7 @@ def _beside(site: TracedValues, kept_M: Tensor) -> dict[str, Index]:
 def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
-    order_C = columns(site.groups_HV.flatten(), read.stats.taps).to(read.weight_OU.device)
+    order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
     return _Given(
         z_mean_C=read.stats.mean_U[order_C],
         z_second_CC=read.stats.second_UU[order_C[:, None], order_C],
