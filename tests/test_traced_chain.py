@@ -403,6 +403,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
     [
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),
+        (("--whole-heads", 0.5, "--closed-loop", "--images", "calibration.npy"), "go at once with their queries"),
         (("--mlp", 0.5, "--outputs", "class"), "its own output alone is known"),
     ],
 )
@@ -413,6 +414,82 @@ def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...],
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
     assert not (home / "reduced").exists()
+
+
+JUDGED = ("--images", "calibration.npy", "--held-out", "m.held-out.safetensors")
+# By lever: what is asked for, and what the reason says where it makes no sense.
+LEVERS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "held out, in groups": (("--mlp", 0.5, "--attn", 0.25, "--heads", "square", *JUDGED[2:]), ""),
+    "within": (("--within", "error 0.5", *JUDGED), ""),
+    "parameters": (("--params", 0.8, *JUDGED), ""),
+    "rotated": (("--attn", 0.5, "--heads", "square", "--rotate"), ""),
+    "sparse alone": (("--sparse", "mlp=2:4", *JUDGED), ""),
+    "heads merged": (("--whole-heads", 0.5, "--select", "heads=fold", *JUDGED), "are removed and none are merged"),
+    "sparse unjudged": (("--within", "error 0.5", "--sparse", "2:4", *JUDGED), "would follow unjudged"),
+    "all at once": (("--whole-heads", 0.5, "--attn", 0.25, "--mlp", 0.25, "--sparse", "2:4", *JUDGED), ""),
+}
+
+
+@pytest.mark.slow("graph", "measurement")
+def test_levers_go_together(home: Path) -> None:
+    parted = ("--images", "calibration.npy", "--hold-out", 16, "--groups", "image")
+    run("calibrate", "--model", *DENSE, *parted, "-o", "m.safetensors", "-q")
+    given = ("--model", *DENSE, "--moments", "m.safetensors", "--align", "mlp=4,head=4", "-q")
+    pixels = torch.from_numpy(images(3, seed=3))
+    for name, (asked, reason) in LEVERS.items():
+        result = CliRunner().invoke(main, [*map(str, ("reduce", *given, *asked, "-o", name))])
+        assert result.exit_code == (2 if reason else 0), (name, result.output)
+        assert reason in " ".join(result.output.split()), name
+        assert (home / name).exists() != bool(reason), name
+    loaded = load_checkpoint(home / "all at once")
+    assert len(loaded.sparsity) == 10
+    assert loaded.model(pixels).shape == (3, 7)
+    widths = {site.name: site.width for site in sites_of(loaded.model).every}
+    assert [widths[f"stages.{stage}.blocks.0.attn.v"] for stage in (0, 1)] == [16, 16]
+    for precision in ("bf16", "fp8"):
+        more = ("--images", "calibration.npy") if precision == "fp8" else ()
+        run("export", "--model", "all at once", "--precision", precision, *more, "-o", f"{precision}.onnx", "-q")
+
+
+RECIPE = """
+[model]
+model = "dense"
+[calibration]
+images = "calibration.npy"
+[held_out]
+images = "held-out.npy"
+[reduce]
+mlp = 0.25
+attn = 0.25
+whole_heads = 0.5
+sparse = "2:4"
+align_mlp = 4
+align_head = 4
+[export]
+precisions = ["fp32", "fp16", "int8"]
+range_samples = 6
+[bench]
+batches = [2]
+time_limit_s = 0.5
+half_width = 0.9
+block_ms = 1
+min_rounds = 6
+threads = 1
+[targets.onnxruntime-cpu]
+precision = "int8"
+"""
+
+
+@pytest.mark.slow("graph", "measurement")
+def test_a_recipe_is_carried_out(home: Path) -> None:
+    save(checkpoint_of(PVT), home / "dense")
+    (home / "recipe.toml").write_text(RECIPE)
+    done = CliRunner().invoke(main, ["release", "recipe.toml", "-o", "release"])
+    assert done.exit_code in (0, 1, 3), done.output
+    config = json.loads((home / "release/reduced/config.json").read_text())
+    assert len(config["sparsity"]) == 10
+    assert len(config["sites"]["stages.1.blocks.0.attn.qk"]["kept"]) == 12
+    assert "2:4" in (home / "release/MODEL_CARD.md").read_text()
 
 
 def test_a_name_that_is_known_is_built_as_before() -> None:
