@@ -72,8 +72,8 @@ def reduce_traced(
         raise BadInput(RESCALED)
     if method.heads_sparsity:
         raise BadInput(
-            "closed loop: whole heads of a traced model go at once with their queries and keys; reduce by --whole-heads "
-            "first, then what that gives by widths in a closed loop"
+            "closed loop: whole heads of a traced model go at once with their queries and keys; reduce by "
+            "--whole-heads first, then what that gives by widths in a closed loop"
         )
     if loop is not None and loop.reads is not None:
         raise BadInput("closed loop: which tokens are read isn't known of a traced model; drop --reads")
