@@ -40,6 +40,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.idle_options import kinds_of
 from corp_deploy.families.site import Site
+from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method
@@ -71,7 +72,7 @@ CONVERSIONS = """
 with_response_norms with_inner_windows with_placed_blocks with_token_mlps with_conv_backbone with_conv_blocks
 with_token_blocks
 """
-PARTS = {"traced queries and keys": "qk", "traced values": "v", "traced streams": "stream"}
+PARTS = {"traced values": "v", "traced streams": "stream"}
 
 
 @contextmanager
@@ -107,6 +108,8 @@ def parts_of(site: Site) -> Iterator[tuple[str, int]]:
         yield from () if site.keeps_v else (("v", site.groups * site.v),)
     elif isinstance(site, ConvSite):
         yield from (("channels", channels) for channels in site.width.channels)
+    elif isinstance(site, TracedPairs):
+        yield "qk", len(site.groups_HP) * site.dims
     else:
         yield PARTS.get(site.kind, "channels"), site.width if isinstance(site, ChannelSite) else site.size
 
