@@ -35,7 +35,20 @@ OF_COMMANDS = {
     "bench": set[str](),
 }
 SAID_ELSEWHERE = frozenset(
-    {"model", "candidates", "as_json", "quiet", "output", "images", "text", "tokens", "outputs", "batch", "head"}
+    {
+        "model",
+        "candidates",
+        "as_json",
+        "quiet",
+        "output",
+        "images",
+        "arrays",
+        "text",
+        "tokens",
+        "outputs",
+        "batch",
+        "head",
+    }
     | {"runtime", "patterns", "no_attention", "model_kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
     | {"interpolation", "crop_mode", "trust_code"}
 )

@@ -143,6 +143,7 @@ def test_options_become_one_value() -> None:
         "images": Path("."),
         "text": None,
         "tokens": None,
+        "arrays": None,
         "labels": None,
         "samples": None,
         "seed": 5,

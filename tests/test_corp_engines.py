@@ -223,7 +223,7 @@ def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("old/m.plan", "same/m.plan", "-o", "p.json"), "give --images or --text"),
+        (("old/m.plan", "same/m.plan", "-o", "p.json"), "give --images, --text or --arrays"),
         (("old/m.plan", "--random", "4"), "Missing argument 'CANDIDATES...'"),
         (("old/m.plan", "same/m.plan", "--random", "4"), "Missing option '--output'"),
         (("old/m.plan", "dense", "--random", "4", "-o", "p.json"), "expected a .plan or an .onnx file"),
@@ -234,7 +234,7 @@ def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: P
         (("old/m.plan", "same/m.plan", "--random", "4", "--write-golden", "g"), "compares nothing; leave candidates"),
         (("old/m.plan", "same/m.plan", "--random", "4", "-o", "p.json", "--half-factor", "3"), "is not honoured by an"),
         (("dense", "dense", "--random", "4", "-o", "p.json", "--write-golden", "g"), "is not honoured by a model"),
-        (("dense", "dense", "-o", "p.json"), "give --images or --text"),
+        (("dense", "dense", "-o", "p.json"), "give --images, --text or --arrays"),
         (("dense", "--random", "4", "-o", "p.json"), "Missing argument 'CANDIDATES...'"),
         (("dense", "dense", "--random", "4"), "Missing option '--output'"),
         (("old/m.plan", "same/m.plan", "--images", "nothing.npy", "-o", "p.json"), "nothing.npy"),
