@@ -15,6 +15,7 @@ from corp_deploy.traced.heads import beside, together
 from corp_deploy.traced.narrow import narrow, prove
 from corp_deploy.traced.program import trace
 from corp_deploy.traced.proof import difference
+from corp_deploy.traced.readers import with_biases_
 from corp_deploy.traced.site import Site
 from corp_deploy.traced.sites import Found, find
 from ground.errors import BadInput
@@ -234,3 +235,21 @@ def test_a_narrowed_program_is_exported(name: str) -> None:
     (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(output), given.module(x), atol=1e-5, rtol=1e-4)
+
+
+class _Kernel(nn.Module):
+    """A convolution whose weight stands in no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.last = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
+        return out
+
+
+def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:
+    program = trace(_Kernel(), inputs([MAP], 2))
+    assert with_biases_(program) == ("kernel_bias",)
+    torch.testing.assert_close(program.tensor("kernel_bias"), torch.zeros(8))

@@ -75,7 +75,9 @@ def with_biases_(program: Program) -> tuple[str, ...]:
     for layer in list(layers(program, in_groups=True)):
         if layer.bias:
             continue
-        name = f"{layer.name}.bias" if f"{layer.name}.bias" not in taken else f"{layer.name}.added_bias"
+        # Of a weight of another name than a layer's own, such as one that was computed, the bias stands beside it.
+        stem = f"{layer.name}." if layer.name != layer.weight else f"{layer.weight}_"
+        name = f"{stem}bias" if f"{stem}bias" not in taken else f"{stem}added_bias"
         if name not in given:
             weight = program.tensor(layer.weight)
             owner, _, last = name.rpartition(".")
