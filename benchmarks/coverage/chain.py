@@ -27,7 +27,7 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput, Missing
 
 from .instances import Instance
-from .models import dense, inputs, outputs
+from .models import beside, dense, inputs, outputs
 
 BATCH, CALIBRATION, JUDGED = 8, 64, 32
 PRESETS = ("none", "corp", "best")
@@ -126,7 +126,7 @@ def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dic
             part = next(pieces(batch, count))
             arrays = dict(zip(names, (tensor.numpy() for tensor in named(part).values()), strict=True))
             feed = {name: array.astype(types[name] or array.dtype) for name, array in arrays.items() if name in types}
-            got = torch.from_numpy(session.run(None, feed)[0].astype(np.float64))
+            got = beside([torch.from_numpy(each.astype(np.float64)) for each in session.run(None, feed)])
             worst = max(worst, away(got, outputs(candidate, iter([part]))))
         errors[precision] = worst
     return errors

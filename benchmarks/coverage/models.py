@@ -1,6 +1,6 @@
 """Dense instances with random weights, and inputs for them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, run_model
+from calib.inputs import Inputs, as_tuple, run_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import image_spec, sites_of
@@ -187,6 +187,11 @@ def inputs(instance: Instance, model: nn.Module, count: int, seed: int, director
 
 
 def outputs(model: nn.Module, batches: Iterator[Inputs]) -> Tensor:
-    """Of all inputs, in float64 [B,...]."""
+    """All that is given for each input, in float64 [B,...]."""
     with torch.inference_mode():
-        return torch.cat([run_model(model, batch) for batch in batches]).double()
+        return torch.cat([beside(as_tuple(run_model(model, batch))) for batch in batches]).double()
+
+
+def beside(outputs: Sequence[Tensor]) -> Tensor:
+    """As one [B,...]."""
+    return torch.cat([each.flatten(1) for each in outputs], 1)

@@ -1,0 +1,122 @@
+"""A small model of every class that no family serves, through the chain: sites, errors of half, graphs beside torch.
+
+    python -m benchmarks.coverage.classes --output benchmarks/results/coverage_classes.json
+
+Random weights of which some tell of others, as many inputs to calibrate on as the widest layer has columns, and others
+to judge by. A row is added after each class, measured in a process of its own; rows that the record has are kept, but
+those that fit `--again`. Seconds are those of one core (of the process, not of a clock).
+"""
+
+import fnmatch
+import math
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.real.record import Record
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_model import sites, traced, tracing
+from corp_deploy.families.traced_module import Tracing
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.machine import versions
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.traced.program import sizes_at_one, trace
+
+from .alone import Row, alone
+from .chain import BATCH, CALIBRATION, JUDGED, PRESETS, Subject, graph_errors
+from .small import Small, dense, drawn, smalls
+
+KIND, KEY = "benchmarks/coverage-classes", ("source", "class")
+MOST_INPUTS, MOST_S, MOST_BYTES = 1024, 240, 8 * 2**30
+
+
+def needed(found: Tracing) -> int:
+    """How many inputs to calibrate on: as many as give each layer half as many rows again as it has columns, within
+    bounds.
+    """
+    counts = [CALIBRATION]
+    for node_name, layer in found.heard[1].items():
+        node = found.by_node[node_name]
+        places = sizes_at_one(node)[2:] if layer.weight.dim() > 2 else sizes_at_one(node)[:-1]
+        counts.append(math.ceil(1.5 * layer.weight[0].numel() / math.prod(places)))
+    return min(max(counts), MOST_INPUTS)
+
+
+def measured(small: Small) -> Row:
+    """All that is told of a class; of one that can't be taken the reason."""
+    row: Row = {"source": small.source, "class": small.kind, "name": small.name}
+    architecture = Architecture(name=small.kind, family="module")
+    model = traced(dense(small, 0), architecture)
+    began = time.process_time()
+    own = tracing(model)
+    traced_at = time.process_time()
+    found = own.found
+    row |= {"trace_s": round(traced_at - began, 2), "find_s": round(time.process_time() - traced_at, 2)}
+    offered = sites(model)
+    row |= {
+        "share": round(found.macs_within / max(found.macs, 1), 3),
+        "sites": dict(Counter(site.groups.kind for site in offered.every if isinstance(site, TracedSite))),
+        "refused": dict(Counter(refusal.reason for refusal in offered.refused)),
+        "unknown": found.unknown,
+        "inputs": needed(own),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        return row | _chained(Checkpoint(model=model, architecture=architecture, lineage={}), row, Path(scratch))
+
+
+def _chained(checkpoint: Checkpoint, row: Row, scratch: Path) -> Row:
+    for name, count, seed in (("fitted", row["inputs"], 1), ("judged", JUDGED, 2)):
+        np.savez(scratch / f"{name}.npz", **drawn(checkpoint.model, count, seed))  # type: ignore[arg-type]
+    fitted, judged = (inputs_for_model(checkpoint.model, scratch / f"{name}.npz") for name in ("fitted", "judged"))
+    has_pairs = any(isinstance(site, TracedPairs) for site in sites(checkpoint.model).every)
+    moments = calibrate(checkpoint, fitted, batch_size=BATCH, statistics=Statistics(attention_system=has_pairs))
+    subject = Subject(checkpoint=checkpoint, moments=moments, judged=judged)
+    half = {preset: subject.reduced(preset, 0.5) for preset in PRESETS}
+    return {
+        "identity": subject.error(subject.reduced("best", 0.0)),
+        "errors": {preset: subject.error(candidate) for preset, candidate in half.items()},
+        "graphs": graph_errors(subject, half["best"], scratch),
+    }
+
+
+def warm() -> None:
+    """So that no process has to import what tracing and exporting need."""
+    tiny, numbers = nn.Linear(2, 2), torch.zeros(2, 2)
+    trace(tiny, [numbers])
+    torch.onnx.export(tiny, (numbers,), dynamo=True, verbose=False)
+
+
+def row_of(small: Small) -> Row:
+    """Measured by itself, within a time and an amount of memory."""
+    return {"source": small.source, "class": small.kind, "name": small.name} | alone(
+        lambda: measured(small), most_s=MOST_S, most_bytes=MOST_BYTES
+    )
+
+
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--classes", "pattern", default="*", show_default=True, help="Sources and classes that fit: timm/VGG.")
+@click.option("--again", default="", help="Measure those that fit this pattern anew.")
+def main(output: Path, pattern: str, again: str) -> None:
+    torch.set_num_threads(1)
+    warm()
+    record = Record(output, KIND, {"versions": versions()})
+    for small in smalls():
+        name = f"{small.source}/{small.kind}"
+        is_there = record.has("rows", {"source": small.source, "class": small.kind})
+        if fnmatch.fnmatchcase(name, pattern) and (not is_there or fnmatch.fnmatchcase(name, again)):
+            record.put("rows", row_of(small), KEY)
+            click.echo(" ".join(f"{key}={value}" for key, value in record["rows"][-1].items()))
+
+
+if __name__ == "__main__":
+    main()
