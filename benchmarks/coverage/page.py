@@ -74,3 +74,34 @@ def coverage(record: Mapping[str, Any]) -> str:
     parts = [text, table(HEAD, lines)]
     told = ["Refused, with the reason: " + "; ".join(refused) + "."] if refused else []
     return "\n\n".join([*parts, *told, *record.get("remarks", [])])
+
+
+CLASS_HEAD = ("class", "sites", "share of MACs", "stays, and why", "error of half: none, corp, best", "FP32 graph", "s")
+
+
+def _reasons(refused: Mapping[str, int]) -> str:
+    """Each reason once, however many layers it names."""
+    return "; ".join(f"{count}: {reason}" for reason, count in refused.items()) or "-"
+
+
+def _class_line(row: Row) -> list[str]:
+    sites = ", ".join(f"{count} {kind}" for kind, count in row["sites"].items()) or "none"
+    errors = ", ".join(f"{row['errors'][preset]:.3f}" for preset in row["errors"])
+    name, share = f"{row['class']} ({row['source']})", f"{row['share']:.2f}"
+    graph, seconds = f"{row['graphs']['fp32']:.0e}", f"{row['trace_s'] + row['find_s']:.1f}"
+    return [name, sites, share, _reasons(row["refused"]), errors, graph, seconds]
+
+
+def classes(record: Mapping[str, Any]) -> str:
+    """By class: what was found in one small model of it that no family served, and what became of it."""
+    gone = [row for row in record["rows"] if "said" not in row]
+    is_better = sum(row["errors"]["best"] < min(row["errors"]["none"], row["errors"]["corp"]) for row in gone)
+    text = (
+        f"One small model of each of {len(gone)} classes whose sites are found in the traced program (`python -m "
+        "benchmarks.coverage.classes`), with random weights and inputs, half of every site but streams removed. "
+        f"`best` errs less than `none` and `corp` in {is_better} of them. The share is that of the multiply-adds "
+        "within sites; seconds are those of one core to trace and to find:"
+    )
+    failed = [f"{row['class']} ({row['source']}): {row['said']}" for row in record["rows"] if "said" in row]
+    told = ["Not taken, with what was said: " + "; ".join(failed) + "."] if failed else []
+    return "\n\n".join([text, table(CLASS_HEAD, [_class_line(row) for row in gone]), *told, *record.get("remarks", [])])

@@ -29,7 +29,7 @@ from benchmarks import (
     quantised_page,
     sparsity_page,
 )
-from benchmarks.coverage.page import coverage
+from benchmarks.coverage.page import classes, coverage
 from benchmarks.gpu import page as gpu_page
 from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
@@ -45,7 +45,10 @@ Table = Callable[[dict[str, Any]], str]
 ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
-    SUPPORT: {"coverage.json": ("Encoders and convolutional networks", coverage)},
+    SUPPORT: {
+        "coverage.json": ("Encoders and convolutional networks", coverage),
+        "coverage_classes.json": ("Classes without a family", classes),
+    },
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
