@@ -255,7 +255,7 @@ FAULTS = {
     "other.py:build": "no such file",
     "net.py:nothing": "it has no function 'nothing'",
     "net.py:wrong": r"wrong\(\) gives a int, expected a torch.nn.Module",
-    "net.py:bare": "no size of images is known that it takes",
+    "net.py:bare": "its forward takes input1, input2; let it say `inputs`",
 }
 
 

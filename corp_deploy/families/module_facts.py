@@ -73,7 +73,13 @@ def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], cou
     """What it gives to such a batch: shapes and types, no values."""
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = batch_of_ports(ports, count, device(model))
-        return model(**dict(zip(parameters, inputs, strict=True))) if parameters else model(*inputs)
+        try:
+            return model(**dict(zip(parameters, inputs, strict=True))) if parameters else model(*inputs)
+        except fake_tensor.DataDependentOutputException as error:
+            raise BadInput(
+                f"{type(model).__name__} can't be traced: it looks at values ({error}), as .item() or an `if` on a "
+                "tensor does; give a module without it"
+            ) from error
 
 
 @contextmanager
@@ -97,6 +103,8 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
     for side in SIDES:
         try:
             _run(model, [image_port((channels, side, side))], (), BATCHES[0])
+        except BadInput:
+            raise
         except Exception as error:
             reason = reason or _reason(error)
             continue

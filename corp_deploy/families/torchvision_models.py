@@ -15,47 +15,21 @@ from .modules import parameters
 from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
+from .torchvision_names import PREFIX, library, require_classifier
 from .torchvision_twin import crop_pct
 from .traced_module import traced_module
 
-PREFIX = "torchvision:"
 _OF_TRAINING = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
 """Beside the classifier, never run once trained."""
 _OLD = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..+)")
 """How torchvision's own files of DenseNets name layers."""
 
 
-def _models() -> Any:
-    import torchvision  # type: ignore[import-untyped]
-
-    return torchvision.models
-
-
-def names() -> tuple[str, ...]:
-    """Those of its classifiers."""
-    return tuple(_models().list_models(module=_models()))
-
-
-def require(text: str) -> tuple[str, Any]:
-    """Of `torchvision:NAME` or `torchvision:NAME.WEIGHTS` the name, and the entry that says how images are prepared.
-    Raises BadInput for any other.
-    """
-    name, _, weights = text.removeprefix(PREFIX).partition(".")
-    if name not in names():
-        raise BadInput(f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(names())}")
-    known = _models().get_model_weights(name)
-    if weights and weights not in known.__members__:
-        raise BadInput(
-            f"--model {text:.100}: expected one of {', '.join(f'{name}.{each}' for each in known.__members__)}"
-        )
-    return name, known[weights] if weights else known.DEFAULT
-
-
 def architecture_of(text: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """As config.json keeps it: images of the size and the preparation of torchvision's own weights where none are said.
     Raises BadInput for an unknown name, and for arguments that ask for weights.
     """
-    name, entry = require(text)
+    name, entry = require_classifier(text)
     if asked := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
         raise BadInput(f"--model-kwargs: {asked[0]}: nothing is downloaded; give --weights FILE")
     prepares = entry.transforms()
@@ -92,11 +66,11 @@ def build(architecture: Architecture) -> nn.Module:
 
 
 def _made(architecture: Architecture) -> nn.Module:
-    name, _ = require(architecture.name)
+    name, _ = require_classifier(architecture.name)
     arguments = {key: value for key, value in architecture.kwargs.items() if key != "img_size"}
     trained = {"aux_logits": False, "init_weights": False} if name in _OF_TRAINING else {}
     try:
-        model: nn.Module = _models().get_model(name, weights=None, **trained, **arguments)
+        model: nn.Module = library().get_model(name, weights=None, **trained, **arguments)
     except Exception as error:
         raise BadInput(
             f"--model {architecture.name} with arguments {arguments!r:.200}: torchvision can't build it "

@@ -1,11 +1,11 @@
 """torchvision's models as timm's of the same architecture: names of models and of weights, those of its
-VisionTransformer and SwinTransformer here. Imports neither library.
+VisionTransformer and SwinTransformer here; and its other classifiers. Imports neither library by itself.
 """
 
 import re
 from collections.abc import Mapping
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ground.errors import BadInput
 
@@ -171,3 +171,32 @@ def preprocessing_of(twin: Twin, side: int | None) -> Preprocessing:
     return Preprocessing(
         mean=twin.mean, std=twin.std, crop_pct=percent, interpolation=interpolation, crop_mode="center"
     )
+
+
+def library() -> Any:
+    """torchvision's models."""
+    import torchvision  # type: ignore[import-untyped]
+
+    return torchvision.models
+
+
+def classifiers() -> tuple[str, ...]:
+    """Those of its classifiers."""
+    return tuple(library().list_models(module=library()))
+
+
+def require_classifier(text: str) -> tuple[str, Any]:
+    """Of `torchvision:NAME` or `torchvision:NAME.WEIGHTS` the name, and the entry that says how images are prepared.
+    Raises BadInput for any other.
+    """
+    name, _, weights = text.removeprefix(PREFIX).partition(".")
+    if name not in classifiers():
+        raise BadInput(
+            f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(classifiers())}"
+        )
+    entries = library().get_model_weights(name)
+    if weights and weights not in entries.__members__:
+        raise BadInput(
+            f"--model {text:.100}: expected one of {', '.join(f'{name}.{each}' for each in entries.__members__)}"
+        )
+    return name, entries[weights] if weights else entries.DEFAULT

@@ -6,7 +6,7 @@ Imports no torch until something is to be read with it.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from corp_deploy.families import torchvision_models, torchvision_names, trusted_code
+from corp_deploy.families import torchvision_names, trusted_code
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.proof.metric_request import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
@@ -70,7 +70,7 @@ def _require_model(model: ModelTable, mistakes: Mistakes) -> None:
             _require_directory(model.directory, model)
         elif model.model.startswith(torchvision_names.PREFIX):
             is_twin = torchvision_names.has_twin(model.model)
-            (torchvision_names.twin_of if is_twin else torchvision_models.require)(model.model)
+            (torchvision_names.twin_of if is_twin else torchvision_names.require_classifier)(model.model)
         else:
             require_local_name(model.model)
     if model.code is None and model.directory is None and model.weights is None:

@@ -107,7 +107,7 @@ def _from_torchvision(
     torchvision's own model, where timm has none.
     """
     has_twin = torchvision_names.has_twin(text)
-    (torchvision_names.twin_of if has_twin else torchvision_models.require)(text)
+    (torchvision_names.twin_of if has_twin else torchvision_names.require_classifier)(text)
     if weights is None:
         raise BadInput(f"--model {text} needs --weights ({KINDS}) of the trained model")
     if not has_twin:
