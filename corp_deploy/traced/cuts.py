@@ -150,7 +150,8 @@ def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) 
                 found.add(each)
                 front.append(each)
     inputs = [node for node in order if node.op == "placeholder"]
-    assert before is None or found.isdisjoint(inputs), (before, ends)
+    crossing = found.intersection(inputs)
+    assert before is None or not crossing, (before, ends)
     found |= set(inputs) if before is None else set()
     return [node for node in order if node in found]
 
