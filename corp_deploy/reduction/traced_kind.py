@@ -5,10 +5,10 @@ Legend: C groups, K kept, P parts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Generic, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.channels import ChannelRecovery
@@ -19,7 +19,6 @@ from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.rows import Rows
 from corp_deploy.traced.site import Index
-from ground.errors import BadInput
 
 from .chosen import Chosen
 from .kind import ErrorCurve, Reduced
@@ -74,7 +73,22 @@ class TracedReduced(Reduced):
         return bool(self.changes or self.mapped or self.selected)
 
 
-class TracedKind(Generic[OfSite]):
+class WithoutBranch:
+    """What no site of a traced model is asked for: it stands in segments of a program (families/traced_parts.py times
+    those, traced_loop.py runs them), not in a branch of blocks.
+    """
+
+    def layer(self, *asked: Any) -> NoReturn:
+        raise AssertionError(asked)
+
+    def rebuilt(self, *asked: Any) -> NoReturn:
+        raise AssertionError(asked)
+
+    def fitted(self, *asked: Any) -> NoReturn:
+        raise AssertionError(asked)
+
+
+class TracedKind(WithoutBranch, Generic[OfSite]):
     """See Kind; one for each part of models, which has sparsities, selections and repairs of its own."""
 
     eliminates: ClassVar[bool] = True
@@ -216,15 +230,6 @@ class TracedKind(Generic[OfSite]):
             return []
         order = known or self._order(site, moments, method)
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
-
-    def layer(self, site: OfSite, layer: nn.Module, method: Method, width: int) -> NoReturn:
-        raise BadInput(f"{site.name}: a site of a traced model is no layer; see families/traced_parts.py")
-
-    def rebuilt(self, branch: object, site: OfSite, *rest: object) -> NoReturn:
-        raise BadInput(f"{site.name}: of a traced model no block is known that a loop could follow; drop --closed-loop")
-
-    def fitted(self, step: object, site: OfSite, *rest: object) -> NoReturn:
-        self.rebuilt(step, site)
 
 
 def _parts(site: TracedSite, reads: tuple[Read, ...]) -> Tensor | None:

@@ -6,17 +6,16 @@ kept, R dimensions kept, I inputs of the layers.
 
 import math
 from dataclasses import replace
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.combination import without
 from calib.moments import HeadMoments, Moments
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.traced_pairs import Side, TracedPairs
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from ground.errors import BadInput
 
 from .head_modules import qk_report, rotated_qk
 from .heads import QkAtSite, qk_at_site
@@ -24,10 +23,10 @@ from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
-from .traced_kind import Mapped, TracedReduced
+from .traced_kind import Mapped, TracedReduced, WithoutBranch
 
 
-class TracedPairsKind:
+class TracedPairsKind(WithoutBranch):
     """See Kind."""
 
     eliminates: ClassVar[bool] = False
@@ -119,15 +118,6 @@ class TracedPairsKind:
             return []
         errors = [self.reduced(site, moments, method, width).reports[0].error for width in widths[:-1]]
         return [ErrorCurve(errors=(*errors, 0.0), alone=widths, places=tuple(range(len(widths))))]
-
-    def layer(self, site: TracedPairs, layer: nn.Module, method: Method, width: int) -> NoReturn:
-        raise BadInput(f"{site.name}: a site of a traced model is no layer that could be timed alone; budget --macs")
-
-    def rebuilt(self, branch: object, site: TracedPairs, *rest: object) -> NoReturn:
-        raise BadInput(f"{site.name}: of a traced model no block is known that a loop could follow; drop --closed-loop")
-
-    def fitted(self, step: object, site: TracedPairs, *rest: object) -> NoReturn:
-        self.rebuilt(step, site)
 
 
 def _weight(site: TracedPairs, name: str) -> Tensor:
