@@ -79,22 +79,32 @@ class Readers(Small):
         return given
 
 
+class Again(Small):
+    """One layer reads the same channels twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        given: Tensor = self.last((self.read(x) + self.read(x.tanh())).flatten(2).mean(-1))
+        return given
+
+
 MODELS: Any = {
     "groups": lambda: Small(nn.Conv2d(12, 6, 3, padding=1, groups=3)),
     "pointwise groups": lambda: Small(nn.Conv2d(12, 8, 1, groups=2, bias=False)),
     "ghosts": lambda: Ghosts(nn.Conv2d(24, 6, 3), ghost=nn.Conv2d(12, 12, 3, padding=1, groups=12)),
     "windows": lambda: Windows(nn.Linear(12, 7)),
     "readers": lambda: Readers(nn.Conv2d(12, 6, 3, padding=1, groups=3), other=nn.Conv2d(12, 6, 1)),
+    "uses": lambda: Again(nn.Conv2d(12, 6, 1)),
 }
 
 
 def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
-    """What enters each layer that is heard, by the name of its weight."""
+    """All that enters each layer that is heard, by the name of its weight."""
     site, heard = sites_of(model).every[0], dict[str, Tensor]()
     assert isinstance(site, TracedSite), site
 
     def hear(name: str, x: Tensor) -> None:
-        heard[name] = x.double()
+        heard[name] = torch.cat((heard[name], x.double())) if name in heard else x.double()
 
     handles = [
         each.layer.register_forward_pre_hook(lambda _, inputs, name=each.weight: hear(name, inputs[0]))
@@ -138,7 +148,7 @@ def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
     (report,) = reduction.sites
     assert report.error < report.error_uncompensated
     heard, state = entering(dense, torch.from_numpy(images(19, seed=1))), reduction.model.state_dict()
-    for reading in site.readings:
+    for reading in {each.weight: each for each in site.readings}.values():
         layer, x_NFT = reading.layer, patches(heard[reading.weight], reading.layer)
         groups = getattr(layer, "groups", 1)
         stays = np.sort(reading.columns_GM[kept].flatten())

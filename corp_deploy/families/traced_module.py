@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from corp_deploy.traced.program import Program, trace
-from corp_deploy.traced.readers import CONV2D, LINEAR, Layer, is_heard, listening, with_biases_
+from corp_deploy.traced.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find
@@ -92,6 +92,14 @@ class Tracing:
                 elif site.kind == "queries and keys":
                     given.add(span.name)
         return listening(self.program, heard, given)
+
+    @cached_property
+    def uses(self) -> Mapping[str, list[str]]:
+        """The nodes that call each layer, by the name of its weight."""
+        uses: dict[str, list[str]] = {}
+        for called in layers(self.program, in_groups=True):
+            uses.setdefault(called.weight, []).append(called.node.name)
+        return uses
 
     @cached_property
     def by_node(self) -> dict[str, fx.Node]:

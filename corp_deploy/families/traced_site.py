@@ -37,7 +37,7 @@ class Portion:
 class Reading:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
     `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
-    `is_squeeze`: it reads the means of maps that others read.
+    `is_squeeze`: it reads the means of maps that others read; `use`: which of a layer's uses this is.
     """
 
     layer: Layer
@@ -47,11 +47,12 @@ class Reading:
     bias: str
     gain_O: Tensor | None
     is_squeeze: bool = False
+    use: int = 0
 
     @property
     def name(self) -> str:
         """Of what is heard there, by all sites that the layer reads."""
-        return self.weight.removesuffix(".weight")
+        return self.weight.removesuffix(".weight") + (f"#{self.use + 1}" if self.use else "")
 
     @property
     def portions(self) -> tuple[Portion, ...]:

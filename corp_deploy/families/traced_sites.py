@@ -111,13 +111,11 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
     """Why no repair is known, or nothing."""
     if not readings:
         return "no layer with weights of its own reads it"
-    heard = Counter(reading.weight for reading in readings)
-    of_one_weight = Counter(_weights(tracing))
-    for weight in heard:
-        if of_one_weight[weight] > 1:
-            return f"{weight} is used more than once, and one repair must serve all"
+    for weight in dict.fromkeys(reading.weight for reading in readings):
+        if not _is_alike([reading for reading in readings if reading.weight == weight], len(tracing.uses[weight])):
+            return f"{weight} is used more than once, and not always for the same channels"
     read = {span.name for span in groups.readers}
-    if other := sorted(read - heard.keys()):
+    if other := sorted(read - {reading.weight for reading in readings}):
         return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
     if uneven := [reading for reading in readings if not reading.portions]:
         return f"{uneven[0].name} reads more of some of its groups in one of its own than in another"
@@ -126,12 +124,11 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
     return ""
 
 
-def _weights(tracing: Tracing) -> Iterator[str]:
-    for node in tracing.program.nodes:
-        if operation(node) in ("linear", "conv2d"):
-            weight = node.args[1]
-            assert isinstance(weight, fx.Node), node
-            yield str(weight.target)
+def _is_alike(uses: list[Reading], count: int) -> bool:
+    """Whether these are all uses of a layer, and one repair of it serves all."""
+    first, *others = uses
+    same = all(np.array_equal(first.columns_GM, each.columns_GM) for each in others)
+    return same and len(uses) == count and (not others or all(each.gain_O is None for each in uses))
 
 
 def _reading(tracing: Tracing, span: Span) -> Reading | str:
@@ -159,4 +156,5 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
         weight=str(weight.target),
         bias=str(bias.target),
         gain_O=gain_behind(tracing.program, node),
+        use=tracing.uses[str(weight.target)].index(node.name),
     )

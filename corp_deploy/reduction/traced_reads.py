@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.combination import added
 from calib.moments import ChannelMoments, Moments, on_device
 from calib.patch_moments import PatchMoments
 from corp_deploy.algebra import channels, patches, scores
@@ -122,10 +123,10 @@ class Read:
 
 
 def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[Read, ...]:
-    """Of every layer that reads the site, each group of a convolution by itself. Raises BadInput where the moments were
-    taken without one.
+    """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
+    where the moments were taken without one.
     """
-    reads = []
+    first, moments_of = dict[str, Reading](), dict[str, Moment]()
     for reading in site.readings:
         own = moments.sites.get(reading.name)
         if not isinstance(own, ChannelMoments | PatchMoments):
@@ -133,9 +134,10 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
                 f"{site.name}: the moments hold no statistics of {reading.name}, which reads it; calibrate again "
                 "without leaving it out"
             )
-        there = on_device(own, where)
-        reads += [_read(reading, portion, there) for portion in reading.portions]
-    return tuple(reads)
+        before = moments_of.get(first.setdefault(reading.weight, reading).weight)
+        moments_of[reading.weight] = own if before is None else added(reading.name, before, own)
+    there = {weight: on_device(own, where) for weight, own in moments_of.items()}
+    return tuple(_read(each, part, there[weight]) for weight, each in first.items() for part in each.portions)
 
 
 def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:

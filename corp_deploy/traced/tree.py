@@ -1,6 +1,7 @@
 """A program as modules that call each other as those did that it was traced from, by the same names."""
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,7 +25,8 @@ class Norm(Called):
 
 def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
     """What the graph makes of the tensors of `root`, which stay at their names; a module that is called again, or whose
-    work isn't done at a stretch, has what comes later done where it is called.
+    work isn't done at a stretch, has what comes later done where it is called, but for norms, which are further modules
+    then.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -63,14 +65,18 @@ class _Making:
         return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else Called)
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, list[fx.Node]]]:
-        depth, seen = len(self.path), set[str]()
-        for name, run in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
-            again = name is None or name in seen
-            seen |= set() if name is None else {name}
-            yield None if again else name, list(run)
+        depth, seen = len(self.path), Counter[str]()
+        for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
+            run = list(together)
+            if name is not None:
+                seen[name] += 1
+            if name is None or seen[name] == 1:
+                yield name, run
+            else:
+                yield f"{name}__again_{seen[name]}" if _is_norm(run) else None, run
 
     def _call(self, name: str, run: list[fx.Node]) -> None:
-        path, inside = (*self.path, name), set(run)
+        path, inside = self.paths[run[0]][: len(self.path) + 1], set(run)
         every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
         entering = [each for each in every if each.op != "get_attr" or not _is_below(str(each.target), path)]
         self.own[name] = _Making(root=self.root, paths=self.paths, path=path).made(run, entering, None)
