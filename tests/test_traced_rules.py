@@ -17,6 +17,7 @@ from corp_deploy.traced.labels import Marks, marked
 from corp_deploy.traced.pointwise import is_pointwise
 from corp_deploy.traced.program import Program
 from corp_deploy.traced.rules import RULES
+from corp_deploy.traced.sizes import tell
 from corp_deploy.traced.walk import value_of
 
 aten: Any = torch.ops.aten
@@ -132,13 +133,19 @@ def program_of(op: Any, arguments: tuple[Any, ...]) -> Program:
         name = f"constant_{len(constants)}" if isinstance(tensor, nn.Parameter) else f"input_{len(graph.nodes)}"
         node = graph.get_attr(name) if isinstance(tensor, nn.Parameter) else graph.placeholder(name)
         constants.update({name: tensor} if isinstance(tensor, nn.Parameter) else {})
-        node.meta["val"] = tensor
+        tell_as_it_is(node, tensor)
         return node
 
     node = graph.call_function(op, tuple(tree_map(entering, arguments)))
-    node.meta["val"] = op(*arguments)
+    tell_as_it_is(node, op(*arguments))
     graph.output(node)
     return Program(graph=fx.GraphModule(constants, graph), model="", any_batch=False, folded=())
+
+
+def tell_as_it_is(node: fx.Node, value: Any) -> None:
+    """With its numbers, at one batch."""
+    tell(node, value, value)
+    node.meta["val"] = value
 
 
 def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> Marks:

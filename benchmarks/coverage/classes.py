@@ -30,7 +30,8 @@ from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
-from corp_deploy.traced.program import sizes_at_one, trace
+from corp_deploy.traced.program import sizes_at_one
+from corp_deploy.traced.tracing import trace
 
 from .alone import Row, alone
 from .chain import BATCH, CALIBRATION, DRAWS, JUDGED, PRESETS, Subject, graph_errors

@@ -26,10 +26,10 @@ from benchmarks.real.record import Record
 from corp_deploy.machine import versions
 from corp_deploy.traced.choice import gone
 from corp_deploy.traced.narrow import narrow
-from corp_deploy.traced.program import trace
 from corp_deploy.traced.proof import difference
 from corp_deploy.traced.site import Site
 from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.tracing import trace
 from ground.errors import BadInput
 
 KIND, KEY = "benchmarks/coverage-find", ("name",)

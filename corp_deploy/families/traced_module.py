@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch import fx, nn
 
-from corp_deploy.traced.program import Program, trace
+from corp_deploy.traced.program import Program
 from corp_deploy.traced.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.sizes import size_
+from corp_deploy.traced.tracing import trace
 from ground.ports import OutputPort, Port
 
 from .array_inputs import ArraySpec, batch_of_ports
@@ -185,14 +184,5 @@ def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
 def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:
     """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
     graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    inputs = batch_of_ports(ports, EXAMPLES, device(model))
-    given = [_fake(mode, each, any_batch=cut.any_batch) for each in inputs]
-    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*given)
+    size_(graph, batch_of_ports(ports, EXAMPLES, device(model)), any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor, *, any_batch: bool) -> Tensor:
-    """Of the same shape, the first axis a number that isn't known where a program is for any batch."""
-    sizes = [DimDynamic.DYNAMIC if any_batch and not dim else DimDynamic.STATIC for dim in range(tensor.dim())]
-    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from .moves import SHAPED
 from .program import operation, sizes_at_one
+from .sizes import Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,10 @@ def batch_of(node: fx.Node) -> Batch | None:
 
 def _counting(node: fx.Node) -> int | None:
     """The one axis that the batch counts; of several tensors that of the first."""
-    shape = _shape(node.meta.get("val"))
-    axes = [] if shape is None else [dim for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)]
+    sizes = node.meta.get("sizes")
+    sizes = sizes[0] if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else sizes
+    axes = [dim for dim, size in enumerate(sizes) if isinstance(size, Counted)] if isinstance(sizes, tuple) else []
     return axes[0] if len(axes) == 1 else None
-
-
-def _shape(value: Any) -> torch.Size | None:
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
-    return value.shape if isinstance(value, Tensor) else None
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from .compaction import kept
 from .heads import together
 from .labels import Marks, compact
 from .narrowing import Refused, without
-from .program import Inputs
 from .proof import difference
 from .sites import Found
+from .tracing import Inputs
 
 ROUNDING = 1e-4
 """Of the largest output: what float32 rounds over a network in another order."""

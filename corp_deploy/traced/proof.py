@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from .compaction import kept
 from .labels import placed
-from .program import Inputs
 from .sites import Found
+from .tracing import Inputs
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""

@@ -86,7 +86,8 @@ def with_biases_(program: Program) -> tuple[str, ...]:
             given[name] = None
         with graph.graph.inserting_before(layer.node):
             bias = graph.graph.get_attr(name)
-        bias.meta = {**layer.node.meta, "val": program.tensor(name)}
+        value = program.tensor(name)
+        bias.meta = {**layer.node.meta, "val": value, "sizes": tuple(value.shape)}
         rest = layer.node.args[3:]
         layer.node.args = (*layer.node.args[:2], bias, *rest)
         layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}

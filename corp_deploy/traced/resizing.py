@@ -10,6 +10,7 @@ from .call import Call
 from .compaction import Uneven, kept, narrowed
 from .labels import FIXED, TYPE, Marks, compact
 from .moves import RUN, SHAPED
+from .sizes import Counted
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -19,10 +20,10 @@ CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int]:
     """To be reshaped to in a node's place: these sizes at a batch of 1, at any other what is left."""
-    dense = node.meta["val"].shape
-    shape = [-1 if isinstance(each, torch.SymInt) else size for each, size in zip(dense, sizes, strict=True)]
+    dense = node.meta["sizes"]
+    shape = [-1 if isinstance(each, Counted) else size for each, size in zip(dense, sizes, strict=True)]
     if shape.count(-1) > 1:
-        raise Uneven(f"the batch counts several axes of {tuple(dense)}")
+        raise Uneven(f"the batch counts several axes of {tuple(sizes)}")
     return shape
 
 

@@ -40,23 +40,24 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
         rows.append(torch.stack((groups[at], torch.full_like(at, number), at), 1))
     every = torch.cat(rows).numpy()
     every = every[np.lexsort((every[:, 2], every[:, 1], every[:, 0]))]
+    if not len(every):
+        return
     starts = np.flatnonzero(np.diff(every[:, 0], prepend=-1))
-    by_uses: dict[tuple[int, ...], list[Index]] = defaultdict(list)
-    for of_group in np.split(every, starts)[1:]:
-        by_uses[tuple(of_group[:, 1].tolist())].append(of_group)
-    for numbers, members in sorted(by_uses.items(), key=lambda item: (min(item[0]), int(item[1][0][0, 2]))):
-        ordered: list[Index] = sorted(members, key=_positions)
-        stacked = np.stack(ordered)
+    # Groups are alike if they are used by the same uses as often: the sums of a random number for each use tell.
+    drawn = np.random.default_rng(0).integers(0, 2**63, len(uses), dtype=np.uint64)
+    _, alike_G = np.unique(np.add.reduceat(drawn[every[:, 1]], starts), return_inverse=True)
+    count_G = np.diff(starts, append=len(every))
+    found = list[Index]()
+    for members in np.split(np.argsort(alike_G, kind="stable"), np.flatnonzero(np.diff(np.sort(alike_G))) + 1):
+        found.append(every[starts[members][:, None] + np.arange(count_G[members[0]])])
+    for of_groups in sorted(found, key=lambda each: tuple(each[0, 0, 1:])):
+        stacked = of_groups[np.lexsort(of_groups[:, ::-1, 2].T)]
+        numbers = stacked[0, :, 1]
         yield _Alike(
-            uses=tuple(uses[number] for number in dict.fromkeys(numbers)),
-            index=tuple(stacked[:, np.array(numbers) == number, 2] for number in dict.fromkeys(numbers)),
+            uses=tuple(uses[number] for number in np.unique(numbers)),
+            index=tuple(stacked[:, numbers == number, 2] for number in np.unique(numbers)),
             group_G=torch.from_numpy(stacked[:, 0, 0]),
         )
-
-
-def _positions(of_group: Index) -> list[int]:
-    positions: list[int] = of_group[:, 2].tolist()
-    return positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,12 +83,12 @@ class Found:
 def find(program: Program) -> Found:
     """All sites of a program, with weights or without."""
     flow = walked(program)
-    units, parts = _units(flow), _parts(flow)
+    units, parts, met = _units(flow), _parts(flow), _met(flow)
     costs = {node: macs(node) for node in program.nodes if node.op == "call_function"}
     return Found(
         program=program,
         flow=flow,
-        sites=tuple(_named(_site(flow, parts, costs, each) for each in _alike(flow, units))),
+        sites=tuple(_named(_site(flow, met, parts, costs, each) for each in _alike(flow, units))),
         stays=tuple(_stays(flow, units)),
         unknown=dict(flow.unknown),
         costs=costs,
@@ -110,7 +111,32 @@ def _units(flow: Flow) -> Tensor:
     return written & read & ~stuck(flow) & ~holders(flow)
 
 
-def _site(flow: Flow, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Met:
+    """Which labels are among those that attention weights sum up, that meet in products, in sums; and by the number of
+    a lump those that it joined, -1 of all others.
+    """
+
+    summed: Tensor
+    multiplied: Tensor
+    added: Tensor
+    lump: Tensor
+
+
+def _met(flow: Flow) -> _Met:
+    def among(labels: Sequence[Tensor]) -> Tensor:
+        mask = torch.zeros(flow.groups.count, dtype=torch.bool)
+        for each in labels:
+            mask[_of(flow, compact(each))] = True
+        return mask
+
+    lump = torch.full((flow.groups.count,), -1)
+    for number, (labels, _) in reversed(list(enumerate(flow.lumps))):
+        lump[_of(flow, compact(labels))] = number
+    return _Met(summed=among(flow.summed), multiplied=among(flow.multiplied), added=among(flow.added), lump=lump)
+
+
+def _site(flow: Flow, met: _Met, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike) -> Site:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -119,36 +145,29 @@ def _site(flow: Flow, parts: Tensor, costs: Mapping[fx.Node, int], each: _Alike)
     nodes = list(dict.fromkeys(use.node for use in each.uses))
     return Site(
         name=common_path(nodes),
-        kind=_kind(flow, each),
+        kind=_kind(flow, met, each),
         size=len(each.group_G),
         writers=tuple(spans["writes"].values()),
         readers=tuple(spans["reads"].values()),
         between=tuple(spans["between"].values()),
         listening=(*spans["sums"].values(), *spans["pairs"].values()),
         part_G=_numbered(parts[each.group_G].tolist()),
-        lumps=next((why for labels, why in flow.lumps if _is_among(flow, labels, each.group_G)), ""),
+        lumps=flow.lumps[lump][1] if (lump := int(met.lump[each.group_G[0]])) >= 0 else "",
         macs=sum(costs[node] for node in nodes) // len(each.group_G),
     )
 
 
-def _is_among(flow: Flow, labels: Tensor, group_G: Tensor) -> bool:
-    """Whether the first group is among labels."""
-    return bool((flow.groups.of(compact(labels)) == group_G[0]).any())
-
-
-def _kind(flow: Flow, each: _Alike) -> Kind:
-    def meets(labels: Sequence[Tensor]) -> bool:
-        return any(_is_among(flow, every, each.group_G) for every in labels)
-
+def _kind(flow: Flow, met: _Met, each: _Alike) -> Kind:
+    group = each.group_G[0]
     if any(use.role == "pairs" for use in each.uses):
         return "queries and keys"
-    if meets(flow.summed):
+    if met.summed[group]:
         return "values"
     ranks = {use: len(flow.program.tensor(use.name).shape) for use in each.uses if use.role == "writes"}
     rows = sum(index.shape[1] for use, index in zip(each.uses, each.index, strict=True) if ranks.get(use, 0) > 1)
-    if rows > 1 and meets(flow.multiplied):
+    if rows > 1 and met.multiplied[group]:
         return "gated channels"
-    if sum(rank > 1 for rank in ranks.values()) > 1 and meets(flow.added):
+    if sum(rank > 1 for rank in ranks.values()) > 1 and met.added[group]:
         return "stream"
     return "convolution channels" if max(ranks.values()) > 2 else "channels"
 

@@ -1,0 +1,379 @@
+"""A model's calls to ATen as it makes them on meta, written down as a graph; twice, to tell what the batch counts.
+
+What torch.export gives, at a tenth of its time, for models that ask nothing of their inputs' values: it keeps a symbol
+for every size and computes with those at every call. Nothing of the model itself is run or changed, but a twin of it
+without numbers.
+"""
+
+import copy
+import inspect
+import operator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
+
+from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
+
+Stack = tuple[tuple[str, str], ...]
+"""Of the modules that a call was made in, outermost first: the path and the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """What a call gave, one of several, or by a name what a model has or is given."""
+
+    source: int | str
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """`args`: positional and named ones, tensors in them as _Ref."""
+
+    target: Any
+    args: Any
+    gives: Any
+    stack: Stack
+
+    @property
+    def name(self) -> str:
+        return str(self.target._schema.name.rpartition("::")[2])
+
+
+class _Recorder(SchemaCheckMode):
+    """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
+    class than its own be there; this one has nothing of its base.
+    """
+
+    def __init__(self, known: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self.calls: list[_Call] = []
+        self.constants: dict[str, Tensor] = {}
+        self._stack, self._on_meta = stack, on_meta
+        self._refs: dict[int, _Known] = {}
+        self._by_place: dict[Any, _Known] = {}
+        self._changes: Counter[int] = Counter()
+        self._gave: dict[Any, Any] = {}
+        self._alive: list[Tensor] = []
+        for name, tensor in known.items():
+            self._know(tensor, _Ref(name))
+        self._given = set(map(_storage, known.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entering = args, kwargs or {}
+        if func is torch.ops.aten.detach_.default:
+            return args[0]
+        written, tensors = _mapped(entering, self.ref), list[Tensor]()
+        _mapped(entering, tensors.append)
+        if any(each.is_meta for each in tensors):
+            entering = _mapped(entering, lambda each: each.to("meta"))
+            gives = self._given_before(func, entering, tensors)
+        else:
+            gives = func(*entering[0], **entering[1])
+        if func._schema.is_mutable:
+            self._change(args[0])
+        several = isinstance(gives, list | tuple)
+        for place, each in enumerate(gives if several else (gives,)):
+            if isinstance(each, Tensor):
+                self._know(each, _Ref(len(self.calls), place if several else None))
+        self.calls.append(_Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
+        return gives
+
+    def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
+        """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
+        key = func, _key(entering)
+        if key not in self._gave:
+            with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
+                gives = func(*entering[0], **entering[1])
+            before, own = set(map(_storage, tensors)), list[Tensor]()
+            _mapped(gives, own.append)
+            if own and not before.intersection(map(_storage, own)) and not func._schema.is_mutable:
+                self._gave[key] = gives
+            return gives
+        return _mapped(self._gave[key], lambda each: each.new_empty_strided(each.shape, each.stride()))
+
+    def _change(self, tensor: Tensor) -> None:
+        """From here on, what else is a part of the same numbers is not what it was."""
+        if _storage(tensor) in self._given:
+            raise OtherwiseAtOtherBatch("it changes what it is given, or its own parameters")
+        self._changes[_storage(tensor)] += 1
+
+    def _know(self, tensor: Tensor, ref: _Ref) -> None:
+        known = _Known(ref, self._changes[_storage(tensor)])
+        self._refs[id(tensor)] = self._by_place[_place(tensor)] = known
+        self._alive.append(tensor)
+
+    def ref(self, tensor: Tensor) -> _Ref:
+        """Of a tensor that is known, itself or as another object that torch made of it; of others as constants."""
+        known = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
+        if known is not None and known.changes < self._changes[_storage(tensor)]:
+            known = self._by_place[_place(tensor)]
+            if known.changes < self._changes[_storage(tensor)]:
+                raise OtherwiseAtOtherBatch("a part of what was changed in place")
+        if known is None:
+            if tensor.is_meta and not self._on_meta:
+                raise OtherwiseAtOtherBatch("a tensor of unknown numbers that no call gave")
+            known = _Known(_Ref(f"constant_{len(self.constants)}"), 0)
+            self.constants[str(known.ref.source)] = tensor
+            self._given.add(_storage(tensor))
+        self._know(tensor, known.ref)
+        return known.ref
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor, and how often what it is a part of had been changed in place when it was given."""
+
+    ref: _Ref
+    changes: int
+
+
+def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
+    """With what is made of each tensor."""
+    if isinstance(value, Tensor):
+        return what(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(each, what) for each in value])
+    return {name: _mapped(each, what) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _key(value: Any) -> Any:
+    """Equal for arguments that give the same sizes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return tuple(map(_key, value.items())) if isinstance(value, dict) else (type(value), value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place(tensor: Tensor) -> Any:
+    """Where its elements are."""
+    return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class _Numbers(TorchFunctionMode):
+    """Tensors that are made of numbers have them: on meta they would be lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
+            kwargs.pop("device", None)
+        elif func is Tensor.new_tensor:
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype} | kwargs
+            kwargs.pop("device", None)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """`inputs`: by name; `gives`: the model's outputs, tensors as _Ref."""
+
+    calls: Sequence[_Call]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
+    gives: Any
+
+
+def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """The graph of a model at any batch, with its own parameters; every node tells what it gives on meta (`val`), of
+    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises OtherwiseAtOtherBatch, and whatever a
+    model raises that looks at numbers.
+    """
+    names = _names(model, args, kwargs)
+    first, other = (_run(model, at_batch((tuple(args), dict(kwargs)), batch), names) for batch in BATCHES)
+    if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
+        raise OtherwiseAtOtherBatch(f"{len(first.calls)} calls and {len(other.calls)}")
+    if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
+        raise OtherwiseAtOtherBatch("other constants")
+    return _Graph(model, first, other).made((tuple(args), dict(kwargs)), names)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Of numbers that nobody knows it is taken to be so."""
+    return one.shape == other.shape if one.is_meta else torch.equal(one, other)
+
+
+def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Of the model's arguments."""
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*args)
+    except (TypeError, ValueError):
+        return [*(f"arg_{place}" for place in range(len(args))), *kwargs]
+    names = list[str]()
+    for name, value in bound.arguments.items():
+        several = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}_{place}" for place in range(len(value))] if several else [name]
+    return [*names, *kwargs]
+
+
+def _run(model: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
+    twin = _twin(model)
+    args, kwargs = inputs
+    given: dict[str, Any] = {}
+    for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+        leaves = tree_leaves(value)
+        given |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
+    known = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+    own = {f".{name}": each for name, each in _held(twin)}
+    stack = list[tuple[str, str]]()
+    on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
+    recorder = _Recorder({**own, **known}, stack, on_meta=on_meta)
+    with torch.no_grad(), _compiling(), _stacked(twin, stack), _Numbers(), enable_python_dispatcher(), recorder:
+        gives = twin(*args, **kwargs)
+    return _Recorded(
+        calls=recorder.calls,
+        constants=recorder.constants,
+        inputs=given,
+        gives=tree_map_only(Tensor, recorder.ref, gives),
+    )
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, of those that have several names each of them."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy without numbers, whose own state it may change."""
+    memo: dict[int, Any] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(each, device="meta", requires_grad=False)
+        memo[id(each)] = nn.Parameter(empty, requires_grad=False) if isinstance(each, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Models leave checks of numbers out where torch says that it exports them."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = {name: getattr(torch.compiler, name) for name in flags}
+    for name in flags:
+        setattr(torch.compiler, name, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(torch.compiler, name, value)
+
+
+@contextmanager
+def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
+    """While it runs, the stack has the modules that are running."""
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        kind = type(module)
+        if id(module) in paths:
+            stack.append((paths[id(module)], f"{kind.__module__}.{kind.__qualname__}"))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if id(module) in paths:
+            stack.pop()
+
+    with ExitStack() as held:
+        for handle in (hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)):
+            held.callback(handle.remove)
+        yield
+
+
+class _Graph:
+    """What was recorded at two batches, as one graph."""
+
+    def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
+        self.first, self.other = first, other
+        self.root: dict[str, Tensor] = {}
+        for name, each in _held(model):
+            is_parameter = isinstance(each, nn.Parameter)
+            self.root[name] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
+        self.root |= first.constants
+        self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
+        self.graph = fx.Graph()
+        self.nodes: dict[_Ref, fx.Node] = {}
+        self.numbers: dict[Counted, fx.Node] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def made(self, inputs: Any, names: list[str]) -> fx.GraphModule:
+        for name, value in self.first.inputs.items():
+            node = self.nodes[_Ref(name)] = self.graph.placeholder(name)
+            tell(node, value, self.other.inputs[name])
+        used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
+        self._attributes(each.source for each in used if isinstance(each, _Ref))
+        for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
+            self._call(number, one, other)
+        gives = self._both(self.first.gives, self.other.gives)
+        leaves, spec = tree_flatten(gives)
+        self.graph.output(tuple(leaves))
+        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, tree_structure(inputs), spec)))
+        return fx.GraphModule(self.root, self.graph).eval()
+
+    def _attributes(self, sources: Iterator[int | str]) -> None:
+        """What the model has, in front of all calls."""
+        for name in dict.fromkeys(each for each in sources if isinstance(each, str)):
+            if _Ref(name) not in self.nodes:
+                target = name.removeprefix(".")
+                node = self.nodes[_Ref(name)] = self.graph.get_attr(target)
+                tell(node, self.root[target], self.root[target])
+
+    def _call(self, number: int, one: _Call, other: _Call) -> None:
+        if one.target is not other.target or one.stack != other.stack:
+            raise OtherwiseAtOtherBatch(f"{one.target} and {other.target}")
+        args, kwargs = self._both(one.args, other.args)
+        stack = OrderedDict((path or "model", (path, kind)) for path, kind in one.stack)
+        node = self.nodes[_Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
+        node.meta["nn_module_stack"] = stack
+        tell(node, one.gives, other.gives)
+        if isinstance(one.gives, list | tuple):
+            for place, (each, beside) in enumerate(zip(one.gives, other.gives, strict=True)):
+                part = self.nodes[_Ref(number, place)] = self.graph.call_function(operator.getitem, (node, place))
+                part.meta["nn_module_stack"] = stack
+                tell(part, each, beside)
+
+    def _both(self, one: Any, other: Any) -> Any:
+        """Arguments with nodes, and with what the batch counts of numbers computed."""
+        leaves, spec = tree_flatten(one)
+        others, again = tree_flatten(other)
+        if spec != again:
+            raise OtherwiseAtOtherBatch("other arguments")
+        return tree_unflatten(list(map(self._leaf, leaves, others)), spec)
+
+    def _leaf(self, one: Any, other: Any) -> Any:
+        if isinstance(one, _Ref) and one == other:
+            return self.nodes[one]
+        if isinstance(one, torch.device) and one.type == "meta":
+            return self.device
+        if type(one) is int and type(other) is int:
+            size = size_of(one, other)
+            return size if isinstance(size, int) else self._number(size)
+        if type(one) is not type(other) or not (one == other or (one != one and other != other)):
+            raise OtherwiseAtOtherBatch(f"{one} and {other}")
+        return one
+
+    def _number(self, size: Counted) -> fx.Node:
+        if size not in self.numbers:
+            if size == Counted(1):
+                images = next(node for node in self.graph.nodes if node.meta["sizes"] and node.op == "placeholder")
+                node = self.graph.call_function(torch.ops.aten.sym_size.int, (images, 0))
+            elif size.more:
+                node = self.graph.call_function(operator.add, (self._number(Counted(size.times)), size.more))
+            else:
+                node = self.graph.call_function(operator.mul, (self._number(Counted(1)), size.times))
+            tell(node, *map(size.at, BATCHES))
+            self.numbers[size] = node
+        return self.numbers[size]

@@ -1,0 +1,98 @@
+"""Sizes that the batch counts, told apart from others by what two batches of different sizes give."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+BATCHES = (2, 5)
+"""No half, third, square or remainder of a batch is a whole multiple of it for both, with nothing taken away."""
+
+
+class OtherwiseAtOtherBatch(Exception):
+    """A program is another one at another batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A size: so many times the batch and some more."""
+
+    times: int
+    more: int = 0
+
+    def at(self, batch: int) -> int:
+        return self.times * batch + self.more
+
+
+Size = int | Counted
+
+
+def size_of(first: int, other: int) -> Size:
+    """Of what it is at each of BATCHES. Raises OtherwiseAtOtherBatch."""
+    if first == other:
+        return first
+    times, rest = divmod(other - first, BATCHES[1] - BATCHES[0])
+    more = first - times * BATCHES[0]
+    if rest or times < 0 or more < 0:
+        raise OtherwiseAtOtherBatch(f"{first} at a batch of {BATCHES[0]}, {other} at one of {BATCHES[1]}")
+    return Counted(times, more)
+
+
+def sizes_of(first: Any, other: Any) -> Any:
+    """Of a tensor its shape, of several a tuple of them, of a number itself; None of what else a node gives."""
+    if isinstance(first, Tensor):
+        if first.dim() != other.dim():
+            raise OtherwiseAtOtherBatch(f"{tuple(first.shape)} and {tuple(other.shape)}")
+        return tuple(map(size_of, first.shape, other.shape))
+    if isinstance(first, list | tuple):
+        return tuple(map(sizes_of, first, other))
+    return size_of(first, other) if isinstance(first, int) and not isinstance(first, bool) else None
+
+
+def tell(node: fx.Node, first: Any, other: Any) -> None:
+    """Of a node what it gives, `val` on meta, and of which `sizes`, by what it gives at each of BATCHES."""
+    node.meta["val"] = first.to("meta") if isinstance(first, Tensor) else first
+    node.meta["sizes"] = sizes_of(first, other)
+
+
+def at_batch(inputs: Any, batch: int) -> Any:
+    """The same inputs on meta, so many of them; a tensor without axes as it is."""
+
+    def many(tensor: Tensor) -> Tensor:
+        shape = (batch, *tensor.shape[1:]) if tensor.dim() else ()
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return tree_map_only(Tensor, many, inputs)
+
+
+class _OnMeta(fx.Interpreter):
+    """A program of which no number is computed."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().get_attr(target, args, kwargs).to("meta")
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        given = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
+        return super().call_function(target, *given)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.given[n] = given = super().run_node(n)
+        return given
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.given: dict[fx.Node, Any] = {}
+
+
+def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
+    """Tell every node what it gives, on meta, and of which sizes."""
+    given: list[Mapping[fx.Node, Any]] = []
+    for batch in BATCHES if any_batch else (len(inputs[0]),) * 2:
+        run = _OnMeta(graph)
+        run.run(*at_batch(inputs, batch), enable_io_processing=False)
+        given.append(run.given)
+    for node in graph.graph.nodes:
+        tell(node, given[0][node], given[1][node])
