@@ -41,11 +41,9 @@ def pairs(one: Tensor, other: Tensor) -> Tensor:
     """The pairs [P, 2] of labels that meet in tensors that can be broadcast, each once."""
     one, other = torch.broadcast_tensors(one, other)
     small, beside = compact(one, other), compact(other, one)
-    met = torch.stack((small.reshape(-1), beside.reshape(-1)), 1)
-    met = met[met[:, 0] != met[:, 1]]
-    if not len(met):
-        return met
-    key = torch.unique((met[:, 0] << 32) + met[:, 1] - FIXED)
+    differ = small != beside
+    # Neighbours are mostly alike, and what is left is little to be sorted.
+    key = torch.unique_consecutive((small[differ].long() << 32) + beside[differ] - FIXED).unique()
     return torch.stack((key >> 32, (key & 0xFFFFFFFF) + FIXED), 1)
 
 
