@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from torch import fx, nn
 
+from corp_deploy.traced.narrow import Narrowed
 from corp_deploy.traced.program import Program
 from corp_deploy.traced.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.shares import Shares, shares
@@ -22,6 +23,7 @@ from ground.ports import OutputPort, Port
 from .array_inputs import ArraySpec, batch_of_ports
 from .module_calls import Calling, by_ports
 from .modules import device
+from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec
 from .traced_segments import Segment, segments
@@ -59,12 +61,14 @@ class Cut:
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
 class Tracing:
     """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`: of queries
-    and keys, once they were looked for.
+    and keys, once they were looked for; `offered`: what can be reduced, likewise; `proved`: what was narrowed last.
     """
 
     program: Program
     added: tuple[str, ...]
     repairs: dict[str, Any] = field(default_factory=dict)
+    offered: list[Sites] = field(default_factory=list)
+    proved: list[Narrowed] = field(default_factory=list)
 
     @cached_property
     def found(self) -> Found:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from corp_deploy.traced.narrow import Narrowed as Proved
 from corp_deploy.traced.narrow import narrow, prove
-from corp_deploy.traced.readers import with_tensors, without_biases_
+from corp_deploy.traced.readers import without_biases_
 from corp_deploy.traced.site import Index, Span
 from corp_deploy.traced.types import made_on_
 from corp_deploy.traced.vocabulary import vocabularies
@@ -45,7 +46,7 @@ def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Ind
     names = {groups.key: name for name, groups in names_of(own).items()}
     keys = {name: key for key, name in names.items()}
     batch = random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
-    given = prove(own.found, {keys[name]: groups for name, groups in kept.items()}, batch)
+    own.proved[:] = [given := prove(own.found, {keys[name]: groups for name, groups in kept.items()}, batch)]
     return {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
         names[key]: reason for key, reason in given.whole.items()
     }
@@ -56,7 +57,9 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     they have in it.
     """
     own, before = tracing(model), known_of(model).cut
-    graph = _graph(replace(own, program=with_tensors(own.program, tensors)), own, kept)
+    given = _narrow(own, kept)
+    given.set_(tensors)
+    graph = given.module
     needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
     without_biases_(graph, needless)
     biases = tuple(name for name in _added(graph, own) if name not in needless)
@@ -78,13 +81,19 @@ def at_width(model: nn.Module, site: TracedSite, width: int) -> nn.Module:
     return _module(model, given.module, _joined(known_of(model).cut, own, {site.name: np.sort(first_G)}, ()))
 
 
-def _graph(changed: Tracing, own: Tracing, kept: Mapping[str, Index]) -> fx.GraphModule:
+def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
+    """What was proved last, if that is it."""
     keys = {name: groups.key for name, groups in names_of(own).items()}
-    found = replace(own.found, program=changed.program)
-    given = narrow(found, {keys[name]: groups for name, groups in kept.items()})
-    stays = given.whole
-    assert not stays, stays
-    return given.module
+    chosen = {keys[name]: groups for name, groups in kept.items()}
+    last = own.proved.pop() if own.proved else None
+    if (
+        last is None
+        or chosen.keys() != last.kept.keys()
+        or any(list(last.kept[key]) != list(chosen[key]) for key in chosen)
+    ):
+        last = narrow(own.found, chosen)
+    assert not last.whole.keys() & chosen.keys(), last.whole
+    return last
 
 
 def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:

@@ -5,6 +5,7 @@ the preprocessing, and the lineage: all that it takes to build the model again, 
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,7 @@ def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
     recorded = config.sites
     if isinstance(model, TracedModule):
         program = config.program
-        with torch.device("cpu"):  # where labels of a program's elements are, and all that is made of them
-            return model if program is None else as_recorded(model, recorded, asdict(program), where=where)
+        return model if program is None else as_recorded(model, recorded, asdict(program), where=where)
     for stream in sites_of(model).coupled:
         own = next(each for each in sites_of(model).coupled if each.name == stream.name)
         model = replaced(model, own.recorded(recorded[stream.name])) if stream.name in recorded else model
@@ -208,7 +208,10 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     recorded = recorded.spread(config.input.shape[0]) if config.input.shape else recorded
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
-        model = _resized(dense_from_architecture(architecture), config, where)
+        model = dense_from_architecture(architecture)
+    # Labels of a program's elements are numbers.
+    with nullcontext() if isinstance(model, TracedModule) else torch.device("meta"):
+        model = _resized(model, config, where)
         if config.outputs is not None:
             model = _with_outputs(model, config, where)
         if config.merging is not None:

@@ -1,14 +1,15 @@
 """A program narrowed to what is kept of its sites, proved against the dense one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import Tensor, fx, nn
 
 from .choice import Kept, gone
 from .compaction import kept
 from .heads import together
 from .labels import Marks, compact
-from .narrowing import Refused, without
+from .narrowing import Parts, Refused, part_of, without
 from .proof import difference
 from .sites import Found
 from .tracing import Inputs
@@ -19,14 +20,25 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowed:
-    """`module` is the program without what went; `whole`: sites that had to be kept, with the reason, by their keys.
-    `difference`: from the dense program with the same elements zeroed, relative; None where it wasn't looked at.
+    """`module` is the program without what went, `parts` what its tensors are of the dense one's; `whole`: sites that
+    had to be kept, with the reason, by their keys. `difference`: from the dense program with the same elements zeroed,
+    relative; None where it wasn't looked at.
     """
 
     module: fx.GraphModule
+    parts: Parts
     kept: Kept
     whole: dict[str, str]
     difference: float | None
+
+    def set_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the module what is left of these in the place of the dense program's, by their names there."""
+        for name, (dense, keep) in self.parts.items():
+            if dense in tensors:
+                owner, _, last = name.rpartition(".")
+                is_parameter = isinstance(self.module.get_submodule(owner)._parameters.get(last), nn.Parameter)
+                new = part_of(tensors[dense], keep)
+                setattr(self.module.get_submodule(owner), last, nn.Parameter(new, False) if is_parameter else new)
 
 
 def narrow(found: Found, kept: Kept) -> Narrowed:
@@ -37,8 +49,8 @@ def narrow(found: Found, kept: Kept) -> Narrowed:
     while True:
         try:
             goes = gone(found.flow, found.sites, chosen)
-            module = without(found.program, found.flow, goes)
-            return Narrowed(module=module, kept=chosen, whole=whole, difference=None)
+            module, parts = without(found.program, found.flow, goes)
+            return Narrowed(module=module, parts=parts, kept=chosen, whole=whole, difference=None)
         except Refused as refused:
             met = _at(found, refused.node, chosen)
             for key in [key for unit in together(found, chosen) if not set(unit).isdisjoint(met) for key in unit]:

@@ -28,8 +28,12 @@ class Refused(Exception):
         self.node = node
 
 
-def without(program: Program, flow: Flow, gone: Tensor) -> fx.GraphModule:
-    """The program without the labels for which `gone` [labels] is true. Raises Refused."""
+Parts = dict[str, tuple[str, Tensor | None]]
+"""By the names of a narrowed program's tensors those of the dense ones, and the mask of what is left; None of all."""
+
+
+def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
+    """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
         if node.op == "call_function" and new.is_narrower(node):
@@ -39,14 +43,21 @@ def without(program: Program, flow: Flow, gone: Tensor) -> fx.GraphModule:
     new.graph.eliminate_dead_code()
     new.graph.lint()
     new.graph.set_codegen(copy(program.graph.graph._codegen))
-    return fx.GraphModule(new.tensors, new.graph).eval()
+    tensors = {name: part_of(program.tensor(dense), keep) for name, (dense, keep) in new.parts.items()}
+    return fx.GraphModule(tensors, new.graph).eval(), new.parts
+
+
+def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
+    """What is left of a parameter or constant."""
+    new = tensor.detach() if keep is None else taken(tensor.detach(), keep)
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
 @dataclass(slots=True)
 class _Narrowing:
     """`gone` [labels]: whether each is removed. `nodes`: of the dense program, as they are in the new `graph`.
     `uneven`: moves that would give no tensor, as queries beside wider values; their parts are moved one by one.
-    `tensors`: what remains of the parameters; under several `names` where different uses keep different elements.
+    `parts`: what remains of the parameters; under several `names` where different uses keep different elements.
     """
 
     program: Program
@@ -55,7 +66,7 @@ class _Narrowing:
     graph: fx.Graph = field(default_factory=fx.Graph)
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     uneven: dict[fx.Node, None] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
     def is_narrower(self, node: fx.Node) -> bool:
@@ -206,10 +217,7 @@ class _Narrowing:
         if key not in self.names:
             count = sum(each[0] == name for each in self.names)
             self.names[key] = f"{name}_{count}" if count else name
-            tensor = self.program.tensor(name)
-            new = tensor.detach() if keep is None else taken(tensor.detach(), keep)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self.tensors[self.names[key]] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+            self.parts[self.names[key]] = name, keep
         return _of_module(self.graph.create_node("get_attr", self.names[key]), node)
 
 

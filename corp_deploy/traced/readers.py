@@ -91,7 +91,8 @@ def with_biases_(program: Program) -> tuple[str, ...]:
         rest = layer.node.args[3:]
         layer.node.args = (*layer.node.args[:2], bias, *rest)
         layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}
-    graph.recompile()
+    if given:
+        graph.recompile()
     return tuple(given)
 
 
@@ -105,7 +106,8 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
     for name in names:
         owner, _, last = name.rpartition(".")
         delattr(graph.get_submodule(owner), last)
-    graph.recompile()
+    if names:
+        graph.recompile()
 
 
 class InFront(nn.Module):
