@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from corp_deploy.programs.program import Program
+from corp_deploy.programs.sizes import tell
 from corp_deploy.traced.choice import stuck
 from corp_deploy.traced.flow import Flow
 from corp_deploy.traced.labels import Marks, marked
 from corp_deploy.traced.pointwise import is_pointwise
-from corp_deploy.traced.program import Program
 from corp_deploy.traced.rules import RULES
-from corp_deploy.traced.sizes import tell
 from corp_deploy.traced.walk import value_of
 
 aten: Any = torch.ops.aten

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.batch import Batch, batch_of
-from corp_deploy.traced.program import operation, sizes_at_one
+from corp_deploy.programs.batch import Batch, batch_of
+from corp_deploy.programs.program import operation, sizes_at_one
 from corp_deploy.traced.site import Span
 
 

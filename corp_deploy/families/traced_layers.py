@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from corp_deploy.programs.readers import Layer, layers, listening
 from corp_deploy.traced.cuts import between, cuts
-from corp_deploy.traced.readers import Layer, layers, listening
 from corp_deploy.traced.site import Kind
 from corp_deploy.traced.sites import Found
 from ground.errors import BadInput

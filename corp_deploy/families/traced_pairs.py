@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.traced.between import Between, between
-from corp_deploy.traced.readers import Layer, as_module, layers
+from corp_deploy.programs.between import Between, between
+from corp_deploy.programs.readers import Layer, as_module, layers
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from corp_deploy.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.cost import macs
 from corp_deploy.traced.cuts import between, cuts
-from corp_deploy.traced.program import Program, operation, sizes_at_one
 from corp_deploy.traced.sites import Found, common_path
 
 

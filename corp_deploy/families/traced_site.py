@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, PatchTaps
-from corp_deploy.traced.program import Program
-from corp_deploy.traced.readers import Layer
+from corp_deploy.programs.program import Program
+from corp_deploy.programs.readers import Layer
 from corp_deploy.traced.site import Index, Span
 from corp_deploy.traced.site import Site as Groups
 from ground.errors import BadInput

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from corp_deploy.traced.program import module_of, operation, sizes_at_one
-from corp_deploy.traced.readers import CONV2D, LINEAR, gain_behind, is_heard
+from corp_deploy.programs.program import module_of, operation, sizes_at_one
+from corp_deploy.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 from corp_deploy.traced.site import Site as Groups
 from corp_deploy.traced.site import Span
 

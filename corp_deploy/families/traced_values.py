@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from corp_deploy.narrowing.rows import Rows, moved_from, rows_of
+from corp_deploy.programs.program import operation
+from corp_deploy.programs.readers import layers
 from corp_deploy.traced.heads import beside
-from corp_deploy.traced.program import operation
-from corp_deploy.traced.readers import layers
-from corp_deploy.traced.rows import Rows, moved_from, rows_of
 from corp_deploy.traced.site import Index
 from corp_deploy.traced.site import Site as Groups
 

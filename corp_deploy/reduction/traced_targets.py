@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.moves import RUN, SAME, SHAPED
-from corp_deploy.traced.program import operation
-from corp_deploy.traced.readers import LINEAR
+from corp_deploy.programs.program import RUN, SAME, SHAPED, operation
+from corp_deploy.programs.readers import LINEAR
 
 from .traced_streams import Values, called
 

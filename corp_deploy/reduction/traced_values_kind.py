@@ -17,7 +17,7 @@ from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.traced.rows import Rows
+from corp_deploy.narrowing.rows import Rows
 from corp_deploy.traced.site import Index
 
 from .chosen import Chosen

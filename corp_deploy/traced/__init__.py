@@ -1,1 +1,1 @@
-"""Sites found in a traced program, whatever its model is called, and the program narrowed to what is kept of them."""
+"""Sites found in a program by labels that flow through it, whatever its model is called."""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from corp_deploy.programs.program import module_of, operation, sizes_at_one
+
 from .labels import Marks
-from .program import module_of, operation, sizes_at_one
 
 Value = Any
 """Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""

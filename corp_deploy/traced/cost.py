@@ -4,9 +4,10 @@ import math
 
 from torch import fx
 
+from corp_deploy.programs.program import operation, sizes_at_one
+
 from .call import call_of
 from .equation import equation_of
-from .program import operation, sizes_at_one
 
 
 def macs(node: fx.Node) -> int:

@@ -14,12 +14,13 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils._pytree import tree_structure
 
-from .batch import IN_FRONT, batch_of
+from corp_deploy.programs.batch import IN_FRONT, batch_of
+from corp_deploy.programs.program import Program, module_of, number_of, operation
+
 from .choice import labels_of
 from .compaction import kept
 from .cost import macs
 from .labels import Marks, compact
-from .program import Program, module_of, number_of, operation
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import fx
 
+from corp_deploy.programs.program import operation, sizes_at_one
+
 from .call import call_of
-from .program import operation, sizes_at_one
 
 FRONT, FREE = "abcdefghijklmn", string.ascii_lowercase
 _FACTORS = {

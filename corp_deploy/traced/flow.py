@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
+from corp_deploy.programs.program import Program
+
 from .call import Value
 from .labels import FIXED, TYPE, Groups, Marks, compact, pairs, placed, standing, tidy, varying
-from .program import Program
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]
 MOST_ELEMENTS = 4_000_000

@@ -5,16 +5,17 @@ from typing import Any
 
 from torch import fx
 
+from corp_deploy.programs.program import RUN, SAME, SHAPED, operation
+
 from . import mixing, moves
 from .call import Call
 from .contractions import attention, contraction, convolution, embedding
 from .flow import Flow
 from .pointwise import channelwise, is_pointwise, pointwise
-from .program import operation
 
 Rule = Callable[[Flow, Call], Any]
 _BY_RULE: tuple[tuple[Rule, str], ...] = (
-    (moves.moved, " ".join(moves.SAME | moves.SHAPED | moves.RUN)),
+    (moves.moved, " ".join(SAME | SHAPED | RUN)),
     (moves.joined, "cat concat stack"),
     (moves.scattered, "select_scatter slice_scatter"),
     (moves.padded, "pad constant_pad_nd"),

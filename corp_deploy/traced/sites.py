@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from corp_deploy.programs.program import Program, module_of
+
 from .choice import holders, stuck
 from .cost import macs
 from .flow import Flow, Role, Use
 from .labels import Marks, compact
-from .program import Program, module_of
 from .site import Index, Kind, Site, Span, Stay
 from .walk import walked
 

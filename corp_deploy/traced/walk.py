@@ -4,11 +4,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from corp_deploy.programs.program import Program, operation, sizes_at_one
+
 from .call import call_of
 from .flow import Flow
 from .labels import Marks
 from .moves import fixed, stopped
-from .program import Program, operation, sizes_at_one
 from .rules import rule_of
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .call import Call, call_of
-from .compaction import Uneven, compacted, kept, loses, taken
-from .flow import Flow
-from .labels import Marks, compact, placed
-from .moves import SHAPED
-from .program import Program, module_of, operation
+from corp_deploy.programs.program import SHAPED, Program, module_of, operation
+from corp_deploy.traced.call import Call, call_of
+from corp_deploy.traced.compaction import Uneven, compacted, kept, loses, taken
+from corp_deploy.traced.flow import Flow
+from corp_deploy.traced.labels import Marks, compact, placed
+
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
 from .rows import carried, is_move, numbered, way_to
 

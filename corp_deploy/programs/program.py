@@ -9,6 +9,22 @@ from torch import Tensor, fx
 
 from .sizes import Counted
 
+SAME, SHAPED, RUN = (
+    frozenset(ops.split())
+    for ops in (
+        # the same elements in the same places
+        """alias clone contiguous detach detach_ dropout dropout_ feature_dropout alpha_dropout lift_fresh
+        lift_fresh_copy to _to_copy type_as resolve_conj resolve_neg""",
+        # all elements in their order
+        "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel",
+        # run on the labels as they are
+        """permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk
+        tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile repeat_interleave
+        pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to""",
+    )
+)
+"""Ops that put elements elsewhere and change none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx, nn
 
-from .choice import Kept, gone
-from .compaction import kept
-from .heads import together
-from .labels import Marks, compact
+from corp_deploy.programs.tracing import Inputs
+from corp_deploy.traced.choice import Kept, gone
+from corp_deploy.traced.compaction import kept
+from corp_deploy.traced.heads import together
+from corp_deploy.traced.labels import Marks, compact
+from corp_deploy.traced.sites import Found
+
 from .narrowing import Parts, Refused, part_of, without
 from .proof import difference
-from .sites import Found
-from .tracing import Inputs
 
 ROUNDING = 1e-4
 """Of the largest output: what float32 rounds over a network in another order."""

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .call import Call
-from .compaction import Uneven, kept, narrowed
-from .labels import FIXED, TYPE, Marks, compact
-from .moves import RUN, SHAPED
-from .sizes import Counted
+from corp_deploy.programs.program import RUN, SHAPED
+from corp_deploy.programs.sizes import Counted
+from corp_deploy.traced.call import Call
+from corp_deploy.traced.compaction import Uneven, kept, narrowed
+from corp_deploy.traced.labels import FIXED, TYPE, Marks, compact
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .moves import SHAPED
-from .program import operation, sizes_at_one
+from .program import SHAPED, operation, sizes_at_one
 from .sizes import Counted
 
 

@@ -1,0 +1,156 @@
+"""What is written down of a model's calls is the model, at any batch; what can't be told so isn't written down."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from corp_deploy.programs.program import Program, sizes_at_one
+from corp_deploy.programs.recording import recorded
+from corp_deploy.programs.sizes import Counted, OtherwiseAtOtherBatch, size_of
+from corp_deploy.programs.tracing import trace
+from tests import traced_models as own
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Does(nn.Module):
+    """Whatever is asked of it, with a layer and a buffer of its own."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.does, self.layer = forward, nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(4))
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self, x)
+
+
+def cached(model: Any, x: Tensor) -> Tensor:
+    """It keeps a table from its first call on."""
+    if model.cache is None:
+        model.cache = torch.arange(4.0, device=x.device)
+    out: Tensor = x * model.cache
+    return out
+
+
+def in_windows(_: nn.Module, x: Tensor) -> Tensor:
+    """So many windows an image and one more."""
+    apart = x.reshape(len(x) * 2, 2)
+    return torch.cat((apart, torch.zeros(1, 2, device=x.device)))
+
+
+def changed_in_place(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    y += 1
+    out: Tensor = F.relu(y, inplace=True) * y
+    return out
+
+
+def part_changed(model: Any, x: Tensor) -> Tensor:
+    """What is changed is not seen as a whole any more."""
+    out: Tensor = model.layer(x)[:, :2].mul_(3)
+    return out
+
+
+def seen_through_a_part(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    y[:, 0] = 7
+    out: Tensor = y * 2
+    return out
+
+
+TOLD: dict[str, Forward] = {
+    "numbers": lambda m, x: x + x.new_tensor([1.0, 2, 3, 4]) * torch.tensor([0.0, 1, 0, 1], device=x.device),
+    "made": lambda m, x: x + torch.arange(4, device=x.device) + torch.eye(4)[0].to(x) + torch.ones_like(x),
+    "of the batch": lambda m, x: torch.cat((m.table.expand(x.shape[0], 4), x.new_zeros(x.shape[0], 2)), 1),
+    "windows": in_windows,
+    "cached": cached,
+    "in place": changed_in_place,
+    "a part": part_changed,
+    "data": lambda m, x: F.linear(x, m.layer.weight.data),
+    "several": lambda m, x: {"parts": x.split(1, 1)[1:], "most": x.max(1), "none": None},
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_it_is_the_model_at_any_batch(name: str) -> None:
+    model = Does(TOLD[name]).eval()
+    graph = recorded(model, (torch.randn(2, 4),), {})
+    for batch in (1, 3, 7):
+        x = torch.randn(batch, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x.clone()), model(x))
+    assert all(each.data_ptr() == graph.get_parameter(key).data_ptr() for key, each in used(model, graph))
+
+
+def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
+    """The model's parameters that its graph has."""
+    has = {name for name, _ in graph.named_parameters()}
+    return [(name, each) for name, each in model.named_parameters() if name in has]
+
+
+def test_a_model_is_not_changed() -> None:
+    model = Does(cached).eval()
+    recorded(model, (torch.randn(2, 4),), {})
+    assert model.cache is None
+
+
+NOT_TOLD: dict[str, tuple[Forward, str]] = {
+    "half of the batch": (lambda m, x: x[: len(x) // 2], "at a batch of 2"),
+    "pairs of images": (lambda m, x: x.new_zeros(len(x) ** 2), "at a batch of 2"),
+    "less than the batch": (lambda m, x: x.new_zeros(len(x) - 1), "at a batch of 2"),
+    "image by image": (lambda m, x: torch.stack([each * 2 for each in x]), "calls and"),
+    "a whole behind a part": (seen_through_a_part, "changed in place"),
+    "its input": (lambda m, x: x.mul_(2), "changes what it is given"),
+    "its buffer": (lambda m, x: x + m.table.add_(1), "changes what it is given"),
+    "a share": (lambda m, x: x / len(x) * (1 / len(x)), "0.5 and 0.2"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TOLD)
+def test_what_is_another_program_at_another_batch_is_not_told(name: str) -> None:
+    forward, reason = NOT_TOLD[name]
+    with pytest.raises(OtherwiseAtOtherBatch, match=reason):
+        recorded(Does(forward).eval(), (torch.randn(2, 4),), {})
+
+
+def test_one_that_looks_at_numbers_says_so() -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        recorded(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),), {})
+
+
+def test_what_torch_alone_can_write_down_is_exported() -> None:
+    model = Does(seen_through_a_part).eval()
+    program = trace(model, [torch.randn(2, 4)])
+    x = torch.randn(3, 4)
+    assert program.any_batch
+    torch.testing.assert_close(program.graph(x.clone()), model(x))
+
+
+def test_sizes_tell_what_the_batch_counts() -> None:
+    graph = recorded(Does(in_windows).eval(), (torch.randn(2, 4),), {})
+    sizes = {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"}
+    assert (sizes["x"], sizes["reshape"], sizes["cat"]) == ((Counted(1), 4), (Counted(2), 2), (Counted(2, 1), 2))
+    assert sizes_at_one(next(node for node in graph.graph.nodes if node.name == "cat")) == (3, 2)
+    assert size_of(8, 8) == 8
+
+
+def test_calls_tell_the_module_that_made_them() -> None:
+    torch.manual_seed(0)
+    program: Program = trace(own.Nano(), (torch.randint(0, 20, (2, own.TOKENS)),))
+    stacks = [list(node.meta["nn_module_stack"].values()) for node in program.nodes if node.name == "linear_1"]
+    assert [path for path, _ in stacks[0]] == ["", "attn", "attn.body", "attn.body.c_proj"]
+    assert stacks[0][-1][1] == "torch.nn.modules.linear.Linear"
+
+
+def test_one_weight_of_two_names_is_one() -> None:
+    model = own.Nano().eval()
+    graph = recorded(model, (torch.randint(0, 20, (2, own.TOKENS)),), {})
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    assert names.count("lm_head.weight") == 1
+    assert "wte.weight" not in names
