@@ -28,14 +28,14 @@ from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.walk import blocks
-from corp_deploy.programs.tree import Norm
 from corp_deploy.proof.locate import graph_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.site import Index
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
 from perf.parity.diagnosis import locate_in_exact

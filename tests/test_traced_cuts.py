@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from corp_deploy.families.traced_segments import layout_of
-from corp_deploy.narrowing.narrow import narrow
-from corp_deploy.programs.program import Program
-from corp_deploy.programs.sizes import size_, tell
-from corp_deploy.programs.tracing import trace
-from corp_deploy.traced.cuts import between, cuts
-from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.finding.cuts import between, cuts
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.sizes import size_, tell
+from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 from tests.traced_examples import SIDE, Patched
 

@@ -10,8 +10,6 @@ from torch import Tensor, fx, nn
 
 from calib.input_set import InputSet
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.programs.readers import layers
-from corp_deploy.programs.tracing import trace
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -20,7 +18,9 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_sy
 from corp_deploy.reduction.traced_targets import Target, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.cuts import cuts, without_values
+from corp_deploy.traced.finding.cuts import cuts, without_values
+from corp_deploy.traced.programs.readers import layers
+from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, own_checkpoint
 from tests.traced_examples import images

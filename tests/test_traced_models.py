@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.narrowing.narrow import narrow, prove
-from corp_deploy.narrowing.proof import difference
-from corp_deploy.programs.readers import with_biases_
-from corp_deploy.programs.tracing import trace
-from corp_deploy.traced.heads import beside, together
-from corp_deploy.traced.site import Site
-from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.finding.heads import beside, together
+from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.narrowing.narrow import narrow, prove
+from corp_deploy.traced.narrowing.proof import difference
+from corp_deploy.traced.programs.readers import with_biases_
+from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from tests import traced_models as own
 

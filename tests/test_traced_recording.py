@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from corp_deploy.programs.program import Program, sizes_at_one
-from corp_deploy.programs.recording import recorded
-from corp_deploy.programs.sizes import Counted, OtherwiseAtOtherBatch, size_of
-from corp_deploy.programs.tracing import trace
+from corp_deploy.traced.programs.program import Program, sizes_at_one
+from corp_deploy.traced.programs.recording import recorded
+from corp_deploy.traced.programs.sizes import Counted, OtherwiseAtOtherBatch, size_of
+from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 
 Forward = Callable[[Any, Tensor], Any]

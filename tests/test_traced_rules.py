@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from corp_deploy.programs.program import Program
-from corp_deploy.programs.sizes import tell
-from corp_deploy.traced.choice import stuck
-from corp_deploy.traced.flow import Flow
-from corp_deploy.traced.labels import Marks, marked
-from corp_deploy.traced.pointwise import is_pointwise
-from corp_deploy.traced.rules import RULES
-from corp_deploy.traced.walk import value_of
+from corp_deploy.traced.finding.choice import stuck
+from corp_deploy.traced.finding.flow import Flow
+from corp_deploy.traced.finding.labels import Marks, marked
+from corp_deploy.traced.finding.pointwise import is_pointwise
+from corp_deploy.traced.finding.rules import RULES
+from corp_deploy.traced.finding.walk import value_of
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.sizes import tell
 
 aten: Any = torch.ops.aten
 DRAWS, CHANGES = 2, 5

@@ -27,11 +27,11 @@ from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.machine import versions
-from corp_deploy.programs.program import sizes_at_one
-from corp_deploy.programs.tracing import trace
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.traced.programs.program import sizes_at_one
+from corp_deploy.traced.programs.tracing import trace
 
 from .alone import Row, alone
 from .chain import BATCH, CALIBRATION, DRAWS, JUDGED, PRESETS, Subject, graph_errors

@@ -24,12 +24,12 @@ from torch import nn
 
 from benchmarks.real.record import Record
 from corp_deploy.machine import versions
-from corp_deploy.narrowing.narrow import narrow
-from corp_deploy.narrowing.proof import difference
-from corp_deploy.programs.tracing import trace
-from corp_deploy.traced.choice import gone
-from corp_deploy.traced.site import Site
-from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.finding.choice import gone
+from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.narrowing.proof import difference
+from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 
 KIND, KEY = "benchmarks/coverage-find", ("name",)

@@ -11,7 +11,7 @@ from timm.layers import (
     SimpleNormFp32,
 )
 
-from corp_deploy.programs.tree import Norm
+from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import NORMS as TORCH_NORMS
 
 NORMS = (

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.batch import Batch, batch_of
-from corp_deploy.programs.program import operation, sizes_at_one
-from corp_deploy.traced.site import Span
+from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.programs.batch import Batch, batch_of
+from corp_deploy.traced.programs.program import operation, sizes_at_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from torch import nn
 
-from corp_deploy.programs.readers import Layer, layers, listening
-from corp_deploy.traced.cuts import between, cuts
-from corp_deploy.traced.site import Kind
-from corp_deploy.traced.sites import Found
+from corp_deploy.traced.finding.cuts import between, cuts
+from corp_deploy.traced.finding.site import Kind
+from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.programs.readers import Layer, layers, listening
 from ground.errors import BadInput
 
 from .traced_model import tracing

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
-from corp_deploy.programs.padding import padded
-from corp_deploy.programs.readers import Layer, as_module, layers, without_biases_
-from corp_deploy.programs.tree import tree
-from corp_deploy.programs.types import made_on_, with_one_type_
-from corp_deploy.programs.vocabulary import vocabularies
+from corp_deploy.traced.programs.padding import padded
+from corp_deploy.traced.programs.readers import Layer, as_module, layers, without_biases_
+from corp_deploy.traced.programs.tree import tree
+from corp_deploy.traced.programs.types import made_on_, with_one_type_
+from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 from ground.ports import OutputPort
 

@@ -10,14 +10,14 @@ from typing import Any, Self
 
 from torch import fx, nn
 
-from corp_deploy.narrowing.narrow import Narrowed
-from corp_deploy.programs.program import Program
-from corp_deploy.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
-from corp_deploy.programs.sizes import size_
-from corp_deploy.programs.tracing import trace
-from corp_deploy.traced.shares import Shares, shares
-from corp_deploy.traced.site import Index
-from corp_deploy.traced.sites import Found, find
+from corp_deploy.traced.finding.shares import Shares, shares
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.narrowing.narrow import Narrowed
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
+from corp_deploy.traced.programs.sizes import size_
+from corp_deploy.traced.programs.tracing import trace
 from ground.ports import OutputPort, Port
 
 from .array_inputs import ArraySpec, batch_of_ports

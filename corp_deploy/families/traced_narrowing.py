@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.narrowing.narrow import Narrowed as Proved
-from corp_deploy.narrowing.narrow import narrow, prove
-from corp_deploy.programs.readers import without_biases_
-from corp_deploy.programs.types import made_on_
-from corp_deploy.programs.vocabulary import vocabularies
-from corp_deploy.traced.site import Index, Span
+from corp_deploy.traced.finding.site import Index, Span
+from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
+from corp_deploy.traced.narrowing.narrow import narrow, prove
+from corp_deploy.traced.programs.readers import without_biases_
+from corp_deploy.traced.programs.types import made_on_
+from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
 from .array_inputs import random_batch

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.programs.between import Between, between
-from corp_deploy.programs.readers import Layer, as_module, layers
-from corp_deploy.traced.site import Site as Groups
-from corp_deploy.traced.site import Span
+from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.programs.between import Between, between
+from corp_deploy.traced.programs.readers import Layer, as_module, layers
 
 from .traced_heads import BothHeads, Heads, both_heads
 from .traced_module import Tracing

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from corp_deploy.programs.program import sizes_at_one
-from corp_deploy.traced.cuts import between
+from corp_deploy.traced.finding.cuts import between
+from corp_deploy.traced.programs.program import sizes_at_one
 from ground.ports import OutputPort, Port
 
 from .traced_model import input_spec, output_ports, sites_by_segment, tracing

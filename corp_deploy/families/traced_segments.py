@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from corp_deploy.programs.program import Program, operation, sizes_at_one
-from corp_deploy.traced.cost import macs
-from corp_deploy.traced.cuts import between, cuts
-from corp_deploy.traced.sites import Found, common_path
+from corp_deploy.traced.finding.cost import macs
+from corp_deploy.traced.finding.cuts import between, cuts
+from corp_deploy.traced.finding.sites import Found, common_path
+from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

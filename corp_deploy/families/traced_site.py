@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.sites import ChannelTaps, PatchTaps
-from corp_deploy.programs.program import Program
-from corp_deploy.programs.readers import Layer
-from corp_deploy.traced.site import Index, Span
-from corp_deploy.traced.site import Site as Groups
+from corp_deploy.traced.finding.site import Index, Span
+from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import Layer
 from ground.errors import BadInput
 
 from .widths import HeadGeometry, Width

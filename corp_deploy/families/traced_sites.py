@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from corp_deploy.programs.program import module_of, operation, sizes_at_one
-from corp_deploy.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
-from corp_deploy.traced.site import Site as Groups
-from corp_deploy.traced.site import Span
+from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
 from .sites import Refusal, Sites
 from .traced_module import Tracing

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from corp_deploy.narrowing.rows import Rows, moved_from, rows_of
-from corp_deploy.programs.program import operation
-from corp_deploy.programs.readers import layers
-from corp_deploy.traced.heads import beside
-from corp_deploy.traced.site import Index
-from corp_deploy.traced.site import Site as Groups
+from corp_deploy.traced.finding.heads import beside
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
+from corp_deploy.traced.programs.program import operation
+from corp_deploy.traced.programs.readers import layers
 
 from .traced_module import Tracing
 from .traced_site import Reading, TracedSite

@@ -19,7 +19,7 @@ from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_layers import ProgramLayer
 from corp_deploy.store.sparse_layers import rows_of_weight
-from corp_deploy.traced.site import Kind
+from corp_deploy.traced.finding.site import Kind
 
 from .sparse_options import SparseKind
 

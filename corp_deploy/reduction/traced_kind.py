@@ -17,8 +17,8 @@ from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.traced_pairs import Side
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.narrowing.rows import Rows
-from corp_deploy.traced.site import Index
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.narrowing.rows import Rows
 
 from .chosen import Chosen
 from .kind import ErrorCurve, Reduced

@@ -30,11 +30,11 @@ from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_sites import traced_sites
 from corp_deploy.families.widths import Widths
-from corp_deploy.narrowing.narrow import narrow
-from corp_deploy.programs.readers import Called, groups_of, layers
-from corp_deploy.traced.choice import gone
-from corp_deploy.traced.cuts import cuts, without_values
-from corp_deploy.traced.site import Index
+from corp_deploy.traced.finding.choice import gone
+from corp_deploy.traced.finding.cuts import cuts, without_values
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.programs.readers import Called, groups_of, layers
 from ground.errors import BadInput
 
 from .correct import divided_by_scale, group_corrections

@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from corp_deploy.families.traced_narrowing import narrowed, provable
-from corp_deploy.traced.site import Index
+from corp_deploy.traced.finding.site import Index
 
 from .traced_kind import TracedReduced, tensors_of
 

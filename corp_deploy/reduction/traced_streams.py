@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved, named
 from corp_deploy.families.traced_module import Tracing
-from corp_deploy.narrowing.proof import Mask, masks, zeroed
-from corp_deploy.programs.program import Program, number_of, operation
-from corp_deploy.programs.readers import with_tensors
-from corp_deploy.traced.cuts import needed
+from corp_deploy.traced.finding.cuts import needed
+from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
+from corp_deploy.traced.programs.program import Program, number_of, operation
+from corp_deploy.traced.programs.readers import with_tensors
 from ground.errors import BadInput
 
 Values = dict[fx.Node, Any]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import RUN, SAME, SHAPED, operation
-from corp_deploy.programs.readers import LINEAR
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
+from corp_deploy.traced.programs.readers import LINEAR
 
 from .traced_streams import Values, called
 

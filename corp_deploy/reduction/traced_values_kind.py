@@ -17,8 +17,8 @@ from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
-from corp_deploy.narrowing.rows import Rows
-from corp_deploy.traced.site import Index
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.narrowing.rows import Rows
 
 from .chosen import Chosen
 from .head_modules import rotated_values, value_report

@@ -1,1 +1,1 @@
-"""Sites found in a program by labels that flow through it, whatever its model is called."""
+"""Any model, by its traced program: written down, its sites found, narrowed to what is kept of them."""

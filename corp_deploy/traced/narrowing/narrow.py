@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx, nn
 
-from corp_deploy.programs.tracing import Inputs
-from corp_deploy.traced.choice import Kept, gone
-from corp_deploy.traced.compaction import kept
-from corp_deploy.traced.heads import together
-from corp_deploy.traced.labels import Marks, compact
-from corp_deploy.traced.sites import Found
+from corp_deploy.traced.finding.choice import Kept, gone
+from corp_deploy.traced.finding.compaction import kept
+from corp_deploy.traced.finding.heads import together
+from corp_deploy.traced.finding.labels import Marks, compact
+from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.programs.tracing import Inputs
 
 from .narrowing import Parts, Refused, part_of, without
 from .proof import difference

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from corp_deploy.programs.program import module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 
 from .labels import Marks
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import RUN, SHAPED
-from corp_deploy.programs.sizes import Counted
-from corp_deploy.traced.call import Call
-from corp_deploy.traced.compaction import Uneven, kept, narrowed
-from corp_deploy.traced.labels import FIXED, TYPE, Marks, compact
+from corp_deploy.traced.finding.call import Call
+from corp_deploy.traced.finding.compaction import Uneven, kept, narrowed
+from corp_deploy.traced.finding.labels import FIXED, TYPE, Marks, compact
+from corp_deploy.traced.programs.program import RUN, SHAPED
+from corp_deploy.traced.programs.sizes import Counted
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]

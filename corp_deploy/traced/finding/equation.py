@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from corp_deploy.programs.program import operation, sizes_at_one
+from corp_deploy.traced.programs.program import operation, sizes_at_one
 
 from .call import call_of
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.programs.program import SHAPED, Program, module_of, operation
-from corp_deploy.traced.call import Call, call_of
-from corp_deploy.traced.compaction import Uneven, compacted, kept, loses, taken
-from corp_deploy.traced.flow import Flow
-from corp_deploy.traced.labels import Marks, compact, placed
+from corp_deploy.traced.finding.call import Call, call_of
+from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, taken
+from corp_deploy.traced.finding.flow import Flow
+from corp_deploy.traced.finding.labels import Marks, compact, placed
+from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
 from .rows import carried, is_move, numbered, way_to

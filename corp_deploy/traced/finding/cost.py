@@ -4,7 +4,7 @@ import math
 
 from torch import fx
 
-from corp_deploy.programs.program import operation, sizes_at_one
+from corp_deploy.traced.programs.program import operation, sizes_at_one
 
 from .call import call_of
 from .equation import equation_of

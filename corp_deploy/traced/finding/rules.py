@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from corp_deploy.programs.program import RUN, SAME, SHAPED, operation
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
 
 from . import mixing, moves
 from .call import Call

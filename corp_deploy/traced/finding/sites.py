@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import Program, module_of
+from corp_deploy.traced.programs.program import Program, module_of
 
 from .choice import holders, stuck
 from .cost import macs

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import SAME, SHAPED
+from corp_deploy.traced.programs.program import SAME, SHAPED
 
 from .call import Call, Value
 from .flow import Flow

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.programs.tracing import Inputs
-from corp_deploy.traced.compaction import kept
-from corp_deploy.traced.labels import placed
-from corp_deploy.traced.sites import Found
+from corp_deploy.traced.finding.compaction import kept
+from corp_deploy.traced.finding.labels import placed
+from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.programs.tracing import Inputs
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import Program, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .call import call_of
 from .flow import Flow

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import Program
+from corp_deploy.traced.programs.program import Program
 
 from .call import Value
 from .labels import FIXED, TYPE, Groups, Marks, compact, pairs, placed, standing, tidy, varying

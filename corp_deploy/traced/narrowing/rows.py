@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.programs.program import RUN, SAME, SHAPED, number_of, operation, sizes_at_one
-from corp_deploy.programs.readers import LINEAR, Called
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_of, operation, sizes_at_one
+from corp_deploy.traced.programs.readers import LINEAR, Called
 
 _SCALING = frozenset(("mul", "div"))
 
