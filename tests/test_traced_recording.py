@@ -94,10 +94,22 @@ def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
     return [(name, each) for name, each in model.named_parameters() if name in has]
 
 
-def test_a_model_is_not_changed() -> None:
-    model = Does(cached).eval()
-    recorded(model, (torch.randn(2, 4),), {})
+def cached_parts(model: Any, x: Tensor) -> Tensor:
+    """Its table is written part by part."""
+    if model.cache is None:
+        model.cache = torch.zeros(4)
+        model.cache[1:3] = 5
+    out: Tensor = x * model.cache
+    return out
+
+
+@pytest.mark.parametrize("forward", [cached, cached_parts])
+def test_a_model_is_not_changed(forward: Forward) -> None:
+    """Recorded or exported."""
+    model, x = Does(forward).eval(), torch.randn(3, 4)
+    program = trace(model, [torch.randn(2, 4)])
     assert model.cache is None
+    torch.testing.assert_close(program.graph(x), model(x))
 
 
 NOT_TOLD: dict[str, tuple[Forward, str]] = {

@@ -4,7 +4,6 @@ One multiply-add counts once, in every convolution and matrix product that runs 
 zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from corp_deploy.traced.programs.twins import twin
 from ground.ports import Port
 
 aten = torch.ops.aten
@@ -112,13 +112,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory in eval mode, half precision in float32 as inputs are; the given one is left as it is."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    """Without memory in eval mode, half precision in float32 as inputs are."""
+
+    def empty(tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
-        empty = tensor.detach().to("meta", torch.float32 if half else tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(empty, False)
-    return copy.deepcopy(model, memo).eval()
+        return tensor.detach().to("meta", torch.float32 if half else tensor.dtype)
+
+    return twin(model, empty).eval()
 
 
 @contextmanager

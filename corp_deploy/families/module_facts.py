@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from corp_deploy.traced.programs.twins import twin
 from ground.errors import BadInput
 from ground.ports import Port, image_port
 
@@ -72,9 +73,9 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
 def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
     """What it gives to such a batch: shapes and types, no values."""
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = batch_of_ports(ports, count, device(model))
+        inputs, own = batch_of_ports(ports, count, device(model)), twin(model)
         try:
-            return model(**dict(zip(parameters, inputs, strict=True))) if parameters else model(*inputs)
+            return own(**dict(zip(parameters, inputs, strict=True))) if parameters else own(*inputs)
         except fake_tensor.DataDependentOutputException as error:
             raise BadInput(
                 f"{type(model).__name__} can't be traced: it looks at values ({error}), as .item() or an `if` on a "

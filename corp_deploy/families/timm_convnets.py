@@ -13,6 +13,7 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetStage, ResNetV2
 from torch import Tensor, nn
 
+from corp_deploy.traced.programs.twins import without_memory
 from ground.errors import BadInput
 
 from . import timm_efficientnet_blocks, timm_regnet_blocks, timm_resnet_blocks, timm_resnetv2_blocks
@@ -20,7 +21,6 @@ from .conv_block import ConvBlock
 from .maps import Grid
 from .modules import replaced
 from .timm_folding import Maps, Parts, Unknown, maps_of
-from .token_blocks import without_memory
 
 ConvNet = EfficientNet | MobileNetV3 | RegNet | ResNet
 State = Mapping[str, Tensor]

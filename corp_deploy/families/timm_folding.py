@@ -18,12 +18,13 @@ from timm.layers.std_conv import StdConv2dSame
 from timm.models._efficientnet_blocks import SqueezeExcite as EfficientNetSqueeze
 from torch import Tensor, nn
 
+from corp_deploy.traced.programs.twins import without_memory
+
 from .channel_norm import channel_norm
 from .convolution import Convolution, Edges, folded
 from .maps import Grid
 from .modules import linear
 from .squeeze import SqueezeExcite
-from .token_blocks import without_memory
 
 Parts = dict[str, nn.Module]
 

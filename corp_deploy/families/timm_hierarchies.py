@@ -14,11 +14,12 @@ from timm.models.maxxvit import MaxxVit
 from timm.models.tiny_vit import TinyVit
 from torch import Tensor, nn
 
+from corp_deploy.traced.programs.twins import without_memory
 from ground.errors import BadInput
 
 from . import timm_efficientformer_blocks, timm_hiera_blocks, timm_maxxvit_blocks, timm_tiny_vit_blocks
 from .modules import replaced
-from .token_blocks import Conversion, Layout, Place, TokenBlock, token_blocks, without_memory
+from .token_blocks import Conversion, Layout, Place, TokenBlock, token_blocks
 
 Hierarchy = EfficientFormer | EfficientFormerV2 | Hiera | MaxxVit | TinyVit
 State = Mapping[str, Tensor]

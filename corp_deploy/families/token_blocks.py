@@ -3,12 +3,13 @@
 Legend: B inputs, N tokens, row by row of a map, C channels.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
+
+from corp_deploy.traced.programs.twins import without_memory
 
 from .depthwise import DepthwiseMlp
 from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
@@ -54,18 +55,6 @@ class Place:
     behind: Grid = (0, 0)
     tokens: int = 0
     left: int = 0
-
-
-def without_memory(module: nn.Module) -> nn.Module:
-    """A copy whose weights have names and shapes alone; the module given is left as it is."""
-    state = (*module.parameters(), *module.buffers())
-    memo: dict[int, Any] = {
-        id(each): nn.Parameter(each.detach().to("meta"), False)
-        if isinstance(each, nn.Parameter)
-        else each.detach().to("meta")
-        for each in state
-    }
-    return copy.deepcopy(module, memo)
 
 
 class TokenBlock(nn.Module):

@@ -5,7 +5,6 @@ for every size and computes with those at every call. Nothing of the model itsel
 without numbers.
 """
 
-import copy
 import inspect
 import operator
 from collections import Counter, OrderedDict
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
+from .twins import without_memory
 
 Stack = tuple[tuple[str, str], ...]
 """Of the modules that a call was made in, outermost first: the path and the class."""
@@ -223,19 +223,26 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _run(model: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
-    twin = _twin(model)
+    running = without_memory(model)
     args, kwargs = inputs
     given: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         leaves = tree_leaves(value)
         given |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
     known = {name: each for name, each in given.items() if isinstance(each, Tensor)}
-    own = {f".{name}": each for name, each in _held(twin)}
+    own = {f".{name}": each for name, each in _held(running)}
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
     recorder = _Recorder({**own, **known}, stack, on_meta=on_meta)
-    with torch.no_grad(), _compiling(), _stacked(twin, stack), _Numbers(), enable_python_dispatcher(), recorder:
-        gives = twin(*args, **kwargs)
+    with (
+        torch.no_grad(),
+        _compiling(),
+        _stacked(running, stack),
+        _Numbers(),
+        enable_python_dispatcher(),
+        recorder,
+    ):
+        gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,
         constants=recorder.constants,
@@ -248,15 +255,6 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, of those that have several names each of them."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy without numbers, whose own state it may change."""
-    memo: dict[int, Any] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(each, device="meta", requires_grad=False)
-        memo[id(each)] = nn.Parameter(empty, requires_grad=False) if isinstance(each, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from .folding import fold_
 from .program import Program, operation
 from .recording import recorded
 from .sizes import Counted
+from .twins import twin
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -55,7 +56,7 @@ def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool) -> fx.GraphModule:
     shapes = torch.utils._pytree.tree_map(_batch, kwargs or args) if any_batch else None
     with torch.no_grad():
-        program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        program = export(twin(model), args, kwargs, dynamic_shapes=shapes, strict=False)
         program = program.run_decompositions({}) if _changes_a_view(program.graph) else program
     graph = program.module(check_guards=False)
     assert isinstance(graph, fx.GraphModule), type(graph)
