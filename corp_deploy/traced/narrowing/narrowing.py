@@ -43,8 +43,7 @@ def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule,
     new.graph.eliminate_dead_code()
     new.graph.lint()
     new.graph.set_codegen(copy(program.graph.graph._codegen))
-    tensors = {name: part_of(program.tensor(dense), keep) for name, (dense, keep) in new.parts.items()}
-    return fx.GraphModule(tensors, new.graph).eval(), new.parts
+    return fx.GraphModule(new.tensors, new.graph).eval(), new.parts
 
 
 def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
@@ -57,7 +56,8 @@ def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
 class _Narrowing:
     """`gone` [labels]: whether each is removed. `nodes`: of the dense program, as they are in the new `graph`.
     `uneven`: moves that would give no tensor, as queries beside wider values; their parts are moved one by one.
-    `parts`: what remains of the parameters; under several `names` where different uses keep different elements.
+    `tensors`: what remains of the parameters, and what `parts` those are; under several `names` where different uses
+    keep different elements.
     """
 
     program: Program
@@ -66,6 +66,7 @@ class _Narrowing:
     graph: fx.Graph = field(default_factory=fx.Graph)
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     uneven: dict[fx.Node, None] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     parts: Parts = field(default_factory=dict)
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
@@ -217,6 +218,7 @@ class _Narrowing:
         if key not in self.names:
             count = sum(each[0] == name for each in self.names)
             self.names[key] = f"{name}_{count}" if count else name
+            self.tensors[self.names[key]] = part_of(self.program.tensor(name), keep)
             self.parts[self.names[key]] = name, keep
         return _of_module(self.graph.create_node("get_attr", self.names[key]), node)
 

@@ -131,7 +131,7 @@ def listening(
     modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in heard}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    root: dict[str, Tensor | nn.Module] = {f"given.{name}": module for name, module in taps.items()}
+    root: dict[str, Tensor | nn.Module] = {f"given.of_{name}": module for name, module in taps.items()}
     for node in program.nodes:
         if node.name in modules:
             entering, name = node.all_input_nodes[0], f"listened.{node.name}"
@@ -140,7 +140,7 @@ def listening(
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
         if node.name in taps:
-            nodes[node] = graph.call_module(f"given.{node.name}", (nodes[node],))
+            nodes[node] = graph.call_module(f"given.of_{node.name}", (nodes[node],))
     for node in [each for each in graph.nodes if each.op == "get_attr" and not each.users]:
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
