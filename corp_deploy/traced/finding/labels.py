@@ -17,9 +17,11 @@ TYPE = torch.long
 def tidy(labels: Tensor) -> Tensor | None:
     """The same labels with stride 0 wherever they don't vary; None where every element is fixed."""
     small = compact(labels)
-    for dim in range(small.dim()):
-        if small.shape[dim] > 1 and bool((small == small.narrow(dim, 0, 1)).all()):
-            small = small.narrow(dim, 0, 1)
+    for dim in [dim for dim, size in enumerate(labels.shape) if size > 1]:
+        if small.shape[dim] > 1:
+            first = small.narrow(dim, 0, 1)
+            # The second tells of most axes that labels vary along them.
+            small = first if torch.equal(first, small.narrow(dim, 1, 1)) and bool((small == first).all()) else small
     return small.expand(labels.shape) if bool((small >= 0).any()) else None
 
 

@@ -34,15 +34,17 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
     writers first and last what sums over it.
     """
     uses = sorted(flow.every_use, key=lambda use: (use.role != "writes") + 2 * (not use.is_of_constant))
-    rows = [torch.empty(0, 3, dtype=torch.long)]
+    groups_of, numbers_of, places_of = list[Index](), list[Index](), list[Index]()
     for number, use in enumerate(uses):
         groups = flow.groups.of(use.labels.reshape(-1))
         at = torch.nonzero((groups >= 0) & units[groups.clamp(min=0)])[:, 0]
-        rows.append(torch.stack((groups[at], torch.full_like(at, number), at), 1))
-    every = torch.cat(rows).numpy()
-    every = every[np.lexsort((every[:, 2], every[:, 1], every[:, 0]))]
-    if not len(every):
+        groups_of.append(groups[at].numpy())
+        numbers_of.append(np.full(len(at), number))
+        places_of.append(at.numpy())
+    if not any(map(len, places_of)):
         return
+    every = np.stack([np.concatenate(each) for each in (groups_of, numbers_of, places_of)], 1)
+    every = every[np.argsort(every[:, 0], kind="stable")]  # by use and place they are sorted
     starts = np.flatnonzero(np.diff(every[:, 0], prepend=-1))
     # Groups are alike if they are used by the same uses as often: the sums of a random number for each use tell.
     drawn = np.random.default_rng(0).integers(0, 2**63, len(uses), dtype=np.uint64)

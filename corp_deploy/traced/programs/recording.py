@@ -52,6 +52,12 @@ class _Call:
         return str(self.target._schema.name.rpartition("::")[2])
 
 
+_SCATTERS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+
+
 class _Recorder(SchemaCheckMode):
     """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
     class than its own be there; this one has nothing of its base.
@@ -66,6 +72,7 @@ class _Recorder(SchemaCheckMode):
         self._by_place: dict[Any, _Known] = {}
         self._changes: Counter[int] = Counter()
         self._gave: dict[Any, Any] = {}
+        self._parts: dict[int, tuple[Tensor, Any, Any]] = {}
         self._alive: list[Tensor] = []
         for name, tensor in known.items():
             self._know(tensor, _Ref(name))
@@ -82,14 +89,29 @@ class _Recorder(SchemaCheckMode):
             gives = self._given_before(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])
+        wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
         if func._schema.is_mutable:
             self._change(args[0])
+        self._write(func, written, gives)
+        if func in _SCATTERS:
+            self._parts[id(gives)] = args[0], _SCATTERS[func], args[1:]
+        for scatter, whole, ref, place in wholes:
+            self._write(scatter, ((ref, _Ref(len(self.calls) - 1), *place), {}), whole)
+        return gives
+
+    def _write(self, func: Any, written: Any, gives: Any) -> None:
         several = isinstance(gives, list | tuple)
         for place, each in enumerate(gives if several else (gives,)):
             if isinstance(each, Tensor):
                 self._know(each, _Ref(len(self.calls), place if several else None))
         self.calls.append(_Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
-        return gives
+
+    def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, _Ref, Any]]:
+        """What a part that changes was cut out of, the innermost first, with what puts it back there."""
+        while id(part) in self._parts:
+            whole, scatter, place = self._parts[id(part)]
+            yield scatter, whole, self.ref(whole), place
+            part = whole
 
     def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
         """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
