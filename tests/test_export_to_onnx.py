@@ -326,3 +326,12 @@ def test_typed_copy_casts_at_the_border() -> None:
     halves = {name for name, tensor in typed.state_dict().items() if tensor.dtype == torch.float16}
     assert "blocks.0.mlp.fc1.weight" in halves
     assert not any("norm" in name for name in halves)
+
+
+def test_a_bound_that_clips_nothing_is_no_broken_weight() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("most", torch.tensor(float("inf")))
+    assert typed_copy(model, "fp16").get_buffer("most").isinf()
+    model.register_buffer("least", torch.tensor(float("nan")))
+    with pytest.raises(BadInput, match="least holds NaN"):
+        typed_copy(model, "fp16")

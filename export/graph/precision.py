@@ -85,8 +85,10 @@ def _refuse_odd_choice(precision: Precision, keep_fp32: Sequence[str]) -> None:
 
 
 def _refuse_non_finite(model: nn.Module) -> None:
+    """Buffers may hold Inf, as bounds that nothing is clipped by do."""
     for name, tensor in _floating_state(model):
-        if not bool(torch.isfinite(tensor).all()):
+        is_weight = isinstance(tensor, nn.Parameter)
+        if not bool((torch.isfinite(tensor) if is_weight else ~tensor.isnan()).all()):
             raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
 
 
@@ -106,7 +108,7 @@ def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) 
 
 def _narrowed(tensor: torch.Tensor, precision: Precision, name: str) -> torch.Tensor:
     narrow = tensor.to(torch_dtype(precision.type))
-    if not bool(torch.isfinite(narrow).all()):
+    if not torch.equal(torch.isfinite(narrow), torch.isfinite(tensor)):
         largest = float(tensor.abs().max())
         module = name.rpartition(".")[0] or name
         raise BadInput(
