@@ -1,6 +1,7 @@
 """The table of what goes through the whole chain."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.markdown import table
@@ -99,9 +100,87 @@ def classes(record: Mapping[str, Any]) -> str:
     text = (
         f"One small model of each of {len(gone)} classes whose sites are found in the traced program (`python -m "
         "benchmarks.coverage.classes`), with random weights and inputs, half of every site but streams removed. "
-        f"`best` errs less than `none` and `corp` in {is_better} of them. The share is that of the multiply-adds "
-        "within sites; seconds are those of one core to trace and to find:"
+        f"`best` errs least in {is_better} of them; where it does not in a first draw of weights and inputs, errors "
+        f"are means over {max(row['draws'] for row in gone)} draws. Near 1 nothing of the dense answer is left, and "
+        "who errs least says little: random convolutional networks amplify what is lost. The share is that of the "
+        "multiply-adds within sites; seconds are those of one core to trace and to find:"
     )
     failed = [f"{row['class']} ({row['source']}): {row['said']}" for row in record["rows"] if "said" in row]
     told = ["Not taken, with what was said: " + "; ".join(failed) + "."] if failed else []
     return "\n\n".join([text, table(CLASS_HEAD, [_class_line(row) for row in gone]), *told, *record.get("remarks", [])])
+
+
+NAME_HEAD = ("class", "names", "share of MACs", "kinds of sites", "s to trace, to find")
+
+
+def _name_line(kind: str, rows: Sequence[Row]) -> list[str]:
+    """Of one class: least and most of its names, seconds in the middle."""
+    shares = sorted(row["share"] for row in rows)
+    kinds = sorted({each for row in rows for each in row["sites"]})
+    seconds = [median(row[part] for row in rows) for part in ("trace_s", "find_s")]
+    told = f"{shares[0]:.2f}" if len(rows) == 1 else f"{shares[0]:.2f} to {shares[-1]:.2f}"
+    return [kind, str(len(rows)), told, ", ".join(kinds), ", ".join(f"{each:.1f}" for each in seconds)]
+
+
+def names(record: Mapping[str, Any]) -> str:
+    """By class: how much of every name of timm is within sites that its program has."""
+    every = [dict(zip(record["columns"], line, strict=False)) for line in record["rows"]]
+    found = [row for row in every if row.get("sites")]
+    seconds = sorted(row["trace_s"] + row["find_s"] for row in found)
+    at_most_5, grown = sum(each <= 5 for each in seconds) / len(seconds), max(row["grown_mib"] for row in found)
+    text = (
+        f"{len(every)} of timm's names without weights, each in its own size (`python -m benchmarks.coverage.names`): "
+        f"{len(found)} have sites, {sum(row['share'] >= 0.5 for row in found)} at least half of their multiply-adds "
+        f"within them. To trace and find takes {median(seconds):.1f} s of one core in the middle, at most 5 s for "
+        f"{at_most_5:.0%} of them, {seconds[-1]:.0f} s at most; memory grows by {grown:,} MiB "
+        "at most. Whether a family knows a name makes no difference here:"
+    )
+    by_class: dict[str, list[Row]] = {}
+    for row in sorted(found, key=lambda each: str(each["class"]).lower()):
+        by_class.setdefault(row["class"], []).append(row)
+    none = [f"`{row['name']}` ({row.get('said') or 'no site'})" for row in every if not row.get("sites")]
+    told = ["Without sites: " + "; ".join(none) + "."] if none else []
+    lines = [_name_line(kind, rows) for kind, rows in by_class.items()]
+    return "\n\n".join([text, table(NAME_HEAD, lines), *told, *record.get("remarks", [])])
+
+
+BESIDE_HEAD = ("name", "sites", "more by family", "more by program", "apart", "rounding", "kernels, attentions, fused")
+
+
+def _beside_line(row: Row) -> list[str]:
+    more = [
+        ", ".join(f"{count} {part}" for part, count in row[way].items()) or "-"
+        for way in ("family_more", "program_more")
+    ]
+    family, program = row["kernels"]
+    kernels = "/".join(map(str, family)) if family == program else f"{family} and {program}"
+    return [
+        row["name"],
+        str(row["sites"]),
+        *more,
+        f"{max(row['apart'].values()):.0e}",
+        f"{row['rounding']:.0e}",
+        kernels,
+    ]
+
+
+def beside(record: Mapping[str, Any]) -> str:
+    """By name: what a family gives and what the program alone does."""
+    rows = [row for row in record.get("rows", ()) if "failed" not in row]
+    same = sum(not row["family_more"] and not row["program_more"] for row in rows)
+    text = (
+        f"{len(rows)} names that families serve, made small, by their family and with all families hidden (`python -m "
+        f"benchmarks.coverage.beside`): the same sites in {same}. Half of what both have removed: how far the outputs "
+        "of the two results are apart, beside what the family's own differ by when its sums are taken in another "
+        "order; and TensorRT-RTX's plans in half precision:"
+    )
+    failed = [f"`{row['name']}`: {row['failed']}" for row in record.get("rows", ()) if "failed" in row]
+    told = ["Not taken: " + "; ".join(failed) + "."] if failed else []
+    seconds = [
+        f"`{row['name']}` ({row['sites']} sites): "
+        + ", ".join(f"{what} {own:.1f} and {other:.1f} s" for what, (own, other) in row["seconds"].items())
+        for row in record.get("full", ())
+        if "seconds" in row
+    ]
+    timed = ["Seconds of one core, by family and by program, of names in their own widths: " + "; ".join(seconds) + "."]
+    return "\n\n".join([text, table(BESIDE_HEAD, list(map(_beside_line, rows))), *told, *(timed if seconds else [])])

@@ -29,7 +29,7 @@ from benchmarks import (
     quantised_page,
     sparsity_page,
 )
-from benchmarks.coverage.page import classes, coverage
+from benchmarks.coverage.page import beside, classes, coverage, names
 from benchmarks.gpu import page as gpu_page
 from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
@@ -47,7 +47,9 @@ ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     SUPPORT: {
         "coverage.json": ("Encoders and convolutional networks", coverage),
+        "coverage_names.json": ("All of timm's names", names),
         "coverage_classes.json": ("Classes without a family", classes),
+        "coverage_beside.json": ("Families and programs", beside),
     },
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
