@@ -1,6 +1,6 @@
 """Rows of named arrays, in memory or mapped, as a model's inputs: opened once, identified by content, read in order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, ClassVar, Self
@@ -10,15 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ground.errors import BadInput
-
-from .input_set import Batch, ids_and_digest, positions_drawn
+from .in_order import InOrder
+from .input_set import ids_and_digest, positions_drawn
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class Rows(InOrder):
     """Rows of arrays of one length by name, those at `chosen`; whole numbers are given as they are kept, or as int64
     where `whole` says so.
     """
@@ -57,30 +56,6 @@ class Rows:
     def example(self) -> Mapping[str, Tensor]:
         """The first row."""
         return self._rows(range(1))
-
-    def batches(self, batch_size: int) -> Iterator[Mapping[str, Tensor]]:
-        """All rows in order; the last batch may be smaller."""
-        return (batch.inputs for batch in self.read(batch_size))
-
-    def read(
-        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Mapping[str, Tensor]]]:
-        """Positions `first` to `stop`, by the names of the arrays."""
-        if batch_size < 1:
-            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
-        self.refuse_bad(bad)
-        last = self.count if stop is None else stop
-        for begin in range(first, last, batch_size):
-            end = min(begin + batch_size, last)
-            inputs = self._rows(range(begin, end))
-            if pin:
-                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
-
-    def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput for any: a row that can't be read is met on opening."""
-        if bad:
-            raise BadInput("\n".join(bad))
 
     def subset(self, positions: Sequence[int]) -> Self:
         """The rows at these positions alone."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.files import regular
 
-from .input_set import Batch, ids_and_digest, positions_drawn
+from .in_order import InOrder
+from .input_set import ids_and_digest, positions_drawn
 from .inputs import batch_size as batch_size_of
 from .inputs import refuse_dtypes
 
@@ -33,7 +34,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Texts:
+class Texts(InOrder):
     """Opened documents; `first` is the first one encoded, `blank` the number of lines that hold none."""
 
     noun: ClassVar[str] = "documents"
@@ -61,37 +62,13 @@ class Texts:
     def example(self) -> Mapping[str, Tensor]:
         return self.first
 
-    def batches(self, batch_size: int) -> Iterator[Mapping[str, Tensor]]:
-        """All documents in order; the last batch may be smaller."""
-        return (batch.inputs for batch in self.read(batch_size))
-
-    def read(
-        self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
-    ) -> Iterator[Batch[Mapping[str, Tensor]]]:
-        """Positions `first` to `stop`. Raises BadInput where the file has changed, or tensors differ in shape."""
-        if batch_size < 1:
-            raise BadInput(f"batch size: got {batch_size}, expected at least 1")
-        self.refuse_bad(bad)
-        last = self.count if stop is None else stop
-        for begin in range(first, last, batch_size):
-            end = min(begin + batch_size, last)
-            inputs = self._encoded(range(begin, end))
-            if pin:
-                inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-            yield Batch(inputs=inputs, ids=self.ids[begin:end], bad=(), end=end)
-
-    def refuse_bad(self, bad: Sequence[str]) -> None:
-        """Raises BadInput for any: a document that can't be read is met on opening."""
-        if bad:
-            raise BadInput("\n".join(bad))
-
     def subset(self, positions: Sequence[int]) -> "Texts":
         """The documents at these positions alone."""
         lines = tuple(self.lines[position] for position in positions)
         ids, digest = _identified(lines, _contents(self.path, lines))
         return replace(self, lines=lines, ids=ids, digest=digest)
 
-    def _encoded(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
+    def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
         lines = [self.lines[position] for position in positions]
         contents = list(_contents(self.path, lines))
         ids, _ = _identified(lines, contents)

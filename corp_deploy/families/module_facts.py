@@ -72,8 +72,9 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
 @torch.no_grad()
 def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
     """What it gives to such a batch: shapes and types, no values."""
+    own = twin(model)
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
-        inputs, own = batch_of_ports(ports, count, device(model)), twin(model)
+        inputs = batch_of_ports(ports, count, device(model))
         try:
             return own(**dict(zip(parameters, inputs, strict=True))) if parameters else own(*inputs)
         except fake_tensor.DataDependentOutputException as error:
