@@ -7,8 +7,8 @@ without numbers.
 
 import inspect
 import operator
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,197 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from .recorder import Call, Numbers, Recorder, Ref
 from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
 from .twins import without_memory
-
-Stack = tuple[tuple[str, str], ...]
-"""Of the modules that a call was made in, outermost first: the path and the class."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """What a call gave, one of several, or by a name what a model has or is given."""
-
-    source: int | str
-    place: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """`args`: positional and named ones, tensors in them as _Ref."""
-
-    target: Any
-    args: Any
-    gives: Any
-    stack: Stack
-
-    @property
-    def name(self) -> str:
-        return str(self.target._schema.name.rpartition("::")[2])
-
-
-_SCATTERS = {
-    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
-}
-
-
-class _Recorder(SchemaCheckMode):
-    """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
-    class than its own be there; this one has nothing of its base.
-    """
-
-    def __init__(self, known: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
-        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-        self.calls: list[_Call] = []
-        self.constants: dict[str, Tensor] = {}
-        self._stack, self._on_meta = stack, on_meta
-        self._refs: dict[int, _Known] = {}
-        self._by_place: dict[Any, _Known] = {}
-        self._changes: Counter[int] = Counter()
-        self._gave: dict[Any, Any] = {}
-        self._parts: dict[int, tuple[Tensor, Any, Any]] = {}
-        self._alive: list[Tensor] = []
-        for name, tensor in known.items():
-            self._know(tensor, _Ref(name))
-        self._given = set(map(_storage, known.values()))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entering = args, kwargs or {}
-        if func is torch.ops.aten.detach_.default:
-            return args[0]
-        written, tensors = _mapped(entering, self.ref), list[Tensor]()
-        _mapped(entering, tensors.append)
-        if any(each.is_meta for each in tensors):
-            entering = _mapped(entering, lambda each: each.to("meta"))
-            gives = self._given_before(func, entering, tensors)
-        else:
-            gives = func(*entering[0], **entering[1])
-        wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
-        if func._schema.is_mutable:
-            self._change(args[0])
-        self._write(func, written, gives)
-        if func in _SCATTERS:
-            self._parts[id(gives)] = args[0], _SCATTERS[func], args[1:]
-        for scatter, whole, ref, place in wholes:
-            self._write(scatter, ((ref, _Ref(len(self.calls) - 1), *place), {}), whole)
-        return gives
-
-    def _write(self, func: Any, written: Any, gives: Any) -> None:
-        several = isinstance(gives, list | tuple)
-        for place, each in enumerate(gives if several else (gives,)):
-            if isinstance(each, Tensor):
-                self._know(each, _Ref(len(self.calls), place if several else None))
-        self.calls.append(_Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
-
-    def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, _Ref, Any]]:
-        """What a part that changes was cut out of, the innermost first, with what puts it back there."""
-        while id(part) in self._parts:
-            whole, scatter, place = self._parts[id(part)]
-            yield scatter, whole, self.ref(whole), place
-            part = whole
-
-    def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
-        """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
-        key = func, _key(entering)
-        if key not in self._gave:
-            with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
-                gives = func(*entering[0], **entering[1])
-            before, own = set(map(_storage, tensors)), list[Tensor]()
-            _mapped(gives, own.append)
-            if own and not before.intersection(map(_storage, own)) and not func._schema.is_mutable:
-                self._gave[key] = gives
-            return gives
-        return _mapped(self._gave[key], lambda each: each.new_empty_strided(each.shape, each.stride()))
-
-    def _change(self, tensor: Tensor) -> None:
-        """From here on, what else is a part of the same numbers is not what it was."""
-        if _storage(tensor) in self._given:
-            raise OtherwiseAtOtherBatch("it changes what it is given, or its own parameters")
-        self._changes[_storage(tensor)] += 1
-
-    def _know(self, tensor: Tensor, ref: _Ref) -> None:
-        known = _Known(ref, self._changes[_storage(tensor)])
-        self._refs[id(tensor)] = self._by_place[_place(tensor)] = known
-        self._alive.append(tensor)
-
-    def ref(self, tensor: Tensor) -> _Ref:
-        """Of a tensor that is known, itself or as another object that torch made of it; of others as constants."""
-        known = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
-        if known is not None and known.changes < self._changes[_storage(tensor)]:
-            known = self._by_place[_place(tensor)]
-            if known.changes < self._changes[_storage(tensor)]:
-                raise OtherwiseAtOtherBatch("a part of what was changed in place")
-        if known is None:
-            if tensor.is_meta and not self._on_meta:
-                raise OtherwiseAtOtherBatch("a tensor of unknown numbers that no call gave")
-            known = _Known(_Ref(f"constant_{len(self.constants)}"), 0)
-            self.constants[str(known.ref.source)] = tensor
-            self._given.add(_storage(tensor))
-        self._know(tensor, known.ref)
-        return known.ref
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A tensor, and how often what it is a part of had been changed in place when it was given."""
-
-    ref: _Ref
-    changes: int
-
-
-def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
-    """With what is made of each tensor."""
-    if isinstance(value, Tensor):
-        return what(value)
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(each, what) for each in value])
-    return {name: _mapped(each, what) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-def _key(value: Any) -> Any:
-    """Equal for arguments that give the same sizes."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    return tuple(map(_key, value.items())) if isinstance(value, dict) else (type(value), value)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _place(tensor: Tensor) -> Any:
-    """Where its elements are."""
-    return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-class _Numbers(TorchFunctionMode):
-    """Tensors that are made of numbers have them: on meta they would be lost."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
-            kwargs.pop("device", None)
-        elif func is Tensor.new_tensor:
-            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype} | kwargs
-            kwargs.pop("device", None)
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """`inputs`: by name; `gives`: the model's outputs, tensors as _Ref."""
+    """`inputs`: by name; `gives`: the model's outputs, tensors as Ref."""
 
-    calls: Sequence[_Call]
+    calls: Sequence[Call]
     constants: Mapping[str, Tensor]
     inputs: Mapping[str, Any]
     gives: Any
@@ -255,12 +78,12 @@ def _run(model: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
     own = {f".{name}": each for name, each in _held(running)}
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
-    recorder = _Recorder({**own, **known}, stack, on_meta=on_meta)
+    recorder = Recorder({**own, **known}, stack, on_meta=on_meta)
     with (
         torch.no_grad(),
         _compiling(),
         _stacked(running, stack),
-        _Numbers(),
+        Numbers(),
         enable_python_dispatcher(),
         recorder,
     ):
@@ -325,16 +148,16 @@ class _Graph:
         self.root |= first.constants
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         self.graph = fx.Graph()
-        self.nodes: dict[_Ref, fx.Node] = {}
+        self.nodes: dict[Ref, fx.Node] = {}
         self.numbers: dict[Counted, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
     def made(self, inputs: Any, names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
-            node = self.nodes[_Ref(name)] = self.graph.placeholder(name)
+            node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             tell(node, value, self.other.inputs[name])
         used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
-        self._attributes(each.source for each in used if isinstance(each, _Ref))
+        self._attributes(each.source for each in used if isinstance(each, Ref))
         for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
             self._call(number, one, other)
         gives = self._both(self.first.gives, self.other.gives)
@@ -346,22 +169,22 @@ class _Graph:
     def _attributes(self, sources: Iterator[int | str]) -> None:
         """What the model has, in front of all calls."""
         for name in dict.fromkeys(each for each in sources if isinstance(each, str)):
-            if _Ref(name) not in self.nodes:
+            if Ref(name) not in self.nodes:
                 target = name.removeprefix(".")
-                node = self.nodes[_Ref(name)] = self.graph.get_attr(target)
+                node = self.nodes[Ref(name)] = self.graph.get_attr(target)
                 tell(node, self.root[target], self.root[target])
 
-    def _call(self, number: int, one: _Call, other: _Call) -> None:
+    def _call(self, number: int, one: Call, other: Call) -> None:
         if one.target is not other.target or one.stack != other.stack:
             raise OtherwiseAtOtherBatch(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)
         stack = OrderedDict((path or "model", (path, kind)) for path, kind in one.stack)
-        node = self.nodes[_Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
+        node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
         node.meta["nn_module_stack"] = stack
         tell(node, one.gives, other.gives)
         if isinstance(one.gives, list | tuple):
             for place, (each, beside) in enumerate(zip(one.gives, other.gives, strict=True)):
-                part = self.nodes[_Ref(number, place)] = self.graph.call_function(operator.getitem, (node, place))
+                part = self.nodes[Ref(number, place)] = self.graph.call_function(operator.getitem, (node, place))
                 part.meta["nn_module_stack"] = stack
                 tell(part, each, beside)
 
@@ -374,7 +197,7 @@ class _Graph:
         return tree_unflatten(list(map(self._leaf, leaves, others)), spec)
 
     def _leaf(self, one: Any, other: Any) -> Any:
-        if isinstance(one, _Ref) and one == other:
+        if isinstance(one, Ref) and one == other:
             return self.nodes[one]
         if isinstance(one, torch.device) and one.type == "meta":
             return self.device

@@ -1,0 +1,189 @@
+"""The calls that a model makes, as it makes them on tensors without numbers, in order."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .sizes import OtherwiseAtOtherBatch
+
+Stack = tuple[tuple[str, str], ...]
+"""Of the modules that a call was made in, outermost first: the path and the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What a call gave, one of several, or by a name what a model has or is given."""
+
+    source: int | str
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """`args`: positional and named ones, tensors in them as Ref."""
+
+    target: Any
+    args: Any
+    gives: Any
+    stack: Stack
+
+    @property
+    def name(self) -> str:
+        return str(self.target._schema.name.rpartition("::")[2])
+
+
+_SCATTERS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+
+
+class Recorder(SchemaCheckMode):
+    """Writes down calls where torch.export would, ahead of autograd and of what takes ops apart. Torch lets no other
+    class than its own be there; this one has nothing of its base.
+    """
+
+    def __init__(self, known: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self.calls: list[Call] = []
+        self.constants: dict[str, Tensor] = {}
+        self._stack, self._on_meta = stack, on_meta
+        self._refs: dict[int, _Known] = {}
+        self._by_place: dict[Any, _Known] = {}
+        self._changes: Counter[int] = Counter()
+        self._gave: dict[Any, Any] = {}
+        self._parts: dict[int, tuple[Tensor, Any, Any]] = {}
+        self._alive: list[Tensor] = []
+        for name, tensor in known.items():
+            self._know(tensor, Ref(name))
+        self._given = set(map(_storage, known.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        entering = args, kwargs or {}
+        if func is torch.ops.aten.detach_.default:
+            return args[0]
+        written, tensors = _mapped(entering, self.ref), list[Tensor]()
+        _mapped(entering, tensors.append)
+        if any(each.is_meta for each in tensors):
+            entering = _mapped(entering, lambda each: each.to("meta"))
+            gives = self._given_before(func, entering, tensors)
+        else:
+            gives = func(*entering[0], **entering[1])
+        wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
+        if func._schema.is_mutable:
+            self._change(args[0])
+        self._write(func, written, gives)
+        if func in _SCATTERS:
+            self._parts[id(gives)] = args[0], _SCATTERS[func], args[1:]
+        for scatter, whole, ref, place in wholes:
+            self._write(scatter, ((ref, Ref(len(self.calls) - 1), *place), {}), whole)
+        return gives
+
+    def _write(self, func: Any, written: Any, gives: Any) -> None:
+        several = isinstance(gives, list | tuple)
+        for place, each in enumerate(gives if several else (gives,)):
+            if isinstance(each, Tensor):
+                self._know(each, Ref(len(self.calls), place if several else None))
+        self.calls.append(Call(target=func, args=written, gives=gives, stack=tuple(self._stack)))
+
+    def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
+        """What a part that changes was cut out of, the innermost first, with what puts it back there."""
+        while id(part) in self._parts:
+            whole, scatter, place = self._parts[id(part)]
+            yield scatter, whole, self.ref(whole), place
+            part = whole
+
+    def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
+        """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
+        key = func, _key(entering)
+        if key not in self._gave:
+            with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
+                gives = func(*entering[0], **entering[1])
+            before, own = set(map(_storage, tensors)), list[Tensor]()
+            _mapped(gives, own.append)
+            if own and not before.intersection(map(_storage, own)) and not func._schema.is_mutable:
+                self._gave[key] = gives
+            return gives
+        return _mapped(self._gave[key], lambda each: each.new_empty_strided(each.shape, each.stride()))
+
+    def _change(self, tensor: Tensor) -> None:
+        """From here on, what else is a part of the same numbers is not what it was."""
+        if _storage(tensor) in self._given:
+            raise OtherwiseAtOtherBatch("it changes what it is given, or its own parameters")
+        self._changes[_storage(tensor)] += 1
+
+    def _know(self, tensor: Tensor, ref: Ref) -> None:
+        known = _Known(ref, self._changes[_storage(tensor)])
+        self._refs[id(tensor)] = self._by_place[_place(tensor)] = known
+        self._alive.append(tensor)
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Of a tensor that is known, itself or as another object that torch made of it; of others as constants."""
+        known = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
+        if known is not None and known.changes < self._changes[_storage(tensor)]:
+            known = self._by_place[_place(tensor)]
+            if known.changes < self._changes[_storage(tensor)]:
+                raise OtherwiseAtOtherBatch("a part of what was changed in place")
+        if known is None:
+            if tensor.is_meta and not self._on_meta:
+                raise OtherwiseAtOtherBatch("a tensor of unknown numbers that no call gave")
+            known = _Known(Ref(f"constant_{len(self.constants)}"), 0)
+            self.constants[str(known.ref.source)] = tensor
+            self._given.add(_storage(tensor))
+        self._know(tensor, known.ref)
+        return known.ref
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor, and how often what it is a part of had been changed in place when it was given."""
+
+    ref: Ref
+    changes: int
+
+
+def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
+    """With what is made of each tensor."""
+    if isinstance(value, Tensor):
+        return what(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(each, what) for each in value])
+    return {name: _mapped(each, what) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _key(value: Any) -> Any:
+    """Equal for arguments that give the same sizes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return tuple(map(_key, value.items())) if isinstance(value, dict) else (type(value), value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place(tensor: Tensor) -> Any:
+    """Where its elements are."""
+    return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class Numbers(TorchFunctionMode):
+    """Tensors that are made of numbers have them: on meta they would be lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
+            kwargs.pop("device", None)
+        elif func is Tensor.new_tensor:
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype} | kwargs
+            kwargs.pop("device", None)
+        return func(*args, **kwargs)
