@@ -47,7 +47,7 @@ ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     SUPPORT: {
         "coverage.json": ("Encoders and convolutional networks", coverage),
-        "coverage_names.json": ("All of timm's names", names),
+        "coverage_names.json": ("Timm's names", names),
         "coverage_classes.json": ("Classes without a family", classes),
         "coverage_beside.json": ("Families and programs", beside),
     },

@@ -40,11 +40,11 @@ def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
     for node in program.nodes:
         if node.op != "call_function" or node.target not in (LINEAR, CONV2D):
             continue
-        if groups_of(node) > 1 and not (in_groups and node.args[1].meta["val"].shape[1] > 1):  # type: ignore[union-attr]
-            continue
         weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
         held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
-        if held[0] and (held[1] or bias is None):
+        if not held[0] or not (held[1] or bias is None):
+            continue
+        if groups_of(node) == 1 or (in_groups and weight.meta["val"].shape[1] > 1):  # type: ignore[union-attr]
             yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
 
 
