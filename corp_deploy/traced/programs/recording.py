@@ -145,8 +145,9 @@ class _Graph:
         for name, each in _held(model):
             is_parameter = isinstance(each, nn.Parameter)
             self.root[name] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
-        self.root |= first.constants
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
+        for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not
+            self.root[name] = each if self.device.type == "meta" else each.to(self.device)
         self.graph = fx.Graph()
         self.nodes: dict[Ref, fx.Node] = {}
         self.numbers: dict[Counted, fx.Node] = {}
