@@ -43,7 +43,7 @@ CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
         ("--mlp", 0.5, "--conv", 0.5, "--align", "mlp=4,conv=4"),
         [("features", "embedding"), ("scores", "logits")],
     ),
-    "Windows": (("--mlp", 0.5, "--align", "mlp=4"), [("output_0", "feature map"), ("output_1", "logits")]),
+    "Windows": (("--mlp", 0.5, "--align", "mlp=4"), [("tokens", "feature map"), ("pooled", "embedding")]),
 }
 """What is removed, and the outputs with their roles."""
 

@@ -98,6 +98,15 @@ def test_it_is_the_model_at_any_batch(name: str) -> None:
     assert all(each.data_ptr() == graph.get_parameter(key).data_ptr() for key, each in used(model, graph))
 
 
+@pytest.mark.parametrize("name", ["meta", "graph", "code"])
+def test_a_part_may_be_called_as_what_a_graph_has_itself(name: str) -> None:
+    model = Does(lambda m, x: getattr(m, name)(m.layer(x))).eval()
+    model.add_module(name, nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(recorded(model, (torch.randn(2, 4),), {})(x), model(x))
+
+
 def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
     """The model's parameters that its graph has."""
     has = {name for name, _ in graph.named_parameters()}

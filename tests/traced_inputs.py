@@ -65,26 +65,27 @@ class Scored:
 
 
 class Towers(nn.Module):
-    """Vectors and images, joined, to a dataclass, of which two are asked for."""
+    """Vectors and images, joined, to a dataclass, of which two are asked for. A graph has a `meta` of its own."""
 
     outputs: Mapping[str, Role] = {"features": "embedding", "scores": "logits"}
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Linear(9, 48), nn.GELU(), nn.Linear(48, D))
+        self.meta = nn.Sequential(nn.Linear(9, 48), nn.GELU(), nn.Linear(48, D))
         self.right = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, D, 3, 2, 1))
         self.score = nn.Linear(D, 4)
         self.inputs = {"pixels": (3, 16, 16), "vector": (9,)}
 
     def forward(self, vector: Tensor, pixels: Tensor) -> Scored:
-        joined = torch.tanh(self.left(vector) + self.right(pixels).mean((2, 3)))
+        joined = torch.tanh(self.meta(vector) + self.right(pixels).mean((2, 3)))
         return Scored(scores=self.score(joined), features=joined, kept=joined.argmax(-1))
 
 
 class Windows(nn.Module):
-    """A series of vectors to a tuple."""
+    """A series of vectors to a tuple, whose names are said."""
 
     inputs: Mapping[str, Any] = {"series": (TOKENS, 6)}
+    outputs = ("tokens", "pooled")
 
     def __init__(self) -> None:
         super().__init__()

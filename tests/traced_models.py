@@ -138,6 +138,28 @@ class Relative(nn.Module):
         return out
 
 
+class Decomposed(nn.Module):
+    """Positions by row and column that queries are multiplied with, as SAM and MViTv2 have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.rows, self.columns = (
+            nn.Parameter(torch.randn(2, 2, D // HEADS)),
+            nn.Parameter(torch.randn(3, 3, D // HEADS)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).reshape(3, B * HEADS, N, -1).unbind(0)
+        placed = q.reshape(-1, 2, 3, C // HEADS)
+        rows = torch.einsum("bhwc,hkc->bhwk", placed, self.rows)[..., None]
+        columns = torch.einsum("bhwc,wkc->bhwk", placed, self.columns)[..., None, :]
+        given = F.scaled_dot_product_attention(q, k, v, attn_mask=(rows + columns).reshape(-1, N, N))
+        out: Tensor = self.out(given.view(B, HEADS, N, -1).transpose(1, 2).reshape(B, N, C))
+        return out
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

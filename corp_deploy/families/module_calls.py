@@ -76,11 +76,14 @@ class Output:
 
 
 def outputs_of(model: nn.Module, given: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
-    """Of what a module gives to batches of these two sizes those that it says, as `outputs` (roles by name), else all.
+    """Of what a module gives to batches of these two sizes those that it says, as `outputs` (names, or roles by name),
+    else all.
     Raises BadInput for what is no floating tensor with the batch in front.
     """
     first, second = (dict(enumerate(leaves(each))) for each in (given, other))
     said, name = getattr(model, "outputs", None), type(model).__name__
+    if isinstance(said, list | tuple):
+        said = dict.fromkeys(said)
     if not isinstance(said, Mapping) or not said:
         chosen: dict[int, tuple[str, Role | None]] = {
             place: (path or LOGITS.name, None) for place, (path, _) in first.items()
@@ -98,14 +101,14 @@ def outputs_of(model: nn.Module, given: Any, other: Any, batches: tuple[int, int
                 f"{name}: its output {word} is {refusal}; expected floating tensors with the batch in front: let it "
                 'say the others as `outputs`, such as {"logits": "logits"}'
             )
-        port = OutputPort(name=word, role=role or role_of(first[place][0], tensor.dim()))
+        port = OutputPort(name=word, role=role or role_of(word, tensor.dim()))
         outputs.append(Output(place=place, port=port, shape=tuple(tensor.shape)))
     return tuple(outputs)
 
 
 def _said(name: str, said: Mapping[Any, Any], paths: Sequence[str]) -> dict[int, tuple[str, Role | None]]:
-    """By place the name and the role that a module says: by the names that it gives them, else in their order."""
-    if odd := [role for role in said.values() if role not in ROLES]:
+    """By place the name that a module says, and a role or none: by the names that it gives them, or in their order."""
+    if odd := [role for role in said.values() if role not in (None, *ROLES)]:
         raise BadInput(f"{name}: `outputs` say {odd[0]!r:.50}, expected one of {', '.join(ROLES)}")
     if all(each in paths for each in said):
         return {paths.index(each): (each, role) for each, role in said.items()}

@@ -86,6 +86,8 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
             return _through(one, call.shape, out)
     if not written:
         return fixed(call.shape, f"it comes from {call.where}")
+    if set(batch) - set(one.varying):  # as tables of relative positions have
+        return fixed(call.shape, f"{call.where} has rows for each place")
     letters = "".join(letter for letter in weight.letters if letter in batch + written)
     return _placed(write(flow, call, weight, letters), letters, call.shape, out)
 

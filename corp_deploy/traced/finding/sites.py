@@ -43,23 +43,24 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
         places_of.append(at.numpy())
     if not any(map(len, places_of)):
         return
-    every = np.stack([np.concatenate(each) for each in (groups_of, numbers_of, places_of)], 1)
-    every = every[np.argsort(every[:, 0], kind="stable")]  # by use and place they are sorted
-    starts = np.flatnonzero(np.diff(every[:, 0], prepend=-1))
+    groups_U, numbers_U, places_U = map(np.concatenate, (groups_of, numbers_of, places_of))
+    order_U = np.argsort(groups_U, kind="stable")  # by use and place they are sorted
+    groups_U, numbers_U, places_U = groups_U[order_U], numbers_U[order_U], places_U[order_U]
+    starts = np.flatnonzero(np.diff(groups_U, prepend=-1))
     # Groups are alike if they are used by the same uses as often: the sums of a random number for each use tell.
     drawn = np.random.default_rng(0).integers(0, 2**63, len(uses), dtype=np.uint64)
-    _, alike_G = np.unique(np.add.reduceat(drawn[every[:, 1]], starts), return_inverse=True)
-    count_G = np.diff(starts, append=len(every))
+    _, alike_G = np.unique(np.add.reduceat(drawn[numbers_U], starts), return_inverse=True)
+    count_G = np.diff(starts, append=len(groups_U))
     found = list[Index]()
     for members in np.split(np.argsort(alike_G, kind="stable"), np.flatnonzero(np.diff(np.sort(alike_G))) + 1):
-        found.append(every[starts[members][:, None] + np.arange(count_G[members[0]])])
-    for of_groups in sorted(found, key=lambda each: tuple(each[0, 0, 1:])):
-        stacked = of_groups[np.lexsort(of_groups[:, ::-1, 2].T)]
-        numbers = stacked[0, :, 1]
+        first_G = starts[members][np.argsort(places_U[starts[members]])]  # no two groups share a place
+        found.append(first_G[:, None] + np.arange(count_G[members[0]]))
+    for at_GM in sorted(found, key=lambda each: (numbers_U[each[0, 0]], places_U[each[0, 0]])):
+        numbers_M = numbers_U[at_GM[0]]
         yield _Alike(
-            uses=tuple(uses[number] for number in np.unique(numbers)),
-            index=tuple(stacked[:, numbers == number, 2] for number in np.unique(numbers)),
-            group_G=torch.from_numpy(stacked[:, 0, 0]),
+            uses=tuple(uses[number] for number in np.unique(numbers_M)),
+            index=tuple(places_U[at_GM[:, numbers_M == number]] for number in np.unique(numbers_M)),
+            group_G=torch.from_numpy(groups_U[at_GM[:, 0]]),
         )
 
 

@@ -24,6 +24,9 @@ from .recorder import Call, Numbers, Recorder, Ref
 from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
 from .twins import without_memory
 
+TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+"""What a graph has itself, by names that a model's own parts may have too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
@@ -136,6 +139,12 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
         yield
 
 
+def _free(name: str) -> str:
+    """Of a module, parameter or buffer in a graph: `meta.weight` would be looked for in the graph's own notes."""
+    first, *rest = name.split(".")
+    return ".".join((f"{first}_" if first in TAKEN else first, *rest))
+
+
 class _Graph:
     """What was recorded at two batches, as one graph."""
 
@@ -144,7 +153,7 @@ class _Graph:
         self.root: dict[str, Tensor] = {}
         for name, each in _held(model):
             is_parameter = isinstance(each, nn.Parameter)
-            self.root[name] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
+            self.root[_free(name)] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not
             self.root[name] = each if self.device.type == "meta" else each.to(self.device)
@@ -171,7 +180,7 @@ class _Graph:
         """What the model has, in front of all calls."""
         for name in dict.fromkeys(each for each in sources if isinstance(each, str)):
             if Ref(name) not in self.nodes:
-                target = name.removeprefix(".")
+                target = _free(name[1:]) if name.startswith(".") else name
                 node = self.nodes[Ref(name)] = self.graph.get_attr(target)
                 tell(node, self.root[target], self.root[target])
 
@@ -179,7 +188,7 @@ class _Graph:
         if one.target is not other.target or one.stack != other.stack:
             raise OtherwiseAtOtherBatch(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)
-        stack = OrderedDict((path or "model", (path, kind)) for path, kind in one.stack)
+        stack = OrderedDict((path or "model", (_free(path), kind)) for path, kind in one.stack)
         node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
         node.meta["nn_module_stack"] = stack
         tell(node, one.gives, other.gives)
