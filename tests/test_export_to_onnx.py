@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
+from torch.nn import functional
 
 from export.graph import to_onnx
 from export.graph.precision import kept_modules, typed_copy
@@ -335,3 +337,34 @@ def test_a_bound_that_clips_nothing_is_no_broken_weight() -> None:
     model.register_buffer("least", torch.tensor(float("nan")))
     with pytest.raises(BadInput, match="least holds NaN"):
         typed_copy(model, "fp16")
+
+
+class Attended(nn.Module):
+    """Attention with any axes in front of tokens, and a mask; of numbers kept between bounds that are tensors."""
+
+    def __init__(self, front: tuple[int, ...], mask: tuple[int, ...]) -> None:
+        super().__init__()
+        self.front, self.linear = front, nn.Linear(3, 24)
+        self.register_buffer("low", torch.tensor(-1.0))
+        self.register_buffer("high", torch.tensor(1.0))
+        self.register_buffer("least", torch.randn(3))
+        self.register_buffer("mask", torch.randn(mask))
+
+    def forward(self, images: Tensor) -> Tensor:
+        low, high, least = (self.get_buffer(name) for name in ("low", "high", "least"))
+        x = images[:, :, 0, : math.prod(self.front) * 6].transpose(1, 2)
+        x = torch.clamp(torch.clamp(x, low, high) + torch.clamp(x, low, high / 2), least)
+        q, k, v = self.linear(x).reshape(len(x), *self.front, 6, 24).chunk(3, -1)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.get_buffer("mask")).flatten(1)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("opset", [None, 23])
+@pytest.mark.parametrize(
+    ("front", "mask"),
+    [((), (6, 6)), ((), (1, 6, 6)), ((2, 2), (2, 6, 6)), ((2, 2), (1, 2, 1, 6, 6)), ((2, 1, 2), (1, 2, 6, 6))],
+)
+def test_attention_has_any_axes_in_front(front: tuple[int, ...], mask: tuple[int, ...], opset: int | None) -> None:
+    torch.manual_seed(0)
+    model, batch = Attended(front, mask).eval(), images(3)
+    assert relative_error(run(export(model, opset=opset), batch), exact(model, batch)) < 1e-6

@@ -17,6 +17,7 @@ from . import tidy
 from .check import MAX_BYTES, SPELLED_OUT, check_onnx, spells_out_norms
 from .examples import DTYPES, example_inputs
 from .operator_types import untaken
+from .operators import OWN, FourAxes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
 
@@ -152,7 +153,7 @@ def _trace(
     model: nn.Module, samples: Mapping[str, torch.Tensor], outputs: int, *, opset: int, dynamic: bool
 ) -> onnx.ModelProto:
     names = _traced_names(len(samples), outputs)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), FourAxes():
         warnings.simplefilter("ignore")  # the exporter warns about its own deprecations; restored on leaving
         try:
             program = torch.onnx.export(
@@ -164,6 +165,7 @@ def _trace(
                 input_names=names[: len(samples)],
                 output_names=names[len(samples) :],
                 dynamic_shapes=tuple({0: BATCH} for _ in samples) if dynamic else None,
+                custom_translation_table=dict(OWN),
             )
         except torch.onnx.OnnxExporterError as error:
             raise BadInput(_refusal(model, samples, error)) from error
