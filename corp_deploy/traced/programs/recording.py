@@ -9,7 +9,7 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,20 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises OtherwiseAtOtherBatch, and whatever a
     model raises that looks at numbers.
     """
-    names = _names(model, args, kwargs)
-    first, other = (_run(model, at_batch((tuple(args), dict(kwargs)), batch), names) for batch in BATCHES)
+    names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
+    running, (one, two) = without_memory(model), BATCHES
+    first = _run(model, running, at_batch(inputs, one), names)
+    with suppress(Exception):  # of one that keeps something from its first call on
+        return _made(model, first, _run(model, running, at_batch(inputs, two), names), inputs, names)
+    return _made(model, first, _run(model, without_memory(model), at_batch(inputs, two), names), inputs, names)
+
+
+def _made(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
     if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
         raise OtherwiseAtOtherBatch(f"{len(first.calls)} calls and {len(other.calls)}")
     if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
         raise OtherwiseAtOtherBatch("other constants")
-    return _Graph(model, first, other).made((tuple(args), dict(kwargs)), names)
+    return _Graph(model, first, other).made(inputs, names)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -70,8 +77,8 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return [*names, *kwargs]
 
 
-def _run(model: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
-    running = without_memory(model)
+def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
+    """By a twin of the model."""
     args, kwargs = inputs
     given: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
