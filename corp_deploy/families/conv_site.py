@@ -17,7 +17,7 @@ from .channel_norm import ChannelNorm
 from .conv_block import ConvBlock
 from .convolution import Convolution
 from .squeeze import SqueezeExcite
-from .widths import MIN_WIDTH, ConvWidths, Width
+from .widths import ConvWidths, Width, finer_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +131,8 @@ class ConvSite:
         return lcm(self.groups(place), self.unit(place))
 
     def step(self, place: int, align: int) -> int:
-        """What kept channels are a multiple of there; finer than asked where that would leave no choice."""
-        dense, least = self.width.channels[place], self._least(place)
-        steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
-        return next((step for step in steps if 2 * step <= dense), least)
+        """What kept channels are a multiple of there."""
+        return finer_step(self.width.channels[place], self._least(place), align)
 
     @property
     def first(self) -> Convolution:

@@ -38,17 +38,27 @@ def aligned_width(dense: int, share_kept: float, align: int) -> int:
     At least 8, or `align` where a finer one is asked for. A share of 1 keeps the width as it is. A site narrower than
     its alignment is aligned to 8 instead.
     """
-    if share_kept == 1.0:
-        return dense
-    step = align if dense >= align else MIN_WIDTH
-    nearest = int(dense * share_kept / step + 0.5) * step
-    return min(dense, max(nearest, step))
+    return stepped_width(dense, share_kept, align if dense >= align else MIN_WIDTH)
 
 
 def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
     """Every width a site may have under an alignment, the dense one included, narrowest first."""
     step = align if dense >= align else MIN_WIDTH
     return (*range(step, dense, step), dense)
+
+
+def finer_step(dense: int, least: int, align: int) -> int:
+    """What kept channels of convolutions are a multiple of, itself a multiple of `least`: finer than asked where that
+    would leave no choice.
+    """
+    steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
+    return next((step for step in steps if 2 * step <= dense), least)
+
+
+def stepped_width(dense: int, share_kept: float, step: int) -> int:
+    """dense * share to the nearest multiple of `step`, at least one step and never above dense."""
+    nearest = int(dense * share_kept / step + 0.5) * step
+    return dense if share_kept == 1.0 else min(dense, max(nearest, step))
 
 
 def is_empty(width: Width) -> bool:

@@ -10,7 +10,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import ConvWidths
+from corp_deploy.families.widths import ConvWidths, stepped_width
 
 from .chosen import Chosen
 from .chosen_patches import channels_between, elimination, error_of, kept_channels, output_energy
@@ -156,8 +156,4 @@ def _choices(site: ConvSite, method: Method) -> list[tuple[int, ...]]:
 
 def _aligned(site: ConvSite, place: int, method: Method) -> int:
     """The share kept, to the nearest multiple."""
-    dense, step = site.width.channels[place], site.step(place, method.align_conv)
-    if method.conv_kept == 1.0:
-        return dense
-    nearest = int(dense * method.conv_kept / step + 0.5) * step
-    return min(dense, max(nearest, step))
+    return stepped_width(site.width.channels[place], method.conv_kept, site.step(place, method.align_conv))

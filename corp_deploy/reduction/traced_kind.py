@@ -16,7 +16,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.traced_pairs import Side
 from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.narrowing.rows import Rows
 
@@ -119,10 +119,15 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         sparsity, align, _, _ = self._said(method)
         if sparsity is None or self.refusal(site, method):
             return None
+        if self.part == "convolutions":
+            return stepped_width(site.width, 1.0 - sparsity, finer_step(site.width, site.parts, align))
         return site.parts * aligned_width(site.width // site.parts, 1.0 - sparsity, align)
 
     def widths(self, site: OfSite, method: Method) -> tuple[int, ...]:
         align = self._said(method)[1]
+        if self.part == "convolutions":
+            step = finer_step(site.width, site.parts, align)
+            return (*range(step, site.width, step), site.width)
         return tuple(site.parts * each for each in aligned_widths(site.width // site.parts, align))
 
     def offers(self, site: OfSite, method: Method) -> tuple[int, ...]:
