@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from .convolution import Convolution
 from .modules import linear
 from .squeeze import SqueezeExcite
-from .widths import MIN_WIDTH
+from .widths import finer_step, stepped_width
 
 Along = Convolution | SqueezeExcite
 Reader = Convolution | nn.Linear
@@ -35,15 +35,9 @@ class CoupledSite:
     def width(self) -> int:
         return next(iter(self.writers.values())).out_channels
 
-    def step(self, align: int) -> int:
-        """What kept channels are a multiple of; finer than asked where that would leave no choice."""
-        return next((step for step in (align, MIN_WIDTH) if 2 * step <= self.width), 1)
-
     def kept(self, share: float, align: int) -> int:
         """Channels that stay of a share kept, to the nearest multiple."""
-        step = self.step(align)
-        nearest = int(self.width * share / step + 0.5) * step
-        return self.width if share == 1.0 else min(self.width, max(nearest, step))
+        return stepped_width(self.width, share, finer_step(self.width, 1, align))
 
     def squeezes(self) -> dict[str, SqueezeExcite]:
         """By their paths."""

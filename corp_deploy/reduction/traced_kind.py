@@ -119,7 +119,7 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         sparsity, align, _, _ = self._said(method)
         if sparsity is None or self.refusal(site, method):
             return None
-        if self.part == "convolutions":
+        if self.part in ("convolutions", "streams"):
             return stepped_width(site.width, 1.0 - sparsity, finer_step(site.width, site.parts, align))
         return site.parts * aligned_width(site.width // site.parts, 1.0 - sparsity, align)
 
