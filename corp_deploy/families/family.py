@@ -44,6 +44,7 @@ from .outputs import Outputs
 from .site import Site
 from .sites import Sites
 from .steps import Step, Walk
+from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
 from .traced_module import TracedModule
 from .widths import HeadGeometry
@@ -295,6 +296,8 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
 
 def outputs_of(model: nn.Module) -> Outputs | None:
     """The names of a model's outputs, None for one that gives its own."""
+    if isinstance(model, TracedModule):
+        return traced_model.facts_of(model).named
     return model.named_outputs if isinstance(model, NamedOutputs) else None
 
 
@@ -308,7 +311,7 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
     hasn't.
     """
     if outputs is not None and isinstance(model, TracedModule):
-        raise BadInput("outputs: of a traced model its own output alone is known; leave --outputs away")
+        return with_named_maps(model, outputs)
     return named(model, family_of(model), outputs)
 
 

@@ -152,12 +152,10 @@ def _layers(steps: list[Step]) -> list[str]:
 
 def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[Step]) -> str:
     """Why the model has no such output, or nothing."""
-    kinds, classes = family.token_kinds(model), family.classes(model)
-    if output.name == "logits" and not classes:
-        return "the model has no classifier; its head gives pooled"
-    if output.name == "pooled" and classes:
-        return "the model's head gives logits; pooled is of one built with num_classes 0"
-    if output.part is not None and (kind := _KINDS.get(output.part)) is not None and kind not in kinds:
+    kinds = family.token_kinds(model)
+    if output.part is None:
+        return refusal_of_head(output, family.classes(model))
+    if (kind := _KINDS.get(output.part)) is not None and kind not in kinds:
         known = f"its tokens are {', '.join(dict.fromkeys(kinds))}" if kinds else "none of its tokens are known"
         return f"the model has no {kind} token; {known}"
     if output.layer and _last_of(output.layer, steps) < 0:
@@ -166,6 +164,15 @@ def _refusal(output: Output, model: nn.Module, family: OwnFamily, steps: list[St
     if output.layer and output.normed and stays and _is_stage(output.layer, steps):
         return "a stage's channels aren't those of the last norm"
     return _refusal_of_places(output, model, family, steps) if output.has_patches else ""
+
+
+def refusal_of_head(output: Output, classes: int) -> str:
+    """Why the head of a model of so many classes doesn't give this, or nothing."""
+    if output.name == "logits" and not classes:
+        return "the model has no classifier; its head gives pooled"
+    if output.name == "pooled" and classes:
+        return "the model's head gives logits; pooled is of one built with num_classes 0"
+    return ""
 
 
 def _refusal_of_places(output: Output, model: nn.Module, family: OwnFamily, steps: list[Step]) -> str:

@@ -82,7 +82,8 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 def facts_of(model: nn.Module) -> Facts:
     """All that is known beside the program."""
-    return Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
+    known = known_of(model).facts
+    return known or Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
 
 
 def tracing(model: nn.Module) -> Tracing:

@@ -23,6 +23,7 @@ from ground.ports import OutputPort, Port
 from .array_inputs import ArraySpec, batch_of_ports
 from .module_calls import Calling, by_ports
 from .modules import device
+from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec
@@ -35,13 +36,15 @@ EXAMPLES = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What no program tells: how data becomes its inputs, what its outputs are, and how many classes it tells apart.
-    `calling`: None of a module that takes its inputs in the order of its ports, and gives its outputs so.
+    `calling`: None of a module that takes its inputs in the order of its ports, and gives its outputs so. `named`: what
+    was asked for by name, None for its own outputs.
     """
 
     spec: ImageSpec | ArraySpec | TextSpec
     outputs: tuple[OutputPort, ...]
     classes: int
     calling: Calling | None = None
+    named: Outputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,6 +175,8 @@ def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
 
 
 def _with_outputs(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
+    if config.outputs is None:
+        return model
     try:
         return with_outputs(model, config.named_outputs)
     except BadInput as error:
@@ -211,8 +213,10 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         model = dense_from_architecture(architecture)
     # Labels of a program's elements are numbers.
     with nullcontext() if isinstance(model, TracedModule) else torch.device("meta"):
+        if isinstance(model, TracedModule):  # whose program is that of its outputs
+            model = _with_outputs(model, config, where)
         model = _resized(model, config, where)
-        if config.outputs is not None:
+        if not isinstance(model, TracedModule):
             model = _with_outputs(model, config, where)
         if config.merging is not None:
             model = _merging(model, config.merging, where)
