@@ -22,7 +22,7 @@ from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
 from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import output_ports
+from corp_deploy.families.family import output_ports, sites_of
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
@@ -223,6 +223,33 @@ class _Odd(nn.Linear):
         if self.gives == "by value":
             return x if x.sum() > 0 else -x
         return {"a scalar": (x, x.mean()), "whole": x.argmax(-1), "batch by batch": x @ x.T, "x": x}[self.gives]
+
+
+class _Named(nn.Module):
+    """Inputs by name alone, an output called as one of them, half-precision weights."""
+
+    inputs: Mapping[str, Any] = {"a": (5,), "b": (5,)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).half()
+
+    def forward(self, *, b: Tensor, a: Tensor) -> dict[str, Tensor]:
+        return {"a": self.layer(a), "apart": self.layer(a) - self.layer(b)}
+
+
+def test_inputs_go_in_by_name_and_outputs_have_names_of_their_own() -> None:
+    model = traced(_Named().eval(), Architecture(name="named", family="module"))
+    a, b = torch.randn(2, 3, 5).unbind()
+    with torch.no_grad():
+        (given, apart), one, other = model(a, b), *(_linear(model, each) for each in (a, b))
+    assert [port.name for port in output_ports(model)] == ["output_a", "apart"]
+    torch.testing.assert_close((given, apart), (one, one - other))
+    assert not sites_of(model).every
+
+
+def _linear(model: nn.Module, x: Tensor) -> Tensor:
+    return x @ model.get_parameter("layer.weight").T + model.get_parameter("layer.bias")
 
 
 PAIR = {"one": (5,), "two": (5,)}

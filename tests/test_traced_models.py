@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Shape], list[tuple[str
     "relative": (own.Relative, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2)]),
     "decomposed positions": (own.Decomposed, [TOKENS], [("queries and keys", 8, 1), ("values", 16, 2)]),
     "gated": (own.Gated, [TOKENS], [("gated channels", 24, 1)]),
+    "glu": (own.Glu, [TOKENS], [("gated channels", 24, 1)]),
     "U-Net": (own.UNet, [MAP], [("convolution channels", size, 1) for size in (8, 16, 8)]),
     "two inputs": (own.TwoInputs, [(4,), (5,)], [("stream", 12, 1)]),
     "twice": (own.Twice, [(4,)], [("channels", 12, 1)]),

@@ -75,6 +75,7 @@ OTHERS: dict[str, Case] = {
         lambda r, x: (x, torch.rand([r.choice([1, size]) for size in x.shape[r.randint(0, 2) :]])),
     ),
     "where.self": lambda r, x: (constant(*x.shape) > 1, x, torch.randn_like(x[:, :1])),
+    "glu.default": lambda r, x: (x, r.choice([dim for dim in (1, 2, 3) if x.shape[dim] % 2 == 0])),
     "prelu.default": lambda r, x: (x, constant(x.shape[1])),
     "batch_norm.default": lambda r, x: (x, *[constant(x.shape[1])] * 4, False, 0.1, 1e-5, False),
     "_native_batch_norm_legit_no_training.default": lambda r, x: (x, *[constant(x.shape[1])] * 4, 0.1, 1e-5),

@@ -170,6 +170,18 @@ class Gated(nn.Module):
         return out
 
 
+class Glu(nn.Module):
+    """One half of what a layer writes gates the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 48), nn.Linear(24, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.glu(self.up(x)))
+        return out
+
+
 class UNet(nn.Module):
     """What is wide goes around what is narrow, and beside it."""
 

@@ -67,6 +67,12 @@ def parameters_of(model: nn.Module) -> dict[str, bool]:
     return named | ({"**": False} if any(each.kind is each.VAR_KEYWORD for each in every) else {})
 
 
+def takes_by_place(model: nn.Module, names: Sequence[str]) -> bool:
+    """Whether forward's first parameters are these and may be given without their names."""
+    every = list(inspect.signature(model.forward).parameters.values())[: len(names)]
+    return [each.name for each in every if each.kind is not each.KEYWORD_ONLY] == list(names)
+
+
 def _port(where: str, name: str, value: Any) -> Port:
     shape, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else (value, torch.float32)
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()

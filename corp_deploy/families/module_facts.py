@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corp_deploy.traced.programs.twins import twin
 from ground.errors import BadInput
-from ground.ports import Port, image_port
+from ground.ports import OutputPort, Port, image_port
 
-from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said
+from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said, takes_by_place
 from .module_calls import Calling, outputs_of
 from .modules import device
 from .own_modules import PREPARED
@@ -59,14 +60,20 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
             "a fixed size say that one"
         ) from None
     outputs = outputs_of(model, given, other, BATCHES)
-    is_plain = isinstance(given, Tensor) and list(parameters) == list(parameters_of(model))[: len(parameters)]
+    is_plain = isinstance(given, Tensor) and takes_by_place(model, parameters)
     places = tuple(each.place for each in outputs)
     return Facts(
         spec=spec,
-        outputs=tuple(each.port for each in outputs),
+        outputs=tuple(_apart(each.port, spec.ports) for each in outputs),
         classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
         calling=None if is_plain else Calling(parameters=tuple(parameters), outputs=places),
     )
+
+
+def _apart(output: OutputPort, inputs: Sequence[Port]) -> OutputPort:
+    """By another name than any input's, as a graph needs it."""
+    is_taken = any(output.name == each.name for each in inputs)
+    return replace(output, name=f"output_{output.name}") if is_taken else output
 
 
 @torch.no_grad()

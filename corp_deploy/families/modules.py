@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 def device(model: nn.Module) -> torch.device:
-    """Where the model's weights are."""
-    return next(model.parameters()).device
+    """Where the model's weights are; of one without any, the CPU."""
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

@@ -77,6 +77,7 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
         if architecture.kwargs.get("img_size") is not None:
             timm_library.set_size_(model, architecture.kwargs["img_size"])
         return traced_module(model, None)
+    model = model.float()  # statistics, repairs and rounding to other types start from float32
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
 
 

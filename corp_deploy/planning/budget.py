@@ -51,9 +51,11 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * whole:
+        stays = fixed + sum(curve.cost_now for curve in curves if len(curve.costs) == 1)
         raise BadInput(
             f"a budget of {share:g} is out of reach: the narrowest widths keep {least / whole:.3f}, of which "
-            f"{fixed / whole:.3f} belongs to no site that can be reduced (see inspect); ask for more"
+            f"{stays / whole:.3f} belongs to no site that budgets reduce (see inspect; streams go by --residual); "
+            "ask for more"
         )
     best = knapsack.allocate(options, share * whole - fixed)
     widths = {curve.site: curve.widths[best.widths[curve.tied or curve.site]] for curve in curves}

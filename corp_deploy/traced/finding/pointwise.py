@@ -93,6 +93,17 @@ def _meet(flow: Flow, call: Call, one: Marks, other: Marks) -> None:
             flow.multiplied.append(one.labels)
 
 
+def gated(flow: Flow, call: Call) -> Value:
+    """glu: the first half of an axis times a sigmoid of the other, pair by pair."""
+    first, dim = call["self"], call["dim"]
+    if first.labels is None:
+        return fixed(call.shape, first.why)
+    one, other = first.labels.chunk(2, dim)
+    flow.join(one, other, f"{call.where} takes it together with what stays")
+    flow.multiplied.append(one)
+    return marked(one, first.why)
+
+
 def channelwise(flow: Flow, call: Call) -> Value:
     """batch_norm, prelu and norms of each channel: along the second axis, with parameters by channel."""
     first = call.tensors[0]

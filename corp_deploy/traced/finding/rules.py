@@ -11,7 +11,7 @@ from . import mixing, moves
 from .call import Call
 from .contractions import attention, contraction, convolution, embedding
 from .flow import Flow
-from .pointwise import channelwise, is_pointwise, pointwise
+from .pointwise import channelwise, gated, is_pointwise, pointwise
 
 Rule = Callable[[Flow, Call], Any]
 _BY_RULE: tuple[tuple[Rule, str], ...] = (
@@ -24,6 +24,7 @@ _BY_RULE: tuple[tuple[Rule, str], ...] = (
     (moves.filled, "new_zeros new_ones new_full new_empty"),
     (moves.picked, "getitem"),
     (channelwise, "batch_norm prelu"),
+    (gated, "glu"),
     (
         mixing.over,
         """_log_softmax _softmax all amax amin any argmax argmin argsort count_nonzero cumprod cumsum kthvalue
