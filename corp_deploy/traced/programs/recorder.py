@@ -73,7 +73,7 @@ class Recorder(SchemaCheckMode):
         _mapped(entering, tensors.append)
         if any(each.is_meta for each in tensors):
             entering = _mapped(entering, lambda each: each.to("meta"))
-            gives = self._given_before(func, entering, tensors)
+            gives = args[0] if _is_itself(func) else self._given_before(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])
         wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
@@ -147,6 +147,11 @@ class _Known:
 
     ref: Ref
     changes: int
+
+
+def _is_itself(func: Any) -> bool:
+    """Whether an op gives its first argument, whose numbers alone it changes, as relu_ does."""
+    return func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags
 
 
 def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
