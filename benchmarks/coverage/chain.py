@@ -127,7 +127,8 @@ def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dic
             arrays = dict(zip(names, (tensor.numpy() for tensor in named(part).values()), strict=True))
             feed = {name: array.astype(types[name] or array.dtype) for name, array in arrays.items() if name in types}
             got = beside([torch.from_numpy(each.astype(np.float64)) for each in session.run(None, feed)])
-            worst = max(worst, away(got, outputs(candidate, iter([part]))))
+            apart = away(got, outputs(candidate, iter([part])))
+            worst = max(worst, apart if math.isfinite(apart) else math.inf)
         errors[precision] = worst
     return errors
 

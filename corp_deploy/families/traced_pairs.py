@@ -202,9 +202,10 @@ def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side
     rows_GM = torch.from_numpy(span.index_GM)
     groups_HTD = both.groups_HTD[:, : heads.places_HTD.shape[1]]
     zeros = torch.zeros(piece.sizes, dtype=torch.float64, device=piece.program.tensor(span.name).device)
-    shift_XHTD = heads.of_one(piece(zeros)).cpu()
+    # Positions may be turned by in float32, whatever they are given.
+    shift_XHTD = heads.of_one(piece(zeros)).cpu().double()
     ones = [heads.of_one(piece(zeros.index_fill(piece.row_axis, each.to(zeros.device), 1.0))) for each in rows_GM.T]
-    response_MXHTD = torch.stack(ones).cpu() - shift_XHTD
+    response_MXHTD = torch.stack(ones).cpu().double() - shift_XHTD
     if both.joined == 2:
         strength_MHTP = response_MXHTD.abs().mean(1).unflatten(-1, (2, -1)).sum(-2)
         if len(strength_MHTP) < 2:
@@ -236,6 +237,8 @@ def _holds(side: Side, piece: Between, heads: Heads, both: BothHeads, where: tor
     given = torch.randn(piece.sizes, generator=generator, dtype=torch.float64)
     mixed = given.movedim(piece.row_axis, -1).clone()
     mixed[..., rows_HTD] = torch.einsum("htrd,...htd->...htr", map_HTDD, mixed[..., rows_HTD]) + added_HTD
-    got, before = (heads.of_one(piece(each.to(where))).cpu() for each in (mixed.movedim(-1, piece.row_axis), given))
+    got, before = (
+        heads.of_one(piece(each.to(where))).cpu().double() for each in (mixed.movedim(-1, piece.row_axis), given)
+    )
     expected = torch.einsum("hrd,xhtd->xhtr", map_HDD, before)
     return bool((got - expected).norm() < _EXACT * expected.norm())

@@ -49,12 +49,12 @@ class _Making:
         """`end`: the program's output, of the outermost; None where what is used elsewhere leaves."""
         for node in entering:
             self.nodes[node] = self.graph.placeholder(node.name)
-        for name, run in self._runs(called):
+        for name, path, run in self._runs(called):
             if name is None:
                 for node in run:
                     self.nodes[node] = self.graph.node_copy(node, self._given)
             else:
-                self._call(name, run)
+                self._call(name, path, run)
         if end is not None:
             self.graph.node_copy(end, self._given)
             self.graph.set_codegen(end.graph._codegen)
@@ -64,23 +64,30 @@ class _Making:
         is_norm = all(self.paths[node] == self.path for node in called) and _is_norm(called)
         return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else Called)
 
-    def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, list[fx.Node]]]:
-        depth, seen = len(self.path), Counter[str]()
+    def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
+        """What is done at a stretch, with the name of the module that does it here, and its path; None for this one."""
+        depth, seen, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)
             if name is not None:
                 seen[name] += 1
             if name is None or seen[name] == 1:
-                yield name, run
-            else:
-                yield f"{name}__again_{seen[name]}" if _is_norm(run) else None, run
+                yield name, (*self.path, name or ""), run
+                continue
+            for norm, part in groupby(run, lambda node: self.paths[node] if _is_norm([node]) else None):
+                if norm is not None:
+                    again[norm] += 1
+                own = None if norm is None else f"{'_'.join(norm[depth:])}__again_{again[norm] + 1}"
+                yield own, norm or self.path, list(part)
 
-    def _call(self, name: str, run: list[fx.Node]) -> None:
-        path, inside = self.paths[run[0]][: len(self.path) + 1], set(run)
+    def _call(self, name: str, path: Path, run: list[fx.Node]) -> None:
+        inside = set(run)
         every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
         entering = [each for each in every if each.op != "get_attr" or not _is_below(str(each.target), path)]
         self.own[name] = _Making(root=self.root, paths=self.paths, path=path).made(run, entering, None)
-        call = self.graph.call_module(name, tuple(self._given(each) for each in entering))
+        given = tuple(self._given(each) for each in entering)
+        # What the code of a graph calls itself no part of it may be called too.
+        call = self.graph.create_node("call_module", name, given, {}, "self_" if name == "self" else name)
         leaving = _leaving(run)
         for at, node in enumerate(leaving):
             one = len(leaving) == 1

@@ -1,9 +1,10 @@
 """A program that runs in any floating type: what it computes in float32 of itself meets weights in their type.
 
 Traced, a `.float()`, a division of whole numbers or a type that was read off a weight is float32 for good, and no
-product takes two types.
+product takes two types. The least number of a type, which masks are made of, is float32's, infinite in half precision.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,24 @@ _PRODUCTS = (
     "conv3d",
     "convolution",
     "einsum",
+    "gru",
     "linear",
+    "lstm",
     "matmul",
     "mm",
+    "rnn_relu",
+    "rnn_tanh",
     "scaled_dot_product_attention",
 )
 
 
+_FLOAT, _HALF = torch.finfo(torch.float32), torch.finfo(torch.float16)
+_ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
+
+
 def with_one_type_(graph: fx.GraphModule) -> None:
     """What enters a product is brought to the type of its weight, or else of the last weight before it."""
+    _change_arguments_(graph, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
     weight: fx.Node | None = None
     for node in list(graph.graph.nodes):
         if operation(node) not in _PRODUCTS:
@@ -53,6 +63,10 @@ def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
     def placed(argument: Any) -> Any:
         return place if isinstance(argument, torch.device) else argument
 
-    for node in graph.graph.nodes:
-        node.args, node.kwargs = (fx.node.map_aggregate(each, placed) for each in (node.args, node.kwargs))
+    _change_arguments_(graph, placed)
     graph.recompile()
+
+
+def _change_arguments_(graph: fx.GraphModule, change: Callable[[Any], Any]) -> None:
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = (fx.node.map_aggregate(each, change) for each in (node.args, node.kwargs))

@@ -1,0 +1,65 @@
+"""Programs are exported in half precision whatever their modules are called, call again, or make themselves."""
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families import traced_model
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_model import traced
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+
+D, TOKENS = 16, 5
+
+
+class Named(nn.Module):
+    """Its parts have names that code has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.output, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Tensor = self.norm(x + self.output(self.get_submodule("self")(x).relu()))
+        return given
+
+
+class Masked(nn.Module):
+    """One layer called twice, with a norm within; scores that the least number of their type masks; an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = {"x": (TOKENS, D), "mask": (TOKENS,)}
+        self.layer, self.qkv, self.rnn = Named(), nn.Linear(D, 3 * D), nn.LSTM(D, D, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.layer(self.layer(x).tanh())).chunk(3, -1)
+        scores = q @ k.mT + (1.0 - mask[:, None]) * torch.finfo(q.dtype).min
+        given: Tensor = self.rnn(scores.softmax(-1) @ v)[0]
+        return given
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_a_program_makes_itself_has_the_type_of_its_weights(precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    architecture = Architecture(name="masked", family="module")
+    model = traced(Masked().eval(), architecture)
+    path = tmp_path / "model.onnx"
+    export_checkpoint(Checkpoint(model=model, architecture=architecture, lineage={}), path, precision=precision)
+    x, mask = torch.randn(3, TOKENS, D), (torch.arange(TOKENS) < torch.tensor([[2], [5], [4]])).float()
+    (given,) = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy(), "mask": mask.numpy()})
+    with torch.no_grad():
+        expected = model(x, mask).numpy()
+    assert np.abs(given - expected).max() < (1e-5 if precision == "fp32" else 5e-3) * np.abs(expected).max()
+
+
+def test_norms_that_are_called_again_are_norms_of_their_own() -> None:
+    model = traced_model.exportable(traced(Masked().eval(), Architecture(name="masked", family="module")))
+    names = [name for name, module in model.named_modules() if type(module).__name__ == "Norm"]
+    assert names == ["layer.norm", "layer_norm__again_2"]
