@@ -16,10 +16,16 @@ from .weights import element_types
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
+_ABOVE_ZERO: Mapping[int, float] = {
+    TensorProto.FLOAT: 2.0**-126,
+    TensorProto.BFLOAT16: 2.0**-126,
+    TensorProto.FLOAT16: 2.0**-24,
+}
 
 
 def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
-    """In place: safe softmax, duplicate weights merged, nodes and values named by site, exporter's notes removed.
+    """In place: safe softmax, borders that stay zeros, duplicate weights merged, nodes and values named by site,
+    exporter's notes removed.
 
     `modules` and `parameters` are the paths that the traced model has; folded constants are named after their reader.
     """
@@ -27,6 +33,7 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
     _refuse_control_flow(model.graph, sites)
     widen_softmax(model.graph, sites)
     narrow_folded(model.graph)
+    keep_borders(model.graph)
     merge_initializers(model.graph)
     name_by_site(model.graph, sites, parameters)
     strip_notes(model)
@@ -94,6 +101,25 @@ def _stored_as(tensor: TensorProto, held_in: FloatType) -> TensorProto:
             f"{tensor.name}: the largest folded weight is {largest:.3g}, {held_in.name} ends at {held_in.largest:.6g}"
         )
     return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(held_in.onnx)), tensor.name)
+
+
+def keep_borders(graph: GraphProto) -> None:
+    """Zeros that are put around what a MaxPool reads become the least number above: of zeros ONNX Runtime makes the
+    pool's own borders, which are below all numbers.
+    """
+    types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
+    pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
+    for node in graph.node:
+        if node.op_type != "Pad" or node.output[0] not in pooled:
+            continue
+        is_constant = all(each.s == b"constant" for each in node.attribute if each.name == "mode")
+        value = node.input[2] if len(node.input) > 2 else ""
+        is_zero = not value or (value in stored and not numpy_helper.to_array(stored[value]).any())
+        held_in = types.get(node.input[0])
+        if is_constant and is_zero and held_in in _ABOVE_ZERO:
+            border = helper.make_tensor(f"{node.output[0]}_border", held_in, [], [_ABOVE_ZERO[held_in]])
+            graph.initializer.append(border)
+            node.input[:] = [*node.input[:2], border.name, *node.input[3:]]
 
 
 def merge_initializers(graph: GraphProto) -> None:
