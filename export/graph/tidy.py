@@ -115,7 +115,7 @@ def keep_borders(graph: GraphProto) -> None:
         is_constant = all(each.s == b"constant" for each in node.attribute if each.name == "mode")
         value = node.input[2] if len(node.input) > 2 else ""
         is_zero = not value or (value in stored and not numpy_helper.to_array(stored[value]).any())
-        held_in = types.get(node.input[0])
+        held_in = types.get(node.input[0], 0)
         if is_constant and is_zero and held_in in _ABOVE_ZERO:
             border = helper.make_tensor(f"{node.output[0]}_border", held_in, [], [_ABOVE_ZERO[held_in]])
             graph.initializer.append(border)
