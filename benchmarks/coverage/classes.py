@@ -38,7 +38,7 @@ from .chain import BATCH, CALIBRATION, DRAWS, JUDGED, PRESETS, Subject, graph_er
 from .small import Small, dense, drawn, smalls
 
 KIND, KEY = "benchmarks/coverage-classes", ("source", "class")
-MOST_INPUTS, MOST_S, MOST_BYTES = 1024, 900, 8 * 2**30
+MOST_INPUTS, MOST_S, MOST_BYTES = 1024, 900, 12 * 2**30
 
 
 def needed(found: Tracing) -> int:

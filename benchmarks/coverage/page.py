@@ -153,7 +153,7 @@ def _beside_line(row: Row) -> list[str]:
         for way in ("family_more", "program_more")
     ]
     family, program = row["kernels"]
-    kernels = "/".join(map(str, family)) if family == program else f"{family} and {program}"
+    kernels = "/".join(map(str, family or ["-"])) if family == program else f"{family} and {program}"
     return [
         row["name"],
         str(row["sites"]),
