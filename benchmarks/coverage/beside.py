@@ -66,8 +66,6 @@ mobilenetv3_small_100 efficientnet_b0 mixer_s32_224 resmlp_12_224
 """
 FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "convnext_atto", "resnet18", "mobilenetv3_small_100")
 PRESETS, TIMES, FITTED = ("best", "best square", "corp"), 3, 16
-FEWER = {"mixer_s32_224": {"num_blocks": 2}, "resmlp_12_224": {"num_blocks": 2}}
-"""What makes names small beside what an instance says."""
 SIDE = 64
 """Of the images for names of their own widths, on which nothing that is timed depends."""
 CONVERSIONS = """
@@ -191,7 +189,7 @@ def row_of(instance: Instance, scratch: Path) -> dict[str, Any]:
     every, answers = list[dict[str, Any]](), list[dict[str, Tensor]]()
     own: tuple[Site, ...] = ()
     row: dict[str, Any] = {"name": instance.name}
-    for way in ways_of(instance, architecture_of(instance, **FEWER.get(instance.name, {})), scratch):
+    for way in ways_of(instance, architecture_of(instance), scratch):
         with way.hidden():
             found, moments = sites_of(way.model), way.calibrated(way.fitted)
             own = own or found.every
