@@ -272,3 +272,8 @@ REFUSED: list[tuple[nn.Module, str]] = [
 def test_what_can_not_be_told_is_refused_with_what_to_say(model: nn.Module, reason: str) -> None:
     with pytest.raises(BadInput, match=re.escape(reason)):
         facts_of_module(model, Preprocessing())
+
+
+def test_a_list_of_something_else_says_no_outputs() -> None:
+    facts = facts_of_module(_Odd("x", inputs=PAIR, outputs=[{}]), Preprocessing())
+    assert [port.name for port in facts.outputs] == ["logits"]

@@ -107,6 +107,14 @@ def test_a_part_may_be_called_as_what_a_graph_has_itself(name: str) -> None:
         torch.testing.assert_close(recorded(model, (torch.randn(2, 4),), {})(x), model(x))
 
 
+def test_two_parts_are_never_one() -> None:
+    model = Does(lambda m, x: m.meta(x) + m.meta_(x)).eval()
+    model.add_module("meta", nn.Linear(4, 4))
+    model.add_module("meta_", nn.Linear(4, 4))
+    with pytest.raises(OtherwiseAtOtherBatch, match=r"two parts that a graph calls meta_.weight"):
+        recorded(model, (torch.randn(2, 4),), {})
+
+
 def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
     """The model's parameters that its graph has."""
     has = {name for name, _ in graph.named_parameters()}

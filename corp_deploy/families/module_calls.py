@@ -77,12 +77,11 @@ class Output:
 
 def outputs_of(model: nn.Module, given: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
     """Of what a module gives to batches of these two sizes those that it says, as `outputs` (names, or roles by name),
-    else all.
-    Raises BadInput for what is no floating tensor with the batch in front.
+    else all. Raises BadInput for what is no floating tensor with the batch in front.
     """
     first, second = (dict(enumerate(leaves(each))) for each in (given, other))
     said, name = getattr(model, "outputs", None), type(model).__name__
-    if isinstance(said, list | tuple):
+    if isinstance(said, list | tuple) and all(isinstance(each, str) for each in said):
         said = dict.fromkeys(said)
     if not isinstance(said, Mapping) or not said:
         chosen: dict[int, tuple[str, Role | None]] = {

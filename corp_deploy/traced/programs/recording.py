@@ -160,6 +160,8 @@ class _Graph:
         self.root: dict[str, Tensor] = {}
         for name, each in _held(model):
             is_parameter = isinstance(each, nn.Parameter)
+            if _free(name) in self.root:
+                raise OtherwiseAtOtherBatch(f"two parts that a graph calls {_free(name)}")
             self.root[_free(name)] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not

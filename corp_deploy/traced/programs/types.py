@@ -4,7 +4,7 @@ Traced, a `.float()`, a division of whole numbers or a type that was read off a 
 product takes two types. The least number of a type, which masks are made of, is float32's, infinite in half precision.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
 def with_one_type_(graph: fx.GraphModule) -> None:
     """What enters a product is brought to the type of its weight, or else of the last weight before it."""
-    _change_arguments_(graph, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
+    others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]  # to the end is not at all
+    _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
     weight: fx.Node | None = None
     for node in list(graph.graph.nodes):
         if operation(node) not in _PRODUCTS:
@@ -63,10 +64,10 @@ def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
     def placed(argument: Any) -> Any:
         return place if isinstance(argument, torch.device) else argument
 
-    _change_arguments_(graph, placed)
+    _change_arguments_(graph.graph.nodes, placed)
     graph.recompile()
 
 
-def _change_arguments_(graph: fx.GraphModule, change: Callable[[Any], Any]) -> None:
-    for node in graph.graph.nodes:
+def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:
+    for node in nodes:
         node.args, node.kwargs = (fx.node.map_aggregate(each, change) for each in (node.args, node.kwargs))
