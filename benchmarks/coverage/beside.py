@@ -114,14 +114,23 @@ def parts_of(site: Site) -> Iterator[tuple[str, int]]:
         yield PARTS.get(site.kind, "channels"), site.width if isinstance(site, ChannelSite) else site.size
 
 
+def _inside(name: str, of_family: str) -> bool:
+    return f"{name}.".startswith((f"{of_family}.", f"{of_family}#"))
+
+
+def _beside(name: str, of_family: str) -> bool:
+    """In a block where the family gives its site another name than timm's module."""
+    return _inside(name, of_family.rpartition(".")[0])
+
+
 def matched(own: tuple[Site, ...], found: tuple[Site, ...]) -> tuple[set[str], Counter[str], Counter[str]]:
     """Which sites of a program the family has too, and what either has alone, in words."""
     left = {site.name: Counter(parts_of(site)) for site in own}
     both, more = set[str](), Counter[str]()
     for site in found:
         (part,) = parts_of(site)
-        inside = (name for name in left if f"{site.name}.".startswith((f"{name}.", f"{name}#")))
-        of_family = next((name for name in inside if left[name][part] > 0), None)
+        alike = (name for way in (_inside, _beside) for name in left if way(site.name, name) and left[name][part] > 0)
+        of_family = next(alike, None)
         if of_family is None:
             more[f"{part[0]} {part[1]}"] += 1
         else:

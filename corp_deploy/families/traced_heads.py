@@ -3,6 +3,7 @@
 Legend: G groups of a site, H heads, T heads that share their keys, D dimensions of a head, N tokens.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,24 @@ class Heads:
     others: tuple[int, ...]
     places_HTD: Tensor
 
+    def by_window(self, scores: Tensor) -> Tensor | None:
+        """What is said of pairs of one image [..., queries, keys] by window [W,N,M]; None where heads differ in it."""
+        front = self.batch.in_front(scores)[0]
+        last = len(front.shape) - 2
+        if self.tokens != (last,):
+            return None
+        heads = [dim for dim in range(last) if dim not in self.windows]
+        by_head = front.permute(*self.windows, *heads, last, last + 1)
+        by_head = by_head.reshape(math.prod(front.shape[dim] for dim in self.windows), -1, *front.shape[-2:])
+        alike = bool((by_head == by_head[:, :1]).all())
+        return by_head[:, 0] if alike else None
+
     def __call__(self, x: Tensor) -> Tensor:
         """[B,H,N,D], or [B,W,H,N,D] in windows; heads that share their keys one behind the other, as more tokens."""
         front = self.batch.in_front(x)
-        sizes = [front.shape[1:][dim] for dim in (*self.windows, *self.tokens)]
         flat = front.permute(0, *(1 + dim for dim in (*self.windows, *self.tokens, *self.others)))
-        windows = int(np.prod(sizes[: len(self.windows)]))
-        by_place = flat.reshape(len(front), windows, int(np.prod(sizes[len(self.windows) :])), -1)
+        windows, tokens = (math.prod(front.shape[1 + dim] for dim in dims) for dims in (self.windows, self.tokens))
+        by_place = flat.reshape(len(front), windows, tokens, -1)
         by_head: Tensor = by_place[..., self.places_HTD.to(x.device)].permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
         return by_head if windows > 1 else by_head[:, 0]
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from torch import fx, nn
 
+from calib.sites import HeadTaps
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
@@ -63,13 +64,15 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
 class Tracing:
-    """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`: of queries
-    and keys, once they were looked for; `offered`: what can be reduced, likewise; `proved`: what was narrowed last.
+    """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`, `taps`:
+    of queries and keys, once they were looked for; `offered`: what can be reduced, likewise; `proved`: what was
+    narrowed last.
     """
 
     program: Program
     added: tuple[str, ...]
     repairs: dict[str, Any] = field(default_factory=dict)
+    taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
     offered: list[Sites] = field(default_factory=list)
     proved: list[Narrowed] = field(default_factory=list)
 

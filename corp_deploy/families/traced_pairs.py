@@ -4,14 +4,13 @@ Legend: H heads, T heads that share their keys, D dimensions of a head, P of the
 tokens, G groups, M rows that write a group.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from calib.sites import HeadTaps, InputTap, Role, Tap
+from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.programs.between import Between, between
@@ -20,6 +19,7 @@ from corp_deploy.traced.programs.readers import Layer, as_module, layers
 from .traced_heads import BothHeads, Heads, both_heads
 from .traced_module import Tracing
 from .traced_site import TracedSite
+from .traced_taps import taps_of
 
 Mixing = Literal["free", "planes", "none"]
 _EXACT = 1e-5
@@ -63,37 +63,17 @@ class Repair:
     reason: str = ""
 
 
-class _TokenTap(Tap):
-    """One number of every token that a tap hears, [B,N,1]: so they are counted."""
-
-    __slots__ = ()
-
-    def listen(self, site: str, hear: Callable[[Tensor], None]) -> Any:
-        return super().listen(site, lambda x: hear(x.select(-3, 0)[..., :1].flatten(1, -2)))
-
-
-class _PairTaps(HeadTaps):
-    """What heads make of values is of no interest here."""
-
-    __slots__ = ()
-
-    @property
-    def taps(self) -> Mapping[Role, Tap | InputTap]:
-        counted = _TokenTap(module=self.queries.module, take=self.queries.take)
-        return {"q": self.queries, "k": self.keys, "z": counted}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedPairs(TracedSite):
-    """Of one attention. `taps` hear its queries and keys, as `both` arranges them, which nodes of names `sources` give;
-    `behind`: the name of the node that reads what its heads give, where that is a layer.
+    """Of one attention: its queries and keys, as `both` arranges them, which nodes of names `sources` give to
+    `product`; `behind`: the name of the node that reads what its heads give, where that is a layer.
     """
 
     kind: ClassVar[str] = "traced queries and keys"
     tracing: Tracing
     both: BothHeads
-    taps: HeadTaps
     sources: tuple[str, str]
+    product: str
     behind: str
 
     @property
@@ -118,7 +98,10 @@ class TracedPairs(TracedSite):
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
         """To queries and keys."""
-        return (self.taps,)
+        known = self.tracing.taps
+        if self.name not in known:
+            known[self.name] = taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
+        return (known[self.name],)
 
     @property
     def repair(self) -> Repair:
@@ -141,8 +124,6 @@ def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPai
         return both
     if both.groups_HP.unique().numel() != groups.size:
         return "its heads do not share dimensions evenly"
-    given = [tracing.heard[2][node.name] for node in nodes]
-    queries, keys = (Tap(module=each, take=take) for each, take in zip(given, (both.queries, both.keys), strict=True))
     return TracedPairs(
         name=name,
         groups=groups,
@@ -152,8 +133,8 @@ def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPai
         parameters_now=tracing.shares.parameters[groups.key],
         tracing=tracing,
         both=both,
-        taps=_PairTaps(name=name, queries=queries, keys=keys, output=given[0]),
         sources=(nodes[0].name, nodes[1].name),
+        product=spans[0].reader,
         behind=behind,
     )
 

@@ -1,6 +1,6 @@
 """The piece of a program between one layer and what is made of all that it gives, run by itself."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,38 +30,50 @@ class Between:
         return sizes
 
     def __call__(self, given: Tensor) -> Tensor:
-        values: dict[fx.Node, Any] = {self.layer.node: given.double()}
-        for node in self.nodes:
-            values[node] = self._value(node, lambda each: values[each] if each in values else number_of(each))
-        result: Tensor = values[self.nodes[-1] if self.nodes else self.layer.node]
+        every = run(self.program, self.nodes, {self.layer.node: given.double()}, torch.float64)
+        result: Tensor = every[self.nodes[-1] if self.nodes else self.layer.node]
         return result
 
-    def _value(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+
+def run(
+    program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
+) -> dict[fx.Node, Any]:
+    """What nodes give for one image, beside what is known of others, with constants of a type or of their own."""
+    every: dict[fx.Node, Any] = dict(values)
+    for node in nodes:
         if node.op == "get_attr":
-            tensor = self.program.tensor(str(node.target)).detach()
-            return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            tensor = program.tensor(str(node.target)).detach()
+            every[node] = tensor.to(dtype, copy=True) if dtype is not None and tensor.is_floating_point() else tensor
+            continue
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda each: every[each] if each in every else number_of(each)
+        )
         assert callable(node.target), node
-        return node.target(*args, **kwargs)
+        every[node] = node.target(*args, **kwargs)
+    return every
 
 
 def between(program: Program, source: fx.Node) -> Between | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
-    known, needed, found = {each.node: each for each in layers(program)}, set[fx.Node](), set[fx.Node]()
-    front = [source]
+    known = {each.node: each for each in layers(program)}
+    nodes, found = needed(program, source, known)
+    if nodes is None or len(found) != 1:
+        return None
+    return Between(program=program, layer=known[found.pop()], nodes=nodes)
+
+
+def needed(
+    program: Program, source: fx.Node, known: Collection[fx.Node]
+) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
+    """What has to run for a node, in order, behind which ones of those known; None where inputs have to be."""
+    every, found, front = set[fx.Node](), set[fx.Node](), [source]
     while front:
         node = front.pop()
         if node in known:
             found.add(node)
         elif node.op not in ("get_attr", "call_function"):
-            return None
-        elif node not in needed and number_of(node) is None:
-            needed.add(node)
+            return None, found
+        elif node not in every and number_of(node) is None:
+            every.add(node)
             front += node.all_input_nodes
-    if len(found) != 1:
-        return None
-    return Between(program=program, layer=known[found.pop()], nodes=tuple(_in_order(program, needed)))
-
-
-def _in_order(program: Program, nodes: set[fx.Node]) -> Iterable[fx.Node]:
-    return (node for node in program.nodes if node in nodes)
+    return tuple(node for node in program.nodes if node in every), found

@@ -8,11 +8,9 @@ from copy import copy
 import torch
 from torch import fx
 
+from .attended import WHOLE, values_product
 from .program import Program, operation, sizes_at_one
 
-_PRODUCTS = frozenset(("matmul", "bmm"))
-_BETWEEN = frozenset(("softmax", "_softmax", "add", "mul", "div", "dropout", "to", "_to_copy", "masked_fill"))
-"""What stands between the two products of an attention."""
 Pads = dict[int, list[int]]
 """By the place of an argument the zeros that go beside it, as `pad` takes them."""
 
@@ -37,14 +35,13 @@ def padded(program: Program) -> fx.GraphModule:
 
 
 def _values_place(node: fx.Node) -> int:
-    return 2 if operation(node) == "scaled_dot_product_attention" else 1
+    return 2 if operation(node) == WHOLE else 1
 
 
-def _pads(node: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
-    """Where a node sums up values: what is put beside those, or beside queries and keys at their product."""
-    op, is_whole = operation(node), operation(node) == "scaled_dot_product_attention"
-    scores = node if is_whole and node.kwargs.get("scale") is not None else _scores(node) if op in _PRODUCTS else None
-    if scores is None:
+def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
+    """Where a node multiplies queries by keys: what is put beside those, or beside the values that are summed up."""
+    is_whole, node = operation(scores) == WHOLE, values_product(scores)
+    if node is None or (is_whole and scores.kwargs.get("scale") is None):
         return
     queries, values = (sizes_at_one(each)[-1] for each in (scores.args[0], node.args[_values_place(node)]))  # type: ignore[arg-type]
     if queries < values:
@@ -52,12 +49,3 @@ def _pads(node: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
         yield scores, {0: beside, 1: beside if is_whole else [0, 0, *beside]}
     elif values < queries:
         yield node, {_values_place(node): [0, queries - values]}
-
-
-def _scores(node: fx.Node) -> fx.Node | None:
-    """The product of queries and keys whose softmax weighs what a product sums up."""
-    of_softmax, at = False, node.args[0]
-    while isinstance(at, fx.Node) and operation(at) in _BETWEEN:
-        of_softmax |= operation(at) in ("softmax", "_softmax")
-        at = at.args[0]
-    return at if of_softmax and isinstance(at, fx.Node) and operation(at) in _PRODUCTS else None

@@ -1,0 +1,172 @@
+"""Which pairs of an attention count: what its program says of every image, held to loops over windows and tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from calib.moments import HeadMoments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import traced
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import arrays_for_model
+from corp_deploy.traced.programs.attended import WHOLE, added_scores, seen, unread, values_product
+from corp_deploy.traced.programs.padding import padded
+from corp_deploy.traced.programs.program import Program, operation
+from corp_deploy.traced.programs.tracing import trace
+
+D, HEADS, TOKENS, WINDOW, SHIFT, QK = 12, 2, 10, 4, 2, 4
+FORMS = ("spelled", "five axes", "bool", "of the input", "causal")
+
+
+class Shifted(nn.Module):
+    """Tokens in a line, padded to windows that are shifted around, where the two ends don't see each other."""
+
+    def __init__(self, form: str, qk: int = QK) -> None:
+        super().__init__()
+        self.form, self.qk = form, qk
+        self.q, self.k, self.v = nn.Linear(D, HEADS * qk), nn.Linear(D, HEADS * qk), nn.Linear(D, D)
+        self.proj, self.bias = nn.Linear(D, D), nn.Parameter(torch.randn(HEADS, WINDOW, WINDOW))
+        self.register_buffer("is_seen", shown(), persistent=False)
+
+    is_seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "causal":
+            whole: Tensor = x + self.attended(x, is_causal=True)
+            return whole
+        beyond = -x.shape[1] % WINDOW
+        apart = F.pad(x, (0, 0, 0, beyond)).roll(-SHIFT, 1).reshape(-1, WINDOW, D)
+        given: Tensor = x + self.attended(apart).reshape(len(x), -1, D).roll(SHIFT, 1)[:, : x.shape[1]]
+        return given
+
+    def attended(self, x: Tensor, *, is_causal: bool = False) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        if is_causal:
+            z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.joined(z)
+        windows = len(self.is_seen)
+        added = self.bias + torch.zeros(windows, 1, WINDOW, WINDOW).masked_fill(~self.is_seen[:, None], -100.0)
+        times = len(x) // windows
+        if self.form == "spelled":
+            scores = q @ k.mT * self.qk**-0.5 + added.repeat(times, 1, 1, 1)
+            z = scores.softmax(-1) @ v
+        elif self.form == "five axes":
+            scores = (q * self.qk**-0.5) @ k.mT
+            scores = scores.view(times, windows, HEADS, WINDOW, WINDOW) + added
+            z = scores.view(-1, HEADS, WINDOW, WINDOW).softmax(-1) @ v
+        elif self.form == "bool":
+            mask = self.is_seen[:, None].repeat(times, 1, 1, 1)
+            z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            mask = x.mean(-1)[:, None, None] + added.repeat(times, 1, 1, 1)
+            z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.joined(z)
+
+    def joined(self, z: Tensor) -> Tensor:
+        given: Tensor = self.proj(z.transpose(1, 2).flatten(2))
+        return given
+
+
+def slots() -> list[list[int]]:
+    """The places of each window, those of padding too."""
+    places = TOKENS + -TOKENS % WINDOW
+    line = [(place + SHIFT) % places for place in range(places)]
+    return [line[start : start + WINDOW] for start in range(0, places, WINDOW)]
+
+
+def shown() -> Tensor:
+    """Of each window which of its tokens see each other: those that were neighbours."""
+    return torch.tensor([[[(a < SHIFT) == (b < SHIFT) for b in each] for a in each] for each in slots()])
+
+
+def model_of(form: str, **more: int) -> nn.Module:
+    torch.manual_seed(0)
+    module = Shifted(form, **more)
+    module.inputs = {"x": (TOKENS, D)}  # type: ignore[assignment]
+    return traced(module, Architecture(name="Shifted", family="module"))
+
+
+def product_of(program: Program) -> fx.Node:
+    (node,) = (node for node in program.nodes if operation(node) in (WHOLE, "matmul") and values_product(node))
+    return node
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_programs_say_which_pairs_see_each_other(form: str) -> None:
+    program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
+    added, gone = added_scores(program, product_of(program)), unread(program, product_of(program))
+    if form == "of the input":
+        assert added is None
+    elif form == "causal":
+        assert added is not None
+        assert seen(added).tolist() == [[a >= b for b in range(TOKENS)] for a in range(TOKENS)]
+    else:
+        assert added is not None
+        assert torch.equal(seen(added), shown()[:, None].expand(added.shape))
+    if form == "causal":
+        assert gone is None
+    else:
+        assert gone is not None
+        expected = torch.tensor([[place >= TOKENS for place in each] for each in slots()])
+        assert torch.equal(gone, expected[:, None].expand(gone.shape))
+
+
+def counted_pairs(q: Tensor, k: Tensor, form: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries and keys [., H, D] that see each other, of one image: all of the first with all of the second."""
+    if form == "causal":
+        yield from ((q[place : place + 1], k[: place + 1]) for place in range(TOKENS))
+        return
+    for window, places in enumerate(slots()):
+        sides = [(place < SHIFT and form != "of the input") for place in places]
+        for side in sorted(set(sides)):
+            inside = [slot for slot in range(WINDOW) if sides[slot] == side]
+            yield q[window][[slot for slot in inside if places[slot] < TOKENS]], k[window][inside]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pairs_count_that_see_each_other(form: str, tmp_path: Path) -> None:
+    """Second moments and energies, beside loops over images, windows and their parts."""
+    model = model_of(form)
+    (site,) = (each for each in sites_of(model).every if isinstance(each, TracedPairs))
+    inputs = torch.randn(5, TOKENS, D, generator=torch.Generator().manual_seed(1))
+    checkpoint = Checkpoint(model=model, architecture=Architecture(name="Shifted", family="module"), lineage={})
+    save_file({"x": inputs}, tmp_path / "x.safetensors")
+    opened = arrays_for_model(model, tmp_path / "x.safetensors")
+    moments = calibrate(checkpoint, opened, batch_size=2, statistics=Statistics(attention_system=True))
+    told = moments.sites[site.name]
+    assert isinstance(told, HeadMoments)
+    qq_HDD, energy_HD = torch.zeros(HEADS, QK, QK, dtype=torch.float64), torch.zeros(HEADS, QK, dtype=torch.float64)
+    plain = Shifted(form)
+    plain.load_state_dict(model.state_dict())
+    plain.double()
+    for x in inputs.double():
+        if form != "causal":
+            x = F.pad(x, (0, 0, 0, -TOKENS % WINDOW))[torch.tensor(slots())]
+        q, k = (each(x).unflatten(-1, (HEADS, QK)).detach() for each in (plain.q, plain.k))
+        q = q * QK**-0.5 if form == "five axes" else q  # as they enter the product
+        for q_NHD, k_MHD in counted_pairs(q, k, form):
+            qq_HDD += torch.einsum("nhd,nhe->hde", q_NHD, q_NHD)
+            energy_HD += q_NHD.square().sum(0) * k_MHD.square().sum(0)
+    torch.testing.assert_close(told.energy_HD, energy_HD, rtol=1e-5, atol=1e-5)
+    if form != "causal":  # where these are sums over pairs
+        torch.testing.assert_close(told.qq_HDD, qq_HDD, rtol=1e-5, atol=1e-5)
+    assert told.images == len(inputs)
+
+
+@pytest.mark.parametrize("form", ["spelled", "five axes"])
+def test_narrower_queries_and_keys_are_padded_whatever_stands_before_the_softmax(form: str) -> None:
+    program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
+    wider, x = padded(program), torch.randn(3, TOKENS, D)
+    added = [
+        node for node in wider.graph.nodes if operation(node) == "pad" and node.meta["val"].shape[-1] == D // HEADS
+    ]
+    assert len(added) == 1
+    torch.testing.assert_close(wider(x), program.graph(x))
