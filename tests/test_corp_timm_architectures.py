@@ -43,7 +43,7 @@ def test_every_architecture_is_reduced_or_refused_with_a_reason(module: str) -> 
         model = on_meta(name)
         if not timm_vit.accepts(model):
             continue
-        assert family_of(model) is timm_vit
+        assert family_of(model).NAME == timm_vit.NAME
         offered = sites_of(model)
         part = next((expected for pattern, expected in PARTLY.items() if re.fullmatch(pattern, name)), None)
         whole = next((reason for pattern, reason in NOT_AT_ALL.items() if re.fullmatch(pattern, name)), None)

@@ -1,7 +1,7 @@
 """A family of models that nothing but this file knows goes through calibrate, reduce, export and verify."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.head_site import HeadSite
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.steps import Branch, Passage, Step
@@ -104,7 +103,7 @@ def ladder(model: nn.Module) -> Ladder:
 
 class LadderFamily:
     NAME = "ladder"
-    FIXED_PARTS: tuple[str, ...] = ()
+    UNMERGEABLE = "strips are not merged"
 
     def accepts(self, model: nn.Module) -> bool:
         return isinstance(model, Ladder)
@@ -143,22 +142,8 @@ class LadderFamily:
         assert isinstance(inputs, Tensor)
         return ladder(model).embedded(inputs)
 
-    def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
-        return None
-
     def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor:
         return x_BNC
-
-    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
-        if merging is not None:
-            raise BadInput(f"token merging: {self.merging_refusal(model)}")
-        return replaced(model, {})
-
-    def merging_of(self, model: nn.Module) -> Merging | None:
-        return None
-
-    def merging_refusal(self, model: nn.Module) -> str:
-        return "strips are not merged"
 
     def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
         logits: Tensor = ladder(model).name(x_BNC.mean(dim=1))
@@ -185,12 +170,6 @@ class LadderFamily:
     def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
         plain = {site.name: site.plain(geometry) for site in self.sites(model).heads}
         return replaced(model, plain).eval().requires_grad_(False)
-
-    def beside(self, model: nn.Module) -> Mapping[str, str]:
-        return {}
-
-    def take_beside_(self, model: nn.Module, directory: Path) -> None:
-        pass
 
 
 @pytest.fixture

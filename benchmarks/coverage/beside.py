@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from benchmarks.real.record import Record
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.families import family, timm_library, traced_model
+from corp_deploy.families import family, timm_library, traced_model, usual
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.conv_site import ConvSite
@@ -79,10 +79,11 @@ PARTS = {"traced values": "v", "traced streams": "stream"}
 def no_families() -> Iterator[None]:
     """Every model of timm's is timm's own, and traced."""
     bare = SimpleNamespace(build=timm_library.build, accepts=lambda _: False)
-    known = {"timm": bare, traced_model.NAME: traced_model}
+    alone = usual.complete(traced_model)
+    known = {"timm": bare, traced_model.NAME: alone}
     plain: dict[str, Any] = dict.fromkeys(CONVERSIONS.split(), lambda model, *_: model)
     as_built = patch.multiple(timm_library, **plain)
-    with as_built, patch.object(family, "_FAMILIES", known), patch.object(family, "_OF_TIMM", (traced_model,)):
+    with as_built, patch.object(family, "_FAMILIES", known), patch.object(family, "_OF_TIMM", (alone,)):
         yield
 
 

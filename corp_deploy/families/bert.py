@@ -19,18 +19,17 @@ from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
-from .merging import Merging
 from .modules import parameters, replaced
 from .sites import Sites
 from .steps import Branch, Passage, Step
 from .text_encoder import EncoderArchitecture, Mlp, TextEncoder
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, Tokenization, content_of_tokenizer
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "bert"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a text encoder's tokens are not merged, since its texts are of different lengths"
+"""Texts differ in length: a schedule that suits one would merge away all of another."""
 EMBEDDING = OutputPort(name="embedding", role="embedding")
 
 
@@ -132,20 +131,6 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
 def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """The last stream as it is: its norm is part of the last block."""
     return x_BNC
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    """Texts differ in length: a schedule that suits one would merge away all of another."""
-    return "a text encoder's tokens are not merged, since its texts are of different lengths"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

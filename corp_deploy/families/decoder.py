@@ -19,7 +19,6 @@ from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
-from .merging import Merging
 from .modules import parameters, replaced
 from .sequence_rotary import SequenceRotary
 from .sites import Sites
@@ -27,11 +26,11 @@ from .steps import Branch, Step
 from .text_decoder import DecoderArchitecture, GatedMlp, PlainMlp, TextDecoder
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, Tokenization, content_of_tokenizer
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "decoder"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a decoder's tokens are not merged, since each has logits of its own"
+"""Each token says what comes next."""
 LOGITS = OutputPort(name="logits", role="token logits")
 MULTIPLE = 128
 """Of MLP widths: serving engines' kernels and their shards over several GPUs want it."""
@@ -156,10 +155,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return x_BNC
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """All tokens are there: sequences are full."""
-
-
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """The logits of what comes next at each place [B,N,V]."""
     return _decoder(model).logits(x_BNC)
@@ -169,20 +164,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """Behind the last norm, which the head reads."""
     out_BNC: Tensor = _decoder(model).norm(x_BNC)
     return out_BNC
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    """Each token says what comes next."""
-    return "a decoder's tokens are not merged, since each has logits of its own"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

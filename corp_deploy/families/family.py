@@ -1,20 +1,19 @@
 """The seam: what a family of models has to tell, and which family a model is of.
 
-A family is a file (or an object) with these functions; it alone spells its library's names. It says where sites are and
-how the model is run, taken apart, built again and exported. What is done at a site is the business of the kind of site.
+A family is a file (or an object) with the functions of `seam.Told`; it alone spells its library's names. It says where
+sites are and how the model is run, taken apart, built again and exported. What is done at a site is the business of the
+kind of site.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from calib.weights import OfSomeTokens, TokenWeights
 from ground.errors import BadInput
-from ground.pixels import Normalisation
 from ground.ports import OutputPort, Port
 
 from . import (
@@ -35,194 +34,20 @@ from . import (
 from .architecture import Architecture
 from .array_inputs import batch_of_ports
 from .convolution import Convolution
-from .maps import Grid
-from .merging import Merging
 from .modules import device
 from .named_outputs import NamedOutputs, named
 from .named_sites import NamedSites
 from .outputs import Outputs
+from .seam import Family, ImageSpec, InputSpec, Medium, TimmFamily, Told
 from .site import Site
 from .sites import Sites
 from .steps import Step, Walk
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
 from .traced_module import TracedModule
-from .widths import HeadGeometry
+from .usual import complete
 
-Medium = Literal["images", "text", "arrays"]
-
-
-class InputSpec(Protocol):
-    """What a model takes: its ports, and how raw data becomes them, as text to be kept, compared and shown."""
-
-    @property
-    def ports(self) -> tuple[Port, ...]: ...
-
-    @property
-    def medium(self) -> Medium:
-        """What people give."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the first port, behind the batch."""
-        ...
-
-    def as_line(self) -> str:
-        """The preparation for people."""
-        ...
-
-    def as_json(self) -> dict[str, Any]:
-        """The preparation as plain JSON values, in one order."""
-        ...
-
-
-class ImageSpec(InputSpec, Protocol):
-    """Images as a model takes them."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
-        ...
-
-    @property
-    def normalisation(self) -> Normalisation:
-        """What the transform does to pixels once they are resized and cropped. Raises BadInput as
-        require_normalisation does.
-        """
-        ...
-
-    @property
-    def normalisation_refusal(self) -> str:
-        """What mean and std are known instead, empty where those of the model's channels are."""
-        ...
-
-    def require_normalisation(self, *, where: str, instead: str = "") -> None:
-        """Raises BadInput where no mean or no std of the model's channels is known. `instead`: what to do without."""
-        ...
-
-    def transform(self) -> Callable[[Any], Tensor]:
-        """An RGB image of PIL -> float32 [C,H,W]. Raises BadInput as require_normalisation does."""
-        ...
-
-
-class Family(Protocol):
-    """Models that are built alike. Every function but `build` is given a model that the family accepts."""
-
-    @property
-    def NAME(self) -> str:
-        """As config.json of a model directory names the family, all of timm's models being built by `timm`."""
-        ...
-
-    @property
-    def FIXED_PARTS(self) -> tuple[str, ...]:
-        """Modules inside a top-level one that costs are told of apart."""
-        ...
-
-    def accepts(self, model: nn.Module) -> bool: ...
-
-    def build(self, architecture: Architecture) -> nn.Module:
-        """The dense model with its initial weights, in eval mode, on torch's default device. Raises BadInput where its
-        library can't build it or it is beyond bounds; nothing is looked for on a network.
-        """
-        ...
-
-    def sites(self, model: nn.Module) -> Sites:
-        """Where the model can be reduced, dense or already reduced, and what is refused with the reason."""
-        ...
-
-    def steps(self, model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-        """From the first residual stream to the last, for evaluation, in the order they run; `read`: the tokens behind
-        the last block that count, None for all.
-        """
-        ...
-
-    def embedded(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """The residual stream [B,N,C] that enters the first step."""
-        ...
-
-    def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
-        """Weight of each token [B,N] in sums over tokens, 0 for padding; None where all count alike."""
-        ...
-
-    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
-        """The model's output for the residual stream behind its last step; `sources_BM`: where in it each token of the
-        first stream is, None where none are merged.
-        """
-        ...
-
-    def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor:
-        """A residual stream as the model's head reads it, token by token: behind its last norm."""
-        ...
-
-    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
-        """A copy in eval mode that merges tokens so, or none. Raises BadInput where it can't."""
-        ...
-
-    def merging_of(self, model: nn.Module) -> Merging | None:
-        """How the model merges tokens, None for one that doesn't."""
-        ...
-
-    def merging_refusal(self, model: nn.Module) -> str:
-        """Why tokens of the model can't be merged, or nothing."""
-        ...
-
-    def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
-        """What each token of the last residual stream is, in order."""
-        ...
-
-    def grid(self, model: nn.Module, layer: str) -> Grid | None:
-        """Height and width of the map that patch tokens make, row by row, behind the layer of this path, an empty one
-        for the last stream; None where they make none. Raises BadInput where they stand in another order.
-        """
-        ...
-
-    def depth(self, model: nn.Module) -> int:
-        """How many blocks the model has."""
-        ...
-
-    def input_spec(self, model: nn.Module) -> InputSpec: ...
-
-    def output_ports(self, model: nn.Module) -> tuple[OutputPort, ...]: ...
-
-    def classes(self, model: nn.Module) -> int:
-        """How many classes the model tells apart; 0 for one that has no classifier."""
-        ...
-
-    def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-        """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul. `geometry` replaces that of heads whose
-        q/k and v widths differ; None keeps each as it is.
-        """
-        ...
-
-    def beside(self, model: nn.Module) -> Mapping[str, str]:
-        """The content of what must stand beside the weights in a model directory, by file name."""
-        ...
-
-    def take_beside_(self, model: nn.Module, directory: Path) -> None:
-        """Give a model just built what stands beside its weights. Raises BadInput for what is missing or another's."""
-        ...
-
-
-class TimmFamily(Family, Protocol):
-    """Models of timm's that are built alike. All are built from a name by timm, so what is built decides the family."""
-
-    def adapted_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict brought to this model by timm's own filter: older and other projects' names are mapped, and what
-        is of another size resampled as timm does for this name.
-        """
-        ...
-
-    def own_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What timm's filter gives, under the names and in the order of this model's own modules."""
-        ...
-
-    def unused(self, model: nn.Module) -> tuple[str, ...]:
-        """Prefixes of the weights that a model of this architecture may have and this one was built without."""
-        ...
-
-
-_OF_TIMM: tuple[TimmFamily, ...] = (
+_TIMMS: tuple[Told, ...] = (
     timm_vit,
     timm_eva,
     timm_relative,
@@ -234,7 +59,8 @@ _OF_TIMM: tuple[TimmFamily, ...] = (
     timm_hierarchy,
     traced_model,
 )
-_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, bert, decoder, own_modules)
+_OF_TIMM: tuple[TimmFamily, ...] = tuple(map(complete, _TIMMS))
+_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (bert, decoder, own_modules)))
 _FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
 
 
@@ -243,9 +69,9 @@ def timm_family_of(model: nn.Module) -> TimmFamily:
     return next(family for family in _OF_TIMM if family.accepts(model))
 
 
-def register(family: Family) -> None:
+def register(family: Told) -> None:
     """Make a family known; a later one of the same name takes the place of an earlier one."""
-    _FAMILIES[family.NAME] = family
+    _FAMILIES[family.NAME] = complete(family)
 
 
 def family_named(name: str) -> Family:

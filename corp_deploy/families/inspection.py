@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from .family import Family, family_of, output_ports, outputs_of
+from .family import family_of, output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
+from .seam import Family
 from .steps import Merge
 from .traced_inspection import stays_of, traced_rows
 from .traced_module import TracedModule

@@ -5,7 +5,6 @@ Such a module is run whole: nothing is known of what lies between its sites.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 
 from .architecture import Architecture
-from .merging import Merging
 from .modules import replaced
 from .named_sites import NamedSites, Naming, sites_by_name, with_naming
 from .preprocessing import Preprocessing
@@ -24,11 +22,10 @@ from .sites import Sites
 from .steps import Step
 from .timm_images import ImageSpec
 from .trusted_code import FAMILY, Code
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = FAMILY
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a module whose sites are named is run whole, and what lies between them may need every token"
 # As torchvision and timm train most classifiers of ImageNet.
 PREPARED = {
     "mean": (0.485, 0.456, 0.406),
@@ -101,10 +98,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     raise BadInput(f"{type(model).__name__}: {_WHOLE}")
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
-
-
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """Raises BadInput: there is no stream that it could be of."""
     raise BadInput(f"{type(model).__name__}: {_WHOLE}")
@@ -113,19 +106,6 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
 def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """Raises BadInput: there is no stream that it could be of."""
     raise BadInput(f"{type(model).__name__}: {_WHOLE}")
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "a module whose sites are named is run whole, and what lies between them may need every token"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
@@ -168,12 +148,3 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
     copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
     return copied.eval().requires_grad_(False)
-
-
-def beside(model: nn.Module) -> Mapping[str, str]:
-    """Nothing: the code stands in config.json."""
-    return {}
-
-
-def take_beside_(model: nn.Module, directory: Path) -> None:
-    """Nothing stands there."""

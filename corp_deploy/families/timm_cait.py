@@ -14,23 +14,20 @@ from calib.inputs import Inputs
 from . import timm_library, timm_placed_sites
 from .channel_site import ChannelSite
 from .head_site import HeadSite
-from .merging import Merging
 from .sites import Refusal, Sites
 from .steps import Step
 from .timm_cait_blocks import own_state as own_state
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_placed_sites import exportable as exportable
-from .unmergeable import copy_without_merging
 
 NAME = "timm-cait"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = (
+    "shares of tokens are mixed over the heads behind the softmax, where a merged one no longer counts as several"
+)
 _OF_CLASS = "block is {}: its query, and all that its MLP sees, is the class token's alone"
 
 
@@ -72,10 +69,6 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return ("patch",) * count
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
-
-
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     """The residual stream [B,N,C] that enters the first block."""
     cait = _cait(model)
@@ -95,21 +88,6 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     x_BNC = x_BNC if cait.blocks_token_only is None else cait.forward_cls(x_BNC)
     outputs: Tensor = cait.forward_head(cait.norm(x_BNC))
     return outputs
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return (
-        "shares of tokens are mixed over the heads behind the softmax, where a merged one no longer counts as several"
-    )
 
 
 def depth(model: nn.Module) -> int:

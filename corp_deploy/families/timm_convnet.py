@@ -6,7 +6,7 @@ built for.
 Legend: B images, N tokens of a stage, C channels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from .conv_block import ConvBlock, ConvRow
 from .coupled_site import CoupledSite
 from .coupling import couplings
 from .maps import Grid, OnMap, map_from_tokens, tokens_from_map
-from .merging import Merging
-from .modules import replaced
 from .named_outputs import NamedOutputs
 from .sites import Sites
 from .steps import Branch, Nothing, Passage, Step
@@ -27,17 +25,12 @@ from .timm_conv_sites import conv_sites
 from .timm_convnets import ConvNet, blocks_of, head_of, maps_in, plan_of
 from .timm_convnets import own_state as own_state
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
-from .unmergeable import copy_without_merging
-from .widths import HeadGeometry
 
 NAME = "timm-convnet"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a convolution needs its positions in rows and columns, so none can be merged away"
 
 
 def accepts(model: nn.Module) -> bool:
@@ -123,10 +116,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return tokens_from_map(x)
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every position of an image counts alike."""
-
-
 def _last_grid(model: nn.Module) -> Grid:
     return maps_in(model).behind[blocks_of(model)[-1][0]]
 
@@ -150,19 +139,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     return tokens_from_map(_behind(model, x_BNC))
 
 
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "a convolution needs its positions in rows and columns, so none can be merged away"
-
-
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
     """Of the last stage's tokens, all of them positions of its map."""
     height, width = _last_grid(model)
@@ -182,13 +158,3 @@ def depth(model: nn.Module) -> int:
 def input_spec(model: nn.Module) -> ImageSpec:
     """Images of the size that the model was built for, the rest of the preprocessing from timm's data config."""
     return timm_library.image_spec(model, timm_library.configured_size(model))
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode; there are no heads whose geometry could be chosen."""
-    return replaced(model, {}).eval().requires_grad_(False)
-
-
-def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """timm has nothing to adapt."""
-    return dict(state)

@@ -17,26 +17,21 @@ from calib.inputs import Inputs
 from . import timm_library
 from .channel_site import ChannelSite
 from .maps import Grid, OnMap, grid_behind, map_from_tokens, tokens_from_map
-from .merging import Merging
 from .modules import replaced
 from .response_norm import ResponseNorm, mean_state
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_mlps import channel_site, mlp_refusal
 from .timm_pointwise import TokenMlpBlock, gamma_of, with_convolutions
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "timm-convnext"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a convolution needs its positions in rows and columns, so none can be merged away"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +139,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return tokens_from_map(_convnext(model).stem(inputs))
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every position of an image counts alike."""
-
-
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """The model's output for the residual stream behind its last block."""
     convnext = _convnext(model)
@@ -159,19 +150,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """The last stage's stream before the head, whose norm stands behind the pooling."""
     convnext = _convnext(model)
     return tokens_from_map(convnext.norm_pre(map_from_tokens(x_BNC, _stages(model)[-1].grid)))
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "a convolution needs its positions in rows and columns, so none can be merged away"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

@@ -12,23 +12,18 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 
 from . import timm_library
-from .merging import Merging
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
 from .timm_placed import own_state as of_placed_blocks
 from .timm_placed import placed_blocks
 from .timm_placed_sites import exportable as exportable
 from .timm_placed_sites import sites as sites
 from .timm_placed_sites import steps as steps
-from .unmergeable import copy_without_merging
 
 NAME = "timm-eva"
-FIXED_PARTS: tuple[str, ...] = ()
 
 
 def accepts(model: nn.Module) -> bool:
@@ -46,10 +41,6 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     classes = int(eva.cls_token is not None)
     registers = eva.num_prefix_tokens - classes
     return (*["class"] * classes, *["register"] * registers, *["patch"] * int(eva.patch_embed.num_patches))
-
-
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -72,15 +63,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """A stream behind the last norm, which is the identity where the norm stands behind the pooling."""
     x_BNC = _eva(model).norm(x_BNC)
     return x_BNC
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
 
 
 def merging_refusal(model: nn.Module) -> str:

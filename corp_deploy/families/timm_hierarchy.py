@@ -28,7 +28,6 @@ from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
 from .maps import Grid, map_from_tokens, tokens_from_map
-from .merging import Merging
 from .modules import replaced
 from .pooled_queries import REASON, PooledQueries
 from .site import Site
@@ -37,20 +36,16 @@ from .steps import Step
 from .timm_hierarchies import Hierarchy, library_form, timm_blocks
 from .timm_hierarchies import own_state as own_state
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_mlps import channel_site, is_mlp, mlp_refusal
 from .token_blocks import Place, TokenBlock, token_blocks
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 Function = TypeVar("Function")
 NAME = "timm-hierarchy"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "stages make fewer tokens of neighbours, by rows and columns of positions, so none can be merged away"
 _OF_TIMM = (
     "block is {} of timm's, whose layers are told of maps and windows from outside; a model that corp-deploy builds "
     "has another one of the same function, as with_token_blocks of corp_deploy.families.timm_hierarchies makes them"
@@ -138,10 +133,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return _of(_STEMS, model)(model, inputs)
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every position of an image counts alike."""
-
-
 def _last(model: nn.Module) -> Place:
     """Where the last block stands."""
     return token_blocks(_hierarchy(model))[-1][1].place
@@ -166,19 +157,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """The last stage's stream before the head's pooling."""
     x = _as_head_has_it(model, x_BNC)
     return x if _last(model).layout == "tokens" else tokens_from_map(x)
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "stages make fewer tokens of neighbours, by rows and columns of positions, so none can be merged away"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ the port it answers on. Nothing here knows where a model's sites are.
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -128,11 +127,6 @@ def names_of_weights(model: nn.Module) -> Mapping[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-def own_state(model: nn.Module, state: State) -> dict[str, Tensor]:
-    """Weights under timm's names under the model's own, for models whose names are timm's."""
-    return dict(state)
-
-
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
     config: Any = {**_config(model), **preprocessing.settings}
@@ -246,12 +240,3 @@ def build(architecture: Architecture) -> nn.Module:
     set_preprocessing_(model, architecture.preprocessing)
     own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(with_conv_backbone(model)))))
     return with_conv_blocks(with_token_blocks(own, configured_size(model)), configured_size(model))
-
-
-def beside(model: nn.Module) -> Mapping[str, str]:
-    """Nothing: how images are prepared is a few numbers of config.json."""
-    return {}
-
-
-def take_beside_(model: nn.Module, directory: Path) -> None:
-    """Nothing stands there."""

@@ -16,26 +16,20 @@ from calib.inputs import Inputs
 
 from . import timm_library
 from .channel_site import ChannelSite
-from .merging import Merging
 from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import own_state as own_state
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_mlps import channel_site, mlp_refusal
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "timm-mixer"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "a layer that mixes tokens has weights for each place of theirs, so none can be merged away"
 _GATED = (
     "a spatial gating unit (gMLP) normalises half of its hidden channels together, mixes them over the tokens and "
     "multiplies them with the other half, so channels can't be left out one by one"
@@ -124,10 +118,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return x_BNC
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
-
-
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """The model's output for the residual stream behind its last block."""
     mixer = _mixer(model)
@@ -138,19 +128,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """A stream behind the last norm."""
     x_BNC = _mixer(model).norm(x_BNC)
     return x_BNC
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "a layer that mixes tokens has weights for each place of theirs, so none can be merged away"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

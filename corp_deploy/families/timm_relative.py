@@ -16,24 +16,19 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 
 from . import timm_library
-from .merging import Merging
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_placed_sites import exportable as exportable
 from .timm_placed_sites import sites as sites
 from .timm_placed_sites import steps as steps
 from .timm_relative_blocks import TABLE, Relative, patches
 from .timm_relative_blocks import own_state as own_state
-from .unmergeable import copy_without_merging
 
 NAME = "timm-relative"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "scores are added to by where two tokens stand to each other, and a merged token would stand nowhere"
 
 
 def accepts(model: nn.Module) -> bool:
@@ -49,10 +44,6 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     """What each token of the residual stream is, in order."""
     relative = _relative(model)
     return (*["class"] * relative.num_prefix_tokens, *["patch"] * patches(relative).num_patches)
-
-
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -76,19 +67,6 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     """The model's output for the residual stream behind its last block."""
     outputs: Tensor = _relative(model).forward_head(normed(model, x_BNC))
     return outputs
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "scores are added to by where two tokens stand to each other, and a merged token would stand nowhere"
 
 
 def depth(model: nn.Module) -> int:

@@ -27,27 +27,22 @@ from .cosine import UnitLength
 from .head_attention import HeadAttention
 from .head_site import HeadSite
 from .maps import Grid, OnRows
-from .merging import Merging
 from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
-from .timm_library import unused as unused
 from .timm_mlps import channel_site, mlp_refusal
 from .timm_norms import have_layer_norms, layer_norm
 from .timm_windows import TABLE, WindowBlock, block_refusal, window_blocks
 from .timm_windows import own_state as own_state
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "timm-swin"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "windows are cut and neighbours joined by rows and columns of positions, so none can be merged away"
 _COSINES = (
     "queries and keys are divided by their lengths before the dot product (cosine attention), so head dimensions can't "
     "be mixed or left out"
@@ -156,10 +151,6 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return x_BHWC.flatten(1, 2)
 
 
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every position of an image counts alike."""
-
-
 def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
     """The model's output for the residual stream behind its last block."""
     swin = _swin(model)
@@ -170,19 +161,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """The last stage's stream behind the model's norm."""
     normed_BNC: Tensor = _swin(model).norm(x_BNC)
     return normed_BNC
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_of(model: nn.Module) -> Merging | None:
-    return None
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "windows are cut and neighbours joined by rows and columns of positions, so none can be merged away"
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

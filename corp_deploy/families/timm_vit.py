@@ -20,12 +20,10 @@ from .merging import Merging
 from .modules import replaced
 from .timm_hybrid import own_state as own_state
 from .timm_images import ImageSpec
-from .timm_library import beside as beside
 from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_library import take_beside_ as take_beside_
 from .timm_sites import require_vit
 from .timm_sites import sites as sites
 from .timm_sites import steps as steps
@@ -48,10 +46,6 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     if vit.num_prefix_tokens > len(prefix):
         prefix.insert(1, "distillation")
     return (*prefix, *["patch"] * int(vit.patch_embed.num_patches))
-
-
-def token_weights(model: nn.Module, inputs: Inputs) -> None:
-    """Every token of an image counts alike."""
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -26,28 +26,23 @@ from ground.ports import OutputPort
 from . import hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
-from .merging import Merging
 from .module_facts import Spec, facts_of_module
 from .modules import replaced
 from .own_modules import grid as grid
-from .own_modules import merging_of as merging_of
 from .own_modules import token_kinds as token_kinds
 from .site import Site
 from .sites import Sites
 from .steps import Passage
-from .timm_library import own_state as own_state
-from .timm_library import unused as unused
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, content_of_tokenizer
 from .traced_module import Facts, TracedModule, Tracing, known_of, traced_module, tracing_of
 from .traced_segments import ByRows, Layout, Segment, layout_of
 from .traced_site import TracedSite
 from .traced_sites import names_of, traced_sites
-from .unmergeable import copy_without_merging
 from .widths import HeadGeometry
 
 NAME = "traced"
-FIXED_PARTS: tuple[str, ...] = ()
+UNMERGEABLE = "of a model that is traced no tokens are known"
 _WHOLE = (
     "its traced program takes or gives several tensors, so that no stream can be followed from block to block; leave "
     "--polish away"
@@ -167,15 +162,6 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
 def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """Raises BadInput: which norm is the head's isn't known."""
     raise BadInput(f"{type(model).__name__}: of a traced model no norm behind the last block is known")
-
-
-def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy, where nothing is to be merged. Raises BadInput for a merging."""
-    return copy_without_merging(model, merging, merging_refusal(model))
-
-
-def merging_refusal(model: nn.Module) -> str:
-    return "of a model that is traced no tokens are known"
 
 
 def depth(model: nn.Module) -> int:
