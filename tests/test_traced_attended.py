@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from calib.moments import HeadMoments
+from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import traced
@@ -102,7 +102,10 @@ def product_of(program: Program) -> fx.Node:
 @pytest.mark.parametrize("form", FORMS)
 def test_programs_say_which_pairs_see_each_other(form: str) -> None:
     program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
-    added, gone = added_scores(program, product_of(program)), unread(program, product_of(program))
+    product = product_of(program)
+    whole = values_product(product)
+    assert whole is not None
+    added, gone = added_scores(program, product), unread(program, whole)
     if form == "of the input":
         assert added is None
     elif form == "causal":
@@ -159,6 +162,8 @@ def test_pairs_count_that_see_each_other(form: str, tmp_path: Path) -> None:
     if form != "causal":  # where these are sums over pairs
         torch.testing.assert_close(told.qq_HDD, qq_HDD, rtol=1e-5, atol=1e-5)
     assert told.images == len(inputs)
+    (read,) = (each for each in moments.sites.values() if isinstance(each, ChannelMoments))
+    assert read.tokens == len(inputs) * TOKENS  # what the output projection reads of padding counts as little
 
 
 @pytest.mark.parametrize("form", ["spelled", "five axes"])

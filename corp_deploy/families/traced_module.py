@@ -3,18 +3,19 @@ the names of its own weights.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
+from corp_deploy.traced.programs.attended import unread
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_
@@ -100,7 +101,17 @@ class Tracing:
                         heard.add(span.reader)
                 elif site.kind == "queries and keys":
                     given.add(span.name)
-        return listening(self.program, heard, given)
+        return listening(self.program, heard, given, dict(self._read(heard)))
+
+    def _read(self, heard: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Of layers behind attentions some of whose rows go nowhere which others do."""
+        behind = {span.reader for site in self.found.sites if site.kind == "values" for span in site.listening}
+        for name in sorted(behind & heard):
+            node = self.by_node[name]
+            if node.target is LINEAR and not any(each.is_meta for each in self.program.graph.parameters()):
+                gone = unread(self.program, node)
+                if gone is not None:
+                    yield name, ~gone
 
     @cached_property
     def uses(self) -> Mapping[str, list[str]]:

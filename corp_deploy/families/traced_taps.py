@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.traced.programs.attended import PRODUCTS, WHOLE, added_scores, seen, unread
+from corp_deploy.traced.programs.attended import PRODUCTS, WHOLE, added_scores, seen, unread, values_product
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .traced_heads import BothHeads, Heads
@@ -85,7 +85,8 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
     is_told = product.args[0] is queries and operation(product) in (WHOLE, *PRODUCTS)
     if not is_told or any(each.is_meta for each in program.graph.parameters()):
         return _Counting()
-    gone, added = unread(program, product), added_scores(program, product)
+    whole, added = values_product(product), added_scores(program, product)
+    gone = None if whole is None else unread(program, whole)
     read = None if gone is None else (~gone).unsqueeze(-1)
     others = sizes_at_one(keys)[-2 if operation(product) == WHOLE else -1]
     seen_WNM = None if added is None else heads.by_window(seen(added).expand(*sizes[:-1], others))

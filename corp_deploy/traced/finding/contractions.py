@@ -118,7 +118,10 @@ def attention(flow: Flow, call: Call) -> Value:
     if times > 1 and uses and uses[-1].name == keys.name:
         uses[-1] = replace(uses[-1], labels=uses[-1].labels[..., ::times, :])
     mask = call["attn_mask"]
-    scores = combined(flow, part, [scores, mask]) if isinstance(mask, Marks) else scores
+    if isinstance(mask, Marks) and not mask.constant and mask.shape[-3:-2] in ((), (1,)):
+        flow.stay(mask.labels, f"{call.where} has it for all heads")
+    elif isinstance(mask, Marks):
+        scores = combined(flow, part, [scores, mask])
     weights = Factor(node=call.node, marks=mixed(flow, part, scores, (-1,)), letters=f"{front}LS")
     return product(flow, call, weights, Factor(node=values, marks=value, letters=f"{front}SV"), f"{front}LV")
 

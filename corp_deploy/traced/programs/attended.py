@@ -53,13 +53,10 @@ def seen(added: Tensor) -> Tensor:
     return added > added.amax(-1, keepdim=True) - _FAR
 
 
-def unread(program: Program, product: fx.Node) -> Tensor | None:
-    """Of the tokens that an attention gives for one image [..., queries] those that go nowhere, as padding is cut off;
-    None where all are read, or that can't be told.
+def unread(program: Program, given: fx.Node) -> Tensor | None:
+    """Of the rows that a node gives for one image [..., rows] those that go nowhere, as padding is cut off; None where
+    all are read, or that can't be told.
     """
-    given = values_product(product)
-    if given is None:
-        return None
     nodes = tuple(_behind(program, given))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(sizes_at_one(given), generator=generator).to(_where(program)).requires_grad_()

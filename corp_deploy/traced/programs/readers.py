@@ -6,6 +6,7 @@ Legend: I inputs, O outputs.
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,11 +122,29 @@ class InFront(nn.Module):
         return self.batch.back(self.layer(self.batch.in_front(x)))
 
 
+class OfRead(nn.Module):
+    """A layer that hears the rows alone that go somewhere, of those of one image [...]: others are of no interest."""
+
+    is_read: Tensor
+
+    def __init__(self, layer: Layer, batch: Batch, is_read: Tensor) -> None:
+        super().__init__()
+        self.layer, self.batch = layer, batch
+        self.register_buffer("is_read", batch.in_front(is_read).flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        front = self.batch.in_front(x)
+        rows = front.flatten(1, -2)
+        given = rows.new_zeros(*rows.shape[:2], self.layer.weight.shape[0])
+        given[:, self.is_read] = self.layer(rows[:, self.is_read])
+        return self.batch.back(given.view(*front.shape[:-1], -1))
+
+
 def listening(
-    program: Program, heard: Collection[str], given: Collection[str]
+    program: Program, heard: Collection[str], given: Collection[str], read: Mapping[str, Tensor] = MappingProxyType({})
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
     """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
-    give; both by the names of the nodes.
+    give; both by the names of the nodes. `read`: of layers some of whose rows go nowhere which others do.
     """
     called = layers(program, in_groups=True)
     modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in heard}
@@ -135,7 +154,7 @@ def listening(
     for node in program.nodes:
         if node.name in modules:
             entering, name = node.all_input_nodes[0], f"listened.{node.name}"
-            root[name] = _heard(modules[node.name], batch_of(entering))
+            root[name] = _heard(modules[node.name], batch_of(entering), read.get(node.name))
             nodes[node] = graph.call_module(name, (nodes[entering],))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
@@ -154,8 +173,10 @@ def is_heard(reader: fx.Node, source: fx.Node) -> bool:
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
-def _heard(layer: Layer, batch: Batch | None) -> nn.Module:
+def _heard(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
     assert batch is not None, layer
+    if is_read is not None:
+        return OfRead(layer, batch, is_read)
     return layer if batch == IN_FRONT else InFront(layer, batch)
 
 
