@@ -145,6 +145,12 @@ def asked(preset: str) -> Method:
     return replace(method(name, 0.5), geometry="square") if geometry else method(name, 0.5)
 
 
+def half_of(model: nn.Module, moments: Moments, preset: str, only: Collection[str], **more: Any) -> Reduction:
+    how = asked(preset)
+    widths = {name: width for name, width in uniform_widths(model, how).items() if name in only}
+    return reduce(model, moments, how, widths=widths, **more)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A model by its family or by its program, loaded from weights, with images to fit it to and others to judge by."""
@@ -165,9 +171,7 @@ class Way:
 
     def reduced(self, moments: Moments, preset: str, only: Collection[str], **more: Any) -> Reduction:
         """Half of these sites."""
-        how = asked(preset)
-        widths = {name: width for name, width in uniform_widths(self.model, how).items() if name in only}
-        return reduce(self.model, moments, how, widths=widths, **more)
+        return half_of(self.model, moments, preset, only, **more)
 
     def answers(self, model: nn.Module) -> Tensor:
         return outputs(model, self.judged.batches(BATCH))
@@ -222,21 +226,23 @@ def row_of(instance: Instance, scratch: Path) -> dict[str, Any]:
 
 def times_of(instance: Instance, scratch: Path) -> dict[str, Any]:
     """Seconds of the processor of a name of its own widths, medians, the two ways in turn: to load a dense model and
-    reduce it, and to load what was reduced.
+    reduce what both find there, and to load what was reduced.
     """
     ways = list(
         ways_of(instance, Architecture(name=instance.name, kwargs={"num_classes": 10, "img_size": SIDE}), scratch)
     )
     taken: dict[tuple[int, str], list[float]] = {}
-    calibrations = list[Moments]()
+    calibrations, every = list[Moments](), list[tuple[Site, ...]]()
     for way in ways:
         with way.hidden():
             calibrations.append(way.calibrated(way.fitted))
+            every.append(sites_of(way.model).every)
+    both = {site.name for site in every[0]}, matched(*every)[0]
     for turn in range(TIMES + 1):
         for number, way in enumerate(ways):
             with way.hidden():
                 began = time.process_time()
-                reduced = reduce(way.load().model, calibrations[number], asked("best")).model
+                reduced = half_of(way.load().model, calibrations[number], "best", both[number]).model
                 between = time.process_time()
                 save(replace(way.checkpoint, model=reduced), scratch / str(number))
                 saved = time.process_time()

@@ -11,6 +11,7 @@ from torch import fx
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
@@ -99,9 +100,11 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
 
 
 def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) -> list[Reading]:
-    """Of channels that maps have, whether what reads them reads places of a map or its means."""
+    """Of channels, whether what reads them reads places of a map or its means, or takes a mean over the channels."""
+    readings = [replace(each, is_squeeze=is_mean(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
-    places = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
+    counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
+    places = [1 if each.is_squeeze else count for each, count in zip(readings, counts, strict=True)]
     if groups.kind == "stream" or max(places, default=0) <= 1:
         return readings
     return [replace(each, is_squeeze=count == 1) for each, count in zip(readings, places, strict=True)]

@@ -19,12 +19,24 @@ from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.narrowing.rows import Rows
+from corp_deploy.traced.programs.means import is_mean
 
 from .chosen import Chosen
 from .kind import ErrorCurve, Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
-from .traced_reads import Read, elimination, error_of, of_places, ranked, reads_of, recovered, rest_of, swapped
+from .traced_reads import (
+    Read,
+    elimination,
+    error_of,
+    mean_of_kept,
+    of_places,
+    ranked,
+    reads_of,
+    recovered,
+    rest_of,
+    swapped,
+)
 
 OfSite = TypeVar("OfSite", bound=TracedSite)
 Part = Literal["channels", "convolutions", "values", "streams"]
@@ -190,7 +202,9 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
         report = replace(self._report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
-        squeezes = tuple(read for read in moments if read.reading.is_squeeze)
+        means = tuple(read for read in moments if read.reading.is_squeeze and is_mean(read.reading.weight))
+        changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
+        squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
         changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
         return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 

@@ -26,6 +26,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
+from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.algebra.swap import swap
 from corp_deploy.families.traced_site import Portion, Reading, TracedSite
 from ground.errors import BadInput
@@ -307,6 +308,14 @@ def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) ->
         stats.mean_U, stats.second_UU, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel
     )
     return new
+
+
+def mean_of_kept(read: Read, kept_K: Tensor) -> ChannelRecovery:
+    """Of a mean over all groups that they are divided by, told of those that stay alone."""
+    kept_k = read.kept_k(kept_K)
+    weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], kept_k)
+    own = recovered(read, "none", kept_K, ridge_rel=0.0)
+    return replace(own, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
 def error_of(read: Read, recovery: ChannelRecovery, kept_K: Tensor, other: Read) -> float:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import onnx
 import torch
+from google.protobuf.message import EncodeError
 from torch import nn
 
 from ground.errors import BadInput
@@ -86,8 +87,12 @@ def onnx_from_model(
 
 
 def onnx_bytes(proto: onnx.ModelProto) -> bytes:
-    """The bytes that `save` writes: protobuf in its deterministic order."""
-    return bytes(proto.SerializeToString(deterministic=True))
+    """The bytes that `save` writes: protobuf in its deterministic order. Raises BadInput where these are too many."""
+    try:
+        return bytes(proto.SerializeToString(deterministic=True))
+    except EncodeError:
+        reason = f"the graph and its constants take more bytes than a single ONNX file may, {MAX_BYTES}; try fp16"
+        raise BadInput(reason) from None
 
 
 def save(proto: onnx.ModelProto, path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.export import Dim, export
 from ground.errors import BadInput
 
 from .folding import fold_
+from .means import means_as_layers_
 from .program import Program, operation
 from .recording import recorded
 from .sizes import Counted
@@ -31,6 +32,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
     _without_views_(graph)
+    means_as_layers_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
 

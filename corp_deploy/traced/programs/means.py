@@ -1,0 +1,77 @@
+"""Means over the channels that each channel is divided by, as global response norms have them (arXiv 2301.00808,
+section 3), as layers of equal weights: what is left of channels then tells the mean of all by weights of its own.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from .program import SAME, operation
+
+NAME = "mean_weight"
+_SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
+
+
+def means_as_layers_(graph: fx.GraphModule) -> None:
+    """Linear layers of a constant weight [1, channels] in their place."""
+    for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
+        (path, _) = next(reversed(node.meta.get("nn_module_stack", {"": ("", "")}).values()))
+        path = str(path).split("@")[0]
+        value: Tensor = source.meta["val"]
+        name = f"{NAME}_{count}"
+        channels = value.shape[axis]
+        weight = torch.full((1, channels), 1.0 / channels, dtype=value.dtype, device=next(graph.parameters()).device)
+        graph.get_submodule(path).register_buffer(name, weight)
+        order = [*(dim for dim in range(value.dim()) if dim != axis), axis]
+        back = [order.index(dim) for dim in range(value.dim())]
+        with graph.graph.inserting_before(node):
+            held = graph.graph.get_attr(f"{path}.{name}".lstrip("."))
+            held.meta = {**node.meta, "val": weight, "sizes": tuple(weight.shape)}
+            moved = _moved(graph.graph, source, order, node)
+            layer = graph.graph.call_function(torch.ops.aten.linear.default, (moved, held))
+            sizes = [node.meta["sizes"][dim] for dim in order]
+            layer.meta = {**node.meta, "val": node.meta["val"].permute(order), "sizes": tuple(sizes)}
+            given = _moved(graph.graph, layer, back, node)
+        node.replace_all_uses_with(given)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def is_mean(weight: str) -> bool:
+    """Whether a layer's weight, by its name, is one of those."""
+    return weight.rpartition(".")[2].startswith(f"{NAME}_")
+
+
+def _moved(graph: fx.Graph, source: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
+    """With its axes in another order."""
+    if order == sorted(order):
+        return source
+    node = graph.call_function(torch.ops.aten.permute.default, (source, order))
+    sizes = tuple(source.meta["sizes"][dim] for dim in order)
+    node.meta = {**like.meta, "val": source.meta["val"].permute(order), "sizes": sizes}
+    return node
+
+
+def _means(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
+    """Means over one axis of what they divide afterwards, with what that is and the axis."""
+    for node in graph.nodes:
+        if operation(node) != "mean" or len(node.args) < 3 or node.args[2] is not True:
+            continue
+        source, dims = node.args[:2]
+        rank = len(source.meta["val"].shape)
+        if len(dims) == 1 and rank > 2 and dims[0] % rank in (1, rank - 1) and _divides(node, source):
+            yield node, source, dims[0] % rank
+
+
+def _divides(mean: fx.Node, source: fx.Node) -> bool:
+    """Whether all that is made of a mean, with numbers added at most, is what its source is divided by."""
+    at = mean
+    while len(at.users) == 1:
+        (user,) = at.users
+        if operation(user) == "div" and user.args[:2] == (source, at):
+            return True
+        if operation(user) not in _SCALED or user.all_input_nodes != [at]:
+            return False
+        at = user
+    return False
