@@ -37,12 +37,15 @@ class Layer:
 
 
 def layers(proto: ModelProto) -> tuple[Layer, ...]:
-    """Every linear layer and convolution, in graph order. One of two stored operands is none."""
+    """Every linear layer and convolution, in graph order. One of two stored operands is none, nor is one that gives a
+    single number: little is saved there, and what is divided by it, as by the mean of a norm, would lose all.
+    """
     stored = {tensor.name for tensor in proto.graph.initializer}
     found = []
-    for node, index, _ in read_matrices(proto):
+    for node, index, weight in read_matrices(proto):
         activation = node.input[1 - index]
-        if activation not in stored:
+        gives_one = weight.dims[0] == 1 if node.op_type == "Conv" else 1 in weight.dims[-2:]
+        if activation not in stored and not gives_one:
             found.append(Layer(node=node.name, activation=activation))
     return tuple(found)
 

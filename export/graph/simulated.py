@@ -21,7 +21,8 @@ Run = Callable[[nn.Module], object]
 def simulated(model: nn.Module, precision: str, run: Run) -> nn.Module:
     """A copy of `model` on the CPU that rounds. `run` runs a model on the inputs that ranges are taken of."""
     own = copy.deepcopy(model).cpu().float().eval()
-    found = {name: module for name, module in own.named_modules() if isinstance(module, LAYERS)}
+    modules = own.named_modules()
+    found = {name: module for name, module in modules if isinstance(module, LAYERS) and len(module.weight) > 1}
     ends = _largest_inputs(own, found, run)
     form = FORMATS[precision]
     with torch.no_grad():

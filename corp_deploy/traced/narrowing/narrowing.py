@@ -14,7 +14,7 @@ from corp_deploy.traced.finding.labels import Marks, compact, placed
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
-from .rows import carried, is_move, numbered, way_to
+from .rows import along, carried, is_move, numbered, way_to
 
 PROVENANCE = ("nn_module_stack", "source_fn_stack")
 """What a node tells of the module that it was called in."""
@@ -36,7 +36,7 @@ def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule,
     """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
-        if node.op == "call_function" and new.is_narrower(node):
+        if node.op == "call_function" and (new.is_narrower(node) or not new.uneven.keys().isdisjoint(node.args)):
             new.narrow(node)
         elif node.op != "get_attr":
             new.copy(node)
@@ -105,6 +105,8 @@ class _Narrowing:
         call, value = call_of(node, self.flow.values), self.flow.values[node]
         target, arguments = resized(call, value, self.gone)
         if not agrees(call, target, arguments, value, self.gone):
+            if is_move(node):
+                raise Uneven("what remains of it stands elsewhere")
             raise Refused(node, "what remains of it stands elsewhere")
 
         def entering(each: fx.Node) -> fx.Node:
@@ -140,9 +142,9 @@ class _Narrowing:
 
     def part(self, node: fx.Node) -> None:
         """A part of what an uneven tensor is made of, taken by itself and moved as it was among the others. Raises
-        Uneven for what is no part yet, as a permutation of all.
+        Uneven for what is no part yet.
         """
-        source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven)
+        source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, Marks) or value.labels is None or len(value.dims) != 1:
             raise Refused(node, "an uneven part of it would be left")
@@ -150,6 +152,10 @@ class _Narrowing:
         numbers = carried(numbered(value.shape, dim), way)
         if not isinstance(numbers[node], Tensor):
             raise Uneven("of several tensors")
+        order = along(numbers[node], value.shape, dim)
+        if order is not None and not bool((order.diff() == 1).all()):
+            self.nodes[node] = self.selected(node, source, dim, order)
+            return
         own = torch.unique(numbers[node])
         first, last = int(own[0]), int(own[-1])
         if len(own) < last - first + 1 or len(own) == value.shape[dim]:
@@ -171,6 +177,20 @@ class _Narrowing:
         if not torch.equal(moved, expected):
             raise Refused(node, "what remains of it stands elsewhere")
         self.nodes[node] = new
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether a move gives elements along several axes."""
+        value = self.flow.values.get(node)
+        return is_move(node) and isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1
+
+    def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
+        """What is left of a source along its axis, in the order in which a node has its elements."""
+        keep = kept(compact(self.flow.values[source].labels), self.gone).reshape(-1)
+        places = (keep.cumsum(0) - 1)[order[keep[order]]]
+        name = f"order_of_{node.name}"
+        self.tensors[name] = places
+        index = _of_module(self.graph.create_node("get_attr", name), node)
+        return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
 
     def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
         """A move of one part alone, from a shape to another, its arguments behind the first; None if it needs none."""

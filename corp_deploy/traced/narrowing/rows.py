@@ -44,6 +44,15 @@ def numbered(shape: tuple[int, ...], dim: int) -> Tensor:
     return torch.arange(shape[dim]).view(sizes).expand(shape)
 
 
+def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
+    """The places along one axis of a shape that moved numbers stand at, where moves changed nothing but their order."""
+    others = [size for place, size in enumerate(shape) if place != dim]
+    if numbers.dim() != len(shape) or [size for place, size in enumerate(numbers.shape) if place != dim] != others:
+        return None
+    lines = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
+    return lines[:, 0] if torch.equal(lines, lines[:, :1].expand_as(lines)) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Of a layer by the names of its weight and bias; the tensor has the shape of what it is about, at a batch of 1."""
