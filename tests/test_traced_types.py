@@ -13,6 +13,8 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.programs.tracing import trace
+from export.graph.simulated import simulated
 
 D, TOKENS = 16, 5
 
@@ -63,3 +65,17 @@ def test_norms_that_are_called_again_are_norms_of_their_own() -> None:
     model = traced_model.exportable(traced(Masked().eval(), Architecture(name="masked", family="module")))
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Norm"]
     assert names == ["layer.norm", "layer_norm__again_2"]
+
+
+def test_a_program_rounds_as_the_modules_that_it_was_traced_of() -> None:
+    """Plain INT8, by which graphs are judged: calls of a program are layers as modules are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 12), nn.GELU(), nn.Linear(12, 4)).eval()
+    x = torch.randn(5, 3, 8, 8)
+    program = trace(model, [x]).graph
+    with torch.no_grad():
+        exact = model(x)
+        one, other = (simulated(each, "int8", lambda run: run(x))(x) for each in (model, program))
+    torch.testing.assert_close(one, other)
+    error = float((one - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.1, error

@@ -1,67 +1,92 @@
 """What plain quantisation does to a torch model: the yardstick that quantised graphs are held against.
 
-Every linear layer and convolution reads rounded inputs and rounded weights: the largest value seen is the end of the
-range, nothing is balanced and nothing clipped. Sums and all between the layers stay float32.
+Every linear layer and convolution reads rounded inputs and rounded weights, be it a module or a call of a traced
+program: the largest value seen is the end of the range, nothing is balanced and nothing clipped. Sums and all between
+the layers stay float32. As in graphs, a layer that gives a single number stays as it is.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .number_format import FORMATS, NumberFormat
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NAMES = ("linear", "conv1d", "conv2d", "conv3d")
+LAYERS = frozenset(
+    [getattr(functional, name) for name in _NAMES] + [getattr(torch.ops.aten, name).default for name in _NAMES]
+)
 Run = Callable[[nn.Module], object]
 
 
 def simulated(model: nn.Module, precision: str, run: Run) -> nn.Module:
-    """A copy of `model` on the CPU that rounds. `run` runs a model on the inputs that ranges are taken of."""
-    own = copy.deepcopy(model).cpu().float().eval()
-    modules = own.named_modules()
-    found = {name: module for name, module in modules if isinstance(module, LAYERS) and len(module.weight) > 1}
-    ends = _largest_inputs(own, found, run)
-    form = FORMATS[precision]
-    with torch.no_grad():
-        for name, layer in found.items():
-            layer.weight.copy_(_rounded_weight(layer.weight, form))
-            if name in ends:
-                layer.register_forward_pre_hook(_rounding(form, ends[name]))
+    """A copy of `model` on the CPU that rounds. `run` runs it, or a copy of it, on the inputs that ranges are of."""
+    ranges = _Ranges(form=FORMATS[precision])
+    own = Simulated(copy.deepcopy(model).cpu().float().eval(), ranges)
+    with torch.inference_mode():
+        run(own)
+    ranges.is_watching = False
     return own
 
 
-def _largest_inputs(model: nn.Module, layers: Mapping[str, nn.Module], run: Run) -> dict[str, float]:
-    """By path; one that never runs has none."""
-    ends: dict[str, float] = {}
+@dataclass(slots=True, kw_only=True)
+class _Ranges:
+    """The largest inputs of layers in the order in which they are called, and their rounded weights; copies share
+    them.
+    """
 
-    def watching(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def watch(_: nn.Module, args: tuple[Any, ...]) -> None:
-            ends[name] = max(ends.get(name, 0.0), float(args[0].abs().max()))
+    form: NumberFormat
+    is_watching: bool = True
+    ends: dict[int, float] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
 
-        return watch
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Ranges":
+        return self
 
-    handles = [layer.register_forward_pre_hook(watching(name)) for name, layer in layers.items()]
-    with torch.inference_mode():
-        run(model)
-    for handle in handles:
-        handle.remove()
-    return ends
+
+class Simulated(nn.Module):
+    """A model whose layers are watched, then round."""
+
+    def __init__(self, model: nn.Module, ranges: _Ranges) -> None:
+        super().__init__()
+        self.model, self.ranges = model, ranges
+
+    def forward(self, *args: Any) -> Any:
+        with _Layers(self.ranges):
+            return self.model(*args)
+
+
+class _Layers(TorchFunctionMode):
+    def __init__(self, ranges: _Ranges) -> None:
+        super().__init__()
+        self.ranges, self.count = ranges, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in LAYERS or len(args) < 2 or len(args[1]) == 1:
+            return func(*args, **(kwargs or {}))
+        number, ranges, form = self.count, self.ranges, self.ranges.form
+        self.count += 1
+        x, weight, *others = args
+        if ranges.is_watching:
+            ranges.ends[number] = max(ranges.ends.get(number, 0.0), float(x.detach().abs().max()))
+            return func(*args, **(kwargs or {}))
+        if number not in ranges.weights:
+            ranges.weights[number] = _rounded_weight(weight, form)
+        x = _rounded(x, form, max(ranges.ends[number] / form.largest, 2.0**-100))
+        return func(x, ranges.weights[number], *others, **(kwargs or {}))
+
+
+def _rounded(x: Tensor, form: NumberFormat, scale: Any) -> Tensor:
+    return torch.from_numpy(form.rounded(x.detach().numpy(), scale))
 
 
 def _rounded_weight(weight: Tensor, form: NumberFormat) -> Tensor:
     values = weight.detach().numpy()
     others = tuple(range(1, values.ndim))
-    scale = np.maximum(np.abs(values).max(axis=others, keepdims=True) / form.largest, 2.0**-100)
-    return torch.from_numpy(form.rounded(values, scale))
-
-
-def _rounding(form: NumberFormat, end: float) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    scale = max(end / form.largest, 2.0**-100)
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (torch.from_numpy(form.rounded(args[0].detach().numpy(), scale)), *args[1:])
-
-    return enter
+    return _rounded(weight, form, np.maximum(np.abs(values).max(axis=others, keepdims=True) / form.largest, 2.0**-100))
