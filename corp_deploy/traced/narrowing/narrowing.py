@@ -36,7 +36,7 @@ def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule,
     """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
-        if node.op == "call_function" and (new.is_narrower(node) or not new.uneven.keys().isdisjoint(node.args)):
+        if node.op == "call_function" and new.is_narrower(node):
             new.narrow(node)
         elif node.op != "get_attr":
             new.copy(node)
@@ -71,6 +71,9 @@ class _Narrowing:
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
     def is_narrower(self, node: fx.Node) -> bool:
+        """Whether elements of it go, or of what enters it, or it takes what is uneven."""
+        if not self.uneven.keys().isdisjoint(node.all_input_nodes):
+            return True
         values = [self.flow.values.get(each) for each in (node, *node.all_input_nodes)]
         used = (self.flow.groups.of(use.labels) for use in self.flow.constants_of(node))
         return any(loses(value, self.gone) for value in values) or any(

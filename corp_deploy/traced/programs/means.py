@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from .program import SAME, operation
+from .program import SAME, module_of, operation
 
 NAME = "mean_weight"
 _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
@@ -15,13 +15,14 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 def means_as_layers_(graph: fx.GraphModule) -> None:
     """Linear layers of a constant weight [1, channels] in their place."""
-    for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
-        (path, _) = next(reversed(node.meta.get("nn_module_stack", {"": ("", "")}).values()))
-        path = str(path).split("@")[0]
+    where = next((each.device for each in graph.parameters()), torch.device("cpu"))
+    means = list(_means(graph.graph))
+    for count, (node, source, axis) in enumerate(means):
+        path = _owner(graph, module_of(node)[0])
         value: Tensor = source.meta["val"]
         name = f"{NAME}_{count}"
         channels = value.shape[axis]
-        weight = torch.full((1, channels), 1.0 / channels, dtype=value.dtype, device=next(graph.parameters()).device)
+        weight = torch.full((1, channels), 1.0 / channels, dtype=value.dtype, device=where)
         graph.get_submodule(path).register_buffer(name, weight)
         order = [*(dim for dim in range(value.dim()) if dim != axis), axis]
         back = [order.index(dim) for dim in range(value.dim())]
@@ -35,12 +36,18 @@ def means_as_layers_(graph: fx.GraphModule) -> None:
             given = _moved(graph.graph, layer, back, node)
         node.replace_all_uses_with(given)
         graph.graph.erase_node(node)
-    graph.recompile()
+    if means:
+        graph.recompile()
 
 
 def is_mean(weight: str) -> bool:
     """Whether a layer's weight, by its name, is one of those."""
     return weight.rpartition(".")[2].startswith(f"{NAME}_")
+
+
+def _owner(graph: fx.GraphModule, path: str) -> str:
+    """The module that a weight is to be of: the root where a program has no such one."""
+    return path if path in dict(graph.named_modules()) else ""
 
 
 def _moved(graph: fx.Graph, source: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
