@@ -2,69 +2,85 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from types import MappingProxyType
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from ground.errors import BadInput
 
-from . import timm_library
 from .merging import Merging
 from .modules import replaced
 from .seam import TimmFamily, Told
+from .timm_library import unused
 from .widths import HeadGeometry
 
 
-class _Usual:
-    """Functions of `seam.Family` and `seam.TimmFamily`; merging is refused for the family's own reason."""
+def token_weights(model: nn.Module, inputs: Inputs) -> None:
+    """All count alike."""
 
-    FIXED_PARTS: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, own: "_Complete") -> None:
-        self.own = own
+def merging_of(model: nn.Module) -> None:
+    """There is none."""
 
-    def token_weights(self, model: nn.Module, inputs: Inputs) -> None:
-        return None
 
-    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
-        if merging is not None:
-            raise BadInput(f"token merging: {self.own.merging_refusal(model)}; leave --merge-tokens away")
-        return replaced(model, {}).eval()
+def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+    """A copy in eval mode; there are no heads whose geometry could be chosen."""
+    return replaced(model, {}).eval().requires_grad_(False)
 
-    def merging_of(self, model: nn.Module) -> None:
-        return None
 
-    def merging_refusal(self, model: nn.Module) -> str:
-        return str(self.own.UNMERGEABLE)
+def beside(model: nn.Module) -> Mapping[str, str]:
+    """Nothing stands beside the weights."""
+    return {}
 
-    def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-        return replaced(model, {}).eval().requires_grad_(False)
 
-    def beside(self, model: nn.Module) -> Mapping[str, str]:
-        return {}
+def take_beside_(model: nn.Module, directory: Path) -> None:
+    """Nothing stands there."""
 
-    def take_beside_(self, model: nn.Module, directory: Path) -> None:
-        return None
 
-    def adapted_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state)
+def same_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The library has nothing to adapt, its names are the model's own."""
+    return dict(state)
 
-    def own_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state)
 
-    def unused(self, model: nn.Module) -> tuple[str, ...]:
-        return timm_library.unused(model)
+_USUAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "FIXED_PARTS": (),
+        "token_weights": token_weights,
+        "merging_of": merging_of,
+        "exportable": exportable,
+        "beside": beside,
+        "take_beside_": take_beside_,
+        "adapted_state": same_state,
+        "own_state": same_state,
+        "unused": unused,
+    }
+)
 
 
 class _Complete:
     """A family's own functions, and the usual ones beside them."""
 
     def __init__(self, told: Told) -> None:
-        self.told, self.usual = told, _Usual(self)
+        self.told = told
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.told if hasattr(self.told, name) else self.usual, name)
+        if name == "told" or not (hasattr(self.told, name) or name in _USUAL):
+            raise AttributeError(name)
+        return getattr(self.told, name) if hasattr(self.told, name) else _USUAL[name]
+
+    def merging_refusal(self, model: nn.Module) -> str:
+        own: Any = getattr(self.told, "merging_refusal", None)
+        return str(self.told.UNMERGEABLE if own is None else own(model))  # type: ignore[attr-defined]
+
+    def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
+        """The family's own, or a copy in eval mode where nothing is to be merged. Raises BadInput for a merging."""
+        own: Any = getattr(self.told, "with_merging", None)
+        if own is None and merging is not None:
+            raise BadInput(f"token merging: {self.merging_refusal(model)}; leave --merge-tokens away")
+        merged: nn.Module = replaced(model, {}).eval() if own is None else own(model, merging)
+        return merged
 
 
 def complete(told: Told) -> TimmFamily:
