@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
@@ -86,7 +87,7 @@ def built(path: Path, method: BuildOptions) -> tuple[EngineRecord, float]:
 def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
     model = model_of(name, variant)
     path = folder / f"{name}-{variant}.onnx"
-    exported = vit.exportable(model)
+    exported = family_of(model).exportable(model)
     save(onnx_from_model(exported, [image_port((3, 224, 224))], [LOGITS], precision="fp16", metadata={}), path)
     rows = []
     for sm in sms:

@@ -6,7 +6,7 @@ from timm.layers import Mlp
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.family import sites_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.modules import replaced
 from ground.errors import BadInput
@@ -81,7 +81,7 @@ def test_replacing_leaves_the_given_model_alone() -> None:
 def test_exportable_form_computes_the_same() -> None:
     model = tiny.checkpoint().model
     images = torch.from_numpy(tiny.images(3))
-    plain = vit.exportable(model)
+    plain = family_of(model).exportable(model)
     attentions = [module for module in plain.modules() if isinstance(module, HeadAttention)]
     assert [module.fused for module in attentions] == [False, False]
     with torch.inference_mode():

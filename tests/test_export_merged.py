@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
@@ -36,7 +37,7 @@ def model_of(way: str) -> nn.Module:
 def graph(way: str, precision: str = "fp32") -> onnx.ModelProto:
     model = model_of(way)
     ports = vit.input_spec(model).ports, vit.output_ports(model)
-    return onnx_from_model(vit.exportable(model), *ports, precision=precision, metadata={})
+    return onnx_from_model(family_of(model).exportable(model), *ports, precision=precision, metadata={})
 
 
 @pytest.mark.slow("graph")
@@ -60,7 +61,7 @@ def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
     model = vit.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
     ports = vit.input_spec(model).ports, vit.output_ports(model)
-    proto = onnx_from_model(vit.exportable(model), *ports, precision="fp32", metadata={})
+    proto = onnx_from_model(family_of(model).exportable(model), *ports, precision="fp32", metadata={})
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
     with torch.inference_mode():

@@ -38,6 +38,7 @@ from benchmarks.pages import measured
 from benchmarks.pages.headline import NO_GPU as UNMEASURED
 from benchmarks.pages.headline import headline
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.families.steps import Branch
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
@@ -504,7 +505,7 @@ def test_a_profile_shows_the_attention_that_ran(setting: Setting) -> None:
     batch, _ = images.batch("check", 0, 2, size=32, device="cpu")
     model = models.dense("DeiT-T", setting)
     assert profiled(model, batch)["kind"] == "flash"
-    assert profiled(vit.exportable(model), batch)["kind"] == "math"
+    assert profiled(family_of(model).exportable(model), batch)["kind"] == "math"
 
 
 # Images

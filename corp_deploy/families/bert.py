@@ -19,13 +19,12 @@ from .attention_site import site_of_attention
 from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
-from .modules import parameters, replaced
+from .modules import parameters
 from .sites import Sites
 from .steps import Branch, Passage, Step
 from .text_encoder import EncoderArchitecture, Mlp, TextEncoder
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, Tokenization, content_of_tokenizer
-from .widths import HeadGeometry
 
 NAME = "bert"
 UNMERGEABLE = "a text encoder's tokens are not merged, since its texts are of different lengths"
@@ -163,14 +162,6 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
 def classes(model: nn.Module) -> int:
     """None: what it says is an embedding."""
     return 0
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul."""
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    return copied.eval().requires_grad_(False)
 
 
 def beside(model: nn.Module) -> Mapping[str, str]:

@@ -200,9 +200,7 @@ def classes(model: nn.Module) -> int:
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul, for sequences of the model's length."""
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
+    copied = replaced(model, sites(model).spelled_out(geometry))
     (tokens,) = input_spec(model).shape
     turning = {name: each for name, each in copied.named_modules() if isinstance(each, SequenceRotary)}
     settled = {name: each.of_length(tokens) for name, each in turning.items()}

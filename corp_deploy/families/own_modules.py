@@ -15,14 +15,12 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 
 from .architecture import Architecture
-from .modules import replaced
 from .named_sites import NamedSites, Naming, sites_by_name, with_naming
 from .preprocessing import Preprocessing
 from .sites import Sites
 from .steps import Step
 from .timm_images import ImageSpec
 from .trusted_code import FAMILY, Code
-from .widths import HeadGeometry
 
 NAME = FAMILY
 UNMERGEABLE = "a module whose sites are named is run whole, and what lies between them may need every token"
@@ -140,11 +138,3 @@ def classes(model: nn.Module) -> int:
     with torch.no_grad():
         where = next(model.parameters())
         return int(model(torch.zeros(1, *_naming(model).shape, device=where.device, dtype=where.dtype)).shape[-1])
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul."""
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    return copied.eval().requires_grad_(False)

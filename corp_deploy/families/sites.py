@@ -16,7 +16,7 @@ from .conv_site import ConvSite
 from .coupled_site import CoupledSite
 from .head_site import HeadSite
 from .site import LinearSite, Site
-from .widths import is_empty
+from .widths import HeadGeometry, is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,13 @@ class Sites:
     @property
     def channels(self) -> tuple[ChannelSite, ...]:
         return tuple(site for site in self.every if isinstance(site, ChannelSite))
+
+    def spelled_out(self, geometry: HeadGeometry | None) -> dict[str, nn.Module]:
+        """The modules that are exported in place of the sites' own, by name: attention as MatMul-Softmax-MatMul.
+        `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
+        """
+        heads: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in self.heads}
+        return heads | {name: new for site in self.channels for name, new in site.plain().items()}
 
     @property
     def rows(self) -> tuple[ConvSite, ...]:

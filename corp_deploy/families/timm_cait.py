@@ -22,7 +22,6 @@ from .timm_library import build as build
 from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
-from .timm_placed_sites import exportable as exportable
 
 NAME = "timm-cait"
 UNMERGEABLE = (

@@ -176,8 +176,7 @@ def input_spec(model: nn.Module) -> ImageSpec:
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode with its MLPs as timm spells them; there are no heads whose geometry could be chosen."""
-    plain = {name: new for site in sites(model).channels for name, new in site.plain().items()}
-    return with_convolutions(replaced(model, plain)).eval().requires_grad_(False)
+    return with_convolutions(replaced(model, sites(model).spelled_out(geometry))).eval().requires_grad_(False)
 
 
 def own_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

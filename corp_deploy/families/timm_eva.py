@@ -19,7 +19,6 @@ from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
 from .timm_placed import own_state as of_placed_blocks
 from .timm_placed import placed_blocks
-from .timm_placed_sites import exportable as exportable
 from .timm_placed_sites import sites as sites
 from .timm_placed_sites import steps as steps
 

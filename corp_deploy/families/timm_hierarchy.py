@@ -28,7 +28,6 @@ from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_site import HeadSite
 from .maps import Grid, map_from_tokens, tokens_from_map
-from .modules import replaced
 from .pooled_queries import REASON, PooledQueries
 from .site import Site
 from .sites import Refusal, Sites
@@ -41,7 +40,6 @@ from .timm_library import classes as classes
 from .timm_library import output_ports as output_ports
 from .timm_mlps import channel_site, is_mlp, mlp_refusal
 from .token_blocks import Place, TokenBlock, token_blocks
-from .widths import HeadGeometry
 
 Function = TypeVar("Function")
 NAME = "timm-hierarchy"
@@ -188,17 +186,6 @@ def depth(model: nn.Module) -> int:
 def input_spec(model: nn.Module) -> ImageSpec:
     """Images of the size that the model was built for, the rest of the preprocessing from timm's data config."""
     return timm_library.image_spec(model, timm_library.configured_size(model))
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul, positions as constants."""
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    for module in copied.modules():
-        if isinstance(module, hiera.MaskUnitAttention | maxxvit.Attention2d | maxxvit.AttentionCl | tiny_vit.Attention):
-            module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only
-    return copied.eval().requires_grad_(False)
 
 
 def _as_it_is(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:

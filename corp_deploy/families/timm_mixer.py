@@ -16,7 +16,6 @@ from calib.inputs import Inputs
 
 from . import timm_library
 from .channel_site import ChannelSite
-from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
@@ -26,7 +25,6 @@ from .timm_library import classes as classes
 from .timm_library import grid as grid
 from .timm_library import output_ports as output_ports
 from .timm_mlps import channel_site, mlp_refusal
-from .widths import HeadGeometry
 
 NAME = "timm-mixer"
 UNMERGEABLE = "a layer that mixes tokens has weights for each place of theirs, so none can be merged away"
@@ -143,12 +141,6 @@ def input_spec(model: nn.Module) -> ImageSpec:
     size = _mixer(model).stem.img_size
     assert size is not None, "a model that mixes tokens has one image size"
     return timm_library.image_spec(model, (size[0], size[1]))
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode; there are no heads whose geometry could be chosen."""
-    plain = {name: new for site in sites(model).channels for name, new in site.plain().items()}
-    return replaced(model, plain).eval().requires_grad_(False)
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from timm.layers import Attention as TimmAttention
 from timm.layers import AttentionRope
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
@@ -12,16 +11,12 @@ from .channel_site import ChannelSite
 from .head_attention import HeadAttention
 from .head_limits import keeps_all, keeps_qk, keeps_v
 from .head_site import HeadSite, Mixing
-from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
 from .timm_mlps import channel_site, mlp_refusal
 from .timm_norms import have_layer_norms, layer_norm
 from .timm_placed import PlacedBlock, Told
-from .widths import HeadGeometry
-
-_OF_TIMM = (TimmAttention, AttentionRope, EvaAttention)
 
 
 def foreign_attention(attention: nn.Module) -> str:
@@ -97,14 +92,3 @@ def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
                 read=counted,
                 behind=layer_norm(norm) if block.behind else None,
             )
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul, positions as constants."""
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    for module in copied.modules():
-        if isinstance(module, _OF_TIMM):
-            module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only
-    return copied.eval().requires_grad_(False)

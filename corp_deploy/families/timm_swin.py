@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from timm.layers import PatchEmbed, resize_rel_pos_bias_table, to_2tuple
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerStage
-from timm.models.swin_transformer import WindowAttention as TimmWindowAttention
 from timm.models.swin_transformer import checkpoint_filter_fn as filter_of_v1
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Stage
 from timm.models.swin_transformer_v2 import checkpoint_filter_fn as filter_of_v2
@@ -27,7 +26,6 @@ from .cosine import UnitLength
 from .head_attention import HeadAttention
 from .head_site import HeadSite
 from .maps import Grid, OnRows
-from .modules import replaced
 from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Passage, Step
@@ -39,7 +37,6 @@ from .timm_mlps import channel_site, mlp_refusal
 from .timm_norms import have_layer_norms, layer_norm
 from .timm_windows import TABLE, WindowBlock, block_refusal, window_blocks
 from .timm_windows import own_state as own_state
-from .widths import HeadGeometry
 
 NAME = "timm-swin"
 UNMERGEABLE = "windows are cut and neighbours joined by rows and columns of positions, so none can be merged away"
@@ -186,21 +183,6 @@ def input_spec(model: nn.Module) -> ImageSpec:
     assert isinstance(embedding, PatchEmbed), embedding
     assert embedding.img_size is not None, "maps are cut into windows by the size of the images"
     return timm_library.image_spec(model, embedding.img_size)
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
-    float32.
-
-    `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
-    """
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    for module in copied.modules():
-        if isinstance(module, TimmWindowAttention):
-            module.fused_attn = False
-    return copied.eval().requires_grad_(False)
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ have in front of their tokens is of timm_hybrid.py.
 from collections.abc import Mapping
 from typing import Any
 
-from timm.layers import Attention as TimmAttention
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -17,7 +16,6 @@ from calib.inputs import Inputs
 
 from . import timm_library, timm_merging
 from .merging import Merging
-from .modules import replaced
 from .timm_hybrid import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import build as build
@@ -27,7 +25,6 @@ from .timm_library import output_ports as output_ports
 from .timm_sites import require_vit
 from .timm_sites import sites as sites
 from .timm_sites import steps as steps
-from .widths import HeadGeometry
 
 NAME = "timm"
 # What hybrids have before their patch embedding's projection: a network of its own, to be told apart in costs.
@@ -67,21 +64,6 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     """A stream behind the last norm, which is the identity where the norm stands behind the pooling."""
     x_BNC = require_vit(model).norm(x_BNC)
     return x_BNC
-
-
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode whose attention is spelled MatMul-Softmax-MatMul with the scale on q alone and softmax in
-    float32.
-
-    `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
-    """
-    every = sites(model)
-    plain: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in every.heads}
-    copied = replaced(model, plain | {name: new for site in every.channels for name, new in site.plain().items()})
-    for module in copied.modules():
-        if isinstance(module, TimmAttention):
-            module.fused_attn = False  # type: ignore[misc]  # final for TorchScript only
-    return copied.eval().requires_grad_(False)
 
 
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:

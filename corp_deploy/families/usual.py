@@ -25,11 +25,6 @@ def merging_of(model: nn.Module) -> None:
     """There is none."""
 
 
-def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode; there are no heads whose geometry could be chosen."""
-    return replaced(model, {}).eval().requires_grad_(False)
-
-
 def beside(model: nn.Module) -> Mapping[str, str]:
     """Nothing stands beside the weights."""
     return {}
@@ -49,7 +44,6 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "FIXED_PARTS": (),
         "token_weights": token_weights,
         "merging_of": merging_of,
-        "exportable": exportable,
         "beside": beside,
         "take_beside_": take_beside_,
         "adapted_state": same_state,
@@ -73,6 +67,19 @@ class _Complete:
     def merging_refusal(self, model: nn.Module) -> str:
         own: Any = getattr(self.told, "merging_refusal", None)
         return str(self.told.UNMERGEABLE if own is None else own(model))  # type: ignore[attr-defined]
+
+    def exportable(self, model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
+        """The family's own, or a copy in eval mode whose attention is spelled MatMul-Softmax-MatMul, timm's own too."""
+        own: Any = getattr(self.told, "exportable", None)
+        if own is not None:
+            form: nn.Module = own(model, geometry=geometry)
+            return form
+        copied = replaced(model, self.told.sites(model).spelled_out(geometry))
+        of_timm = copied.modules() if self.told.NAME.startswith("timm") else ()
+        for module in of_timm:
+            if type(module).__module__.startswith("timm.") and hasattr(module, "fused_attn"):
+                module.fused_attn = False  # type: ignore[assignment]
+        return copied.eval().requires_grad_(False)
 
     def with_merging(self, model: nn.Module, merging: Merging | None) -> nn.Module:
         """The family's own, or a copy in eval mode where nothing is to be merged. Raises BadInput for a merging."""
