@@ -295,3 +295,14 @@ def test_strengths_are_the_papers() -> None:
     raw = torch.tensor([(1.0 / 1.0) ** 0.5, (100 / 0.25) ** 0.5], dtype=torch.float64)
     torch.testing.assert_close(scale[:2], raw / raw.log().mean().exp())
     assert scale[2] == scale[3] == 1.0
+
+
+def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
+    """As the mean does that a norm divides by."""
+    weights = [("one", (6, 1)), ("several", (6, 4))]
+    nodes = [helper.make_node("MatMul", ["x", name], [f"{name}/y"], name=f"{name}/MatMul") for name, _ in weights]
+    stored = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights]
+    given = [helper.make_tensor_value_info(f"{name}/y", TensorProto.FLOAT, None) for name, _ in weights]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 6))
+    proto = helper.make_model(helper.make_graph(nodes, "graph", [x], given, stored))
+    assert [each.module for each in layers(proto)] == ["several"]

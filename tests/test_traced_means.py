@@ -14,6 +14,7 @@ from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model
 
@@ -65,6 +66,20 @@ def test_redundant_channels_go_at_no_loss(last: bool, tmp_path: Path) -> None:
         assert [tuple(each.shape) for each in means] == [(1, HIDDEN // 2)]
         assert bool((means[0] >= 0).all())
     assert errors["best"] < 1e-4 < 1e-2 < errors["none"], errors
+
+
+def test_loops_leave_the_mean_to_the_channels_that_stay(tmp_path: Path) -> None:
+    """So few images would tell weights below zero of a mean that is divided by."""
+    torch.manual_seed(0)
+    plain = Responding(last=True).eval()
+    torch.nn.init.normal_(plain.fc1.weight)
+    model = traced(plain, Architecture(name="Responding", family="module"))
+    save_file({"x": torch.randn(10, TOKENS, D)}, tmp_path / "x.safetensors")
+    opened = arrays_for_model(model, tmp_path / "x.safetensors")
+    looped = reduce_by_closed_loop(model, opened, method_from_preset("best", mlp_sparsity=0.5, align_hidden=1))
+    (weight,) = (value for name, value in looped.model.state_dict().items() if name.endswith("mean_weight_0"))
+    assert bool((weight >= 0).all())
+    assert not [name for name in looped.model.state_dict() if "mean_weight_0_bias" in name]
 
 
 def test_a_mean_that_nothing_is_divided_by_stays_one() -> None:

@@ -93,7 +93,7 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
     if seen_WNM is None or heads.places_HTD.shape[1] > 1 or bool(seen_WNM.all()):
         return _Counting(read=read)
     if len(seen_WNM) == 1:
-        is_causal = torch.equal(seen_WNM[0], torch.ones_like(seen_WNM[0]).tril())
+        is_causal = sizes[-2] == others and torch.equal(seen_WNM[0], torch.ones_like(seen_WNM[0]).tril())
         scale = product.kwargs.get("scale") or sizes[-1] ** -0.5
         in_planes = is_causal and both.joined == 2 and operation(product) == WHOLE
         return _Counting(read=read, is_causal=is_causal, plane_scale=float(scale) if in_planes else None)  # type: ignore[arg-type]

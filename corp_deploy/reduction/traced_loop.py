@@ -34,6 +34,7 @@ from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import cuts, without_values
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.narrowing.narrow import narrow
+from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, groups_of, layers
 from ground.errors import BadInput
 
@@ -155,6 +156,8 @@ class _Making:
         program = self.student.program
         for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
+        # What is divided by a mean must stay far from zero: those are told of what is kept alone, and never fitted.
+        self.settled |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
         self.constants = without_values(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
         every = traced_sites(self.student.tracing).every
@@ -191,7 +194,8 @@ class _Making:
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         if loop is not None and loop.refit_first and sums:
             for layer, own in sums.items():
-                self._fit(layer, own)
+                if not is_mean(layer.weight):
+                    self._fit(layer, own)
             sums = layer_sums(segment, self.pieces, targets)
         before = {layer: self._weights(layer) for layer in readers}
         new = self._reduced(segment, site, sums)
@@ -207,7 +211,7 @@ class _Making:
         self.new[site.name] = new
         fits = []
         for layer in readers if loop is not None else ():
-            if layer.node in later:
+            if layer.node in later or is_mean(layer.weight):
                 continue
             if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
                 fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))

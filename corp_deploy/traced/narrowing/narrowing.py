@@ -191,7 +191,8 @@ class _Narrowing:
         keep = kept(compact(self.flow.values[source].labels), self.gone).reshape(-1)
         places = (keep.cumsum(0) - 1)[order[keep[order]]]
         name = f"order_of_{node.name}"
-        self.tensors[name] = places
+        where = next(self.program.graph.parameters()).device
+        self.tensors[name] = places if where.type == "meta" else places.to(where)
         index = _of_module(self.graph.create_node("get_attr", name), node)
         return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
 

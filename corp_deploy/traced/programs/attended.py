@@ -32,8 +32,8 @@ def values_product(product: fx.Node) -> fx.Node | None:
 
 
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
-    """What is added to an attention's products of queries and keys, a mask or positions, as float64 [..., queries,
-    keys] that broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
+    """What is added to an attention's products of queries and keys, a mask or positions [..., queries, keys], as
+    it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
     """
     if operation(product) == WHOLE:
         mask = _argument(product, 3, "attn_mask")
@@ -41,7 +41,7 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
         if added is None and mask is None and _argument(product, 5, "is_causal"):
             added = torch.ones(*(sizes_at_one(each)[-2] for each in product.all_input_nodes[:2])).tril().bool()
         if added is not None and added.dtype == torch.bool:
-            added = torch.zeros(added.shape, dtype=torch.float64, device=added.device).masked_fill(~added, -torch.inf)
+            added = torch.zeros(added.shape, device=added.device).masked_fill(~added, -torch.inf)
         return added
     scores = _before_softmax(product)
     added = None if scores is None or scores is product else _whatever(program, scores, (product,))
@@ -62,8 +62,8 @@ def unread(program: Program, given: fx.Node) -> Tensor | None:
     start = torch.randn(sizes_at_one(given), generator=generator).to(_where(program)).requires_grad_()
     with torch.enable_grad():
         every = run(program, nodes, {given: start})
-        behind = {given, *nodes}
-        ends = [every[node] for node in behind if not node.users or not behind.issuperset(node.users)]
+        behind = dict.fromkeys((given, *nodes))
+        ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
         ends = [each for each in ends if isinstance(each, Tensor) and each.requires_grad]
         weights = [torch.randn(each.shape, generator=generator).to(each) for each in ends]
         (slope,) = torch.autograd.grad(ends, start, weights)
@@ -96,7 +96,9 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
     while len(at.users) == 1:
         (user,) = at.users
         if operation(user) in SOFTMAX:
-            return at if sizes_at_one(at) == sizes_at_one(product) else None
+            sizes, dim = sizes_at_one(at), _argument(user, 1, "dim")
+            is_over_keys = dim in (-1, len(sizes) - 1)
+            return at if is_over_keys and sizes == sizes_at_one(product) else None
         if operation(user) not in _BETWEEN:
             return None
         at = user
