@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -14,6 +15,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from google.protobuf.message import EncodeError
 from numpy.typing import NDArray
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
@@ -381,3 +383,12 @@ def test_zeros_around_what_is_pooled_are_no_border_of_the_pool(precision: str) -
     batch = images(3)
     error = relative_error(run(export(model, precision), batch), exact(model, batch))
     assert error < (1e-6 if precision == "fp32" else 2e-3)
+
+
+def test_a_graph_that_is_too_large_for_one_file_is_refused() -> None:
+    def refuses(**_: object) -> bytes:
+        raise EncodeError("Failed to serialize proto")
+
+    proto = SimpleNamespace(SerializeToString=refuses)
+    with pytest.raises(BadInput, match="more bytes than a single ONNX file may"):
+        onnx_bytes(proto)  # type: ignore[arg-type]

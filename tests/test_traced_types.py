@@ -14,6 +14,7 @@ from corp_deploy.families.traced_model import traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.programs.tracing import trace
+from corp_deploy.traced.programs.types import with_one_type_
 from export.graph.simulated import simulated
 
 D, TOKENS = 16, 5
@@ -79,3 +80,20 @@ def test_a_program_rounds_as_the_modules_that_it_was_traced_of() -> None:
     torch.testing.assert_close(one, other)
     error = float((one - exact).norm() / exact.norm())
     assert 1e-4 < error < 0.1, error
+
+
+def test_a_clamp_to_the_end_of_float32_stays_one_of_float32() -> None:
+    """Where other such numbers, as in masks, become those of half precision."""
+    least = torch.finfo(torch.float32).min
+
+    class Bounded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.clamp(min=least, max=1.0) + torch.where(x > 0, 0.0, least)
+
+    graph = trace(Bounded().eval(), [torch.ones(2, 3)]).graph
+    with_one_type_(graph)
+    x = torch.full((2, 3), -1e30)
+    assert torch.equal(graph(x.abs()), torch.ones(2, 3))
+    clamps = [node for node in graph.graph.nodes if "clamp" in str(node.target)]
+    assert clamps
+    assert all(least in (*node.args, *node.kwargs.values()) for node in clamps)
