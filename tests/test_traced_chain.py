@@ -403,7 +403,6 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
     [
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without rows of convolutions"),
-        (("--whole-heads", 0.5, "--closed-loop", "--images", "calibration.npy"), "go at once with their queries"),
         (("--mlp", 0.5, "--outputs", "class"), "neither class tokens nor norms behind layers"),
     ],
 )

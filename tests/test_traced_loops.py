@@ -1,5 +1,6 @@
 """Closed loops of models that no family knows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from corp_deploy.traced.finding.cuts import cuts, without_values
 from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
-from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, own_checkpoint
+from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, kept_of, own_checkpoint
 from tests.traced_examples import images
 
 SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
@@ -102,6 +103,64 @@ def test_nothing_removed_is_the_same_model(loop: Any, tmp_path: Path) -> None:
     reduction: Reduction = loop(dense.model, opened(dense, tmp_path, 16), NOTHING)
     assert apart(reduction.model, dense.model) < 1e-6
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
+
+
+def planted(shared: int) -> Checkpoint:
+    """Attentions whose later half of heads are copies of the first."""
+    dense = own_checkpoint(heads=4, shared=shared)
+    with torch.no_grad():
+        for attn in (dense.model.get_submodule(f"h.{block}.attn.c_attn") for block in range(2)):
+            for rows in (attn.weight, attn.bias):
+                for part in rows.split((48, 48 // shared, 48 // shared)):
+                    first, second = part.chunk(2)
+                    second.copy_(first)
+    return dense
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(shared: int, loop: Any, tmp_path: Path) -> None:
+    dense = planted(shared)
+    method = method_from_preset("best", heads_sparsity=0.5, ridge_rel=1e-9)
+    reduction: Reduction = loop(dense.model, opened(dense, tmp_path), method)
+    groups = 4 // shared
+    told = [(each.site, each.part, each.width_dense, each.width) for each in reduction.sites]
+    assert told == [(f"h.{block}.attn.v", "heads", groups, groups // 2) for block in range(2)]
+    assert all(each.r2 > 0.999 for each in reduction.sites)
+    assert all((each.loop is not None) == (loop is reduce_by_closed_loop) for each in reduction.sites)
+    assert apart(reduction.model, dense.model) < 1e-4
+    kept = kept_of(reduction.model)
+    for block in range(2):
+        queries, values = ({int(each) // 12 for each in kept[f"h.{block}.attn.{part}"]} for part in ("qk", "v"))
+        assert queries == values
+        assert {head % (groups // 2) for head in values} == set(range(groups // 2))
+    assert_saved_is_loaded(dense, reduction, tmp_path)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
+def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path: Path) -> None:
+    """Its dimensions would cost nothing either; but so many are kept of each head that is left."""
+    dense = own_checkpoint()
+    with torch.no_grad():
+        for block, head in enumerate((2, 0)):
+            dense.model.get_parameter(f"h.{block}.attn.c_proj.weight")[:, 16 * head : 16 * head + 16] = 0.0
+    method = replace(SQUARE, mlp_sparsity=None, conv_sparsity=None, heads_sparsity=1 / 3)
+    opened_images = opened(dense, tmp_path)
+    reduction: Reduction = loop(dense.model, opened_images, method)
+    told = [(each.site, each.part, each.width) for each in reduction.sites if "h.0" in each.site]
+    assert told == [("h.0.attn.v", "heads", 2), ("h.0.attn.qk", "qk", 8), ("h.0.attn.v", "v", 8)]
+    of_heads = [each for each in reduction.sites if each.part == "heads"]
+    assert all(each.error < 1e-6 * each.energy for each in of_heads)
+    kept = kept_of(reduction.model)
+    for block, heads in enumerate(({0, 1}, {1, 2})):
+        for part in ("qk", "v"):
+            groups = kept[f"h.{block}.attn.{part}"]
+            assert len(groups) == 16
+            assert {int(each) // 16 for each in groups} == heads
+    plain = reduce(dense.model, calibrate(dense, opened_images, batch_size=16), method)
+    assert apart(reduction.model, dense.model) < 1.02 * apart(plain.model, dense.model)
 
 
 @pytest.mark.slow("graph")

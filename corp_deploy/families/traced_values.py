@@ -4,9 +4,9 @@ Legend: H heads, V dimensions of a head.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class TracedValues(TracedSite):
     @property
     def tied(self) -> str:
         return "" if self.queries is None else self.groups.name
+
+    def of_heads(self, kept_K: Tensor) -> Self:
+        """The same of those heads alone that these groups are of."""
+        is_left_H = torch.isin(self.groups_HV, kept_K.cpu()).any(1)
+        return replace(self, groups_HV=self.groups_HV[is_left_H], rows_HV=self.rows_HV[is_left_H])
 
 
 def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]) -> TracedValues:

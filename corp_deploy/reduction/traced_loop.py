@@ -8,12 +8,11 @@ behind them lacks of the dense one, where their output is added to one, else to 
 Legend: G groups of a convolution, P outputs of a group, K columns of a layer, O its outputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -22,18 +21,16 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.modules import device
-from corp_deploy.families.sites import Sites
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_narrowing import narrowed, provable
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.traced_sites import traced_sites
+from corp_deploy.families.traced_sites import names_of, traced_sites
+from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import cuts, without_values
-from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.narrowing.narrow import narrow
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, groups_of, layers
 from ground.errors import BadInput
@@ -47,6 +44,8 @@ from .model import Reduction, notes_on, uniform_widths
 from .report import LoopFit, SiteReport, as_allocated
 from .traced_kind import TracedReduced, tensors_of
 from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
+from .traced_order import Step, steps_of, whole_sites
+from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of
 from .traced_targets import Target, target_of
 
@@ -71,17 +70,12 @@ def reduce_traced(
     """
     if method.rescales:
         raise BadInput(RESCALED)
-    if method.heads_sparsity:
-        raise BadInput(
-            "closed loop: whole heads of a traced model go at once with their queries and keys; reduce by "
-            "--whole-heads first, then what that gives by widths in a closed loop"
-        )
     if loop is not None and loop.reads is not None:
         raise BadInput("closed loop: which tokens are read isn't known of a traced model; drop --reads")
     dense = tracing(model)
     sites = traced_sites(dense)
     every = uniform_widths(model, method) if widths is None else dict(widths)
-    whole = _whole(dense, sites, every)
+    whole = whole_sites(dense, sites, every, method)
     asked = {name: width for name, width in every.items() if name not in whole}
     names = {name for layer in layers(dense.program, in_groups=True) for name in (layer.weight, layer.bias)}
     student = Student.of(dense, names)
@@ -112,20 +106,6 @@ def reduce_traced(
     )
 
 
-def _whole(dense: Tracing, sites: Sites, asked: Widths) -> dict[str, str]:
-    """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
-    keys, kept = dict[str, str](), dict[str, Index]()
-    for name, width in asked.items():
-        site = sites.by_name[name]
-        assert isinstance(site, TracedSite), name
-        keys[site.groups.key] = name
-        part_G = np.zeros(site.width, dtype=int) if site.groups.part_G is None else site.groups.part_G
-        assert isinstance(width, int), (name, width)
-        each = width // site.parts
-        kept[site.groups.key] = np.concatenate([np.flatnonzero(part_G == part)[:each] for part in range(site.parts)])
-    return {keys[key]: reason for key, reason in narrow(dense.found, kept).whole.items()}
-
-
 def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
     """Those of one of two halves, where some images are in either."""
     if loop is None or loop.half_ids is None:
@@ -148,7 +128,7 @@ class _Making:
     reports: list[SiteReport] = field(default_factory=list)
     settled: set[fx.Node] = field(default_factory=set)
     called: dict[str, list[Called]] = field(default_factory=dict)
-    sites: list[TracedSite] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     constants: set[fx.Node] = field(default_factory=set)
     order: dict[str, int] = field(default_factory=dict)
 
@@ -160,21 +140,15 @@ class _Making:
         self.settled |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
         self.constants = without_values(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
-        every = traced_sites(self.student.tracing).every
-        own = [site for site in every if isinstance(site, TracedSite) and site.name in self.asked]
-        self.sites = sorted(own, key=self._place)
-
-    def _place(self, site: TracedSite) -> int:
-        """Where a site's groups are summed over first."""
-        return min(self.order[span.reader] for span in site.groups.listening)
+        self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.asked, self.method)
 
     def pass_(self, segment: Segment, done: Done) -> None:
         """Through a segment: its sites are reduced, the streams are behind it then."""
         end = float("inf") if segment.after is None else self.order[segment.after.name]
-        while self.sites and self._place(self.sites[0]) <= end:
-            site = self.sites.pop(0)
-            later = {layer.node for other in self.sites for layer in self._readers(other)}
-            self._reduce(segment, site, later)
+        while self.steps and self.steps[0].place <= end:
+            step = self.steps.pop(0)
+            later = {layer.node for other in self.steps for layer in self._readers(other.site)}
+            self._reduce(segment, step, later)
             if done is not None:
                 done(len(self.new))
         segment.advance_(self.pieces, with_dense=self.loop is not None)
@@ -186,10 +160,10 @@ class _Making:
         every = [layer for each in site.readings for layer in self.called[each.weight]]
         return sorted(dict.fromkeys(every), key=lambda layer: self.order[layer.node.name])
 
-    def _reduce(self, segment: Segment, site: TracedSite, later: set[fx.Node]) -> None:
+    def _reduce(self, segment: Segment, step: Step, later: set[fx.Node]) -> None:
         """`later`: layers that are fitted when further sites are reduced."""
-        loop, readers = self.loop, self._readers(site)
-        alignment = self._align(segment, site) if loop is not None and loop.align_inputs else None
+        loop, site, readers = self.loop, step.site, self._readers(step.site)
+        alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
         targets = {layer: None if loop is None else target_of(layer.node, self.constants) for layer in readers}
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         if loop is not None and loop.refit_first and sums:
@@ -198,17 +172,14 @@ class _Making:
                     self._fit(layer, own)
             sums = layer_sums(segment, self.pieces, targets)
         before = {layer: self._weights(layer) for layer in readers}
-        new = self._reduced(segment, site, sums)
+        new = self._reduced(segment, step, sums)
         for name, tensor in tensors_of({site.name: new}).items():
             self.student.program.tensor(name).copy_(tensor)
-        self.student.remove_(
-            gone(
-                self.student.tracing.found.flow,
-                self.student.tracing.found.sites,
-                {site.groups.key: new.kept_K.cpu().numpy()},
-            )
-        )
-        self.new[site.name] = new
+        # With heads gone already, dimensions of those left go.
+        self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
+        found, keys = self.student.tracing.found, names_of(self.student.tracing)
+        left = {keys[name].key: groups for name, groups in left_of(self.new).items()}
+        self.student.remove_(gone(found.flow, found.sites, left))
         fits = []
         for layer in readers if loop is not None else ():
             if layer.node in later or is_mean(layer.weight):
@@ -222,8 +193,11 @@ class _Making:
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
 
-    def _reduced(self, segment: Segment, site: TracedSite, sums: Mapping[Called, LayerSums]) -> TracedReduced:
-        kind, where = kind_of(site), self.student.gone.device
+    def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
+        site, where = step.site, self.student.gone.device
+        if isinstance(site, TracedValues) and site.name in self.new:
+            site = site.of_heads(self.new[site.name].kept_K)
+        kind = kind_of(site)
         if isinstance(site, TracedPairs):
             halves = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
             by_name: dict[str, Halved] = {site.name: halves}
@@ -239,13 +213,14 @@ class _Making:
             apart = tuple(
                 at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
             )
-        new = kind.reduced(site, whole, self.method, self.asked[site.name], halves=apart)
+        new = kind.reduced(site, whole, step.method, step.width, halves=apart)
         assert isinstance(new, TracedReduced), site.name
         return new
 
-    def _align(self, segment: Segment, site: TracedSite) -> LoopFit | None:
-        """Layers that write the site are made to give on the student's stream what they gave on the dense one."""
-        writers = [layer for span in site.groups.writers for layer in self.called.get(span.name, ())]
+    def _align(self, segment: Segment, sites: Sequence[TracedSite]) -> LoopFit | None:
+        """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
+        spans = (span for site in sites for span in site.groups.writers)
+        writers = [layer for span in spans for layer in self.called.get(span.name, ())]
         fits = []
         for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
             if self.student.is_changed and layer.node not in self.settled and len(self.called[layer.weight]) == 1:
@@ -297,8 +272,7 @@ class _Making:
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
         """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
-        narrower = {name: new.kept_K.cpu().numpy() for name, new in self.new.items() if new.is_narrower}
-        kept, whole = provable(model, narrower)
+        kept, whole = provable(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
         if whole:
             name, reason = next(iter(whole.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")

@@ -14,13 +14,13 @@ from .traced_kind import TracedReduced, tensors_of
 def carried_out(model: nn.Module, new: Mapping[str, TracedReduced]) -> tuple[nn.Module, dict[str, str]]:
     """The narrower model, and sites that had to be kept as they are, with the reason."""
     narrower = {name: each for name, each in new.items() if each.is_narrower}
-    kept, whole = provable(model, _left(narrower))
+    kept, whole = provable(model, left_of(narrower))
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
     dtype = next(model.parameters()).dtype
     return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), whole
 
 
-def _left(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
+def left_of(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
     """The groups that every site leaves of itself, and of others."""
     left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
     for name, groups in (item for each in narrower.values() for item in each.beside.items()):

@@ -15,6 +15,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
+from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
@@ -134,10 +135,15 @@ class TracedValuesKind(TracedKind[TracedValues]):
         others = site.with_heads()
         return others if isinstance(others, str) else ""
 
+    def heads_left(self, site: TracedValues, method: Method) -> int:
+        """How many stay whole, before dimensions of them go."""
+        heads = len(site.groups_HV)
+        return heads if self.refusal(site, method) else method.heads_left(heads)
+
     def uniform(self, site: TracedValues, method: Method) -> int | None:
         """Of all heads that are left; of square heads as wide as the queries, where those can be narrowed."""
         heads, dense = site.groups_HV.shape
-        left = heads if self.refusal(site, method) else method.heads_left(heads)
+        left = self.heads_left(site, method)
         if method.geometry != "square" or not method.reduces_attention:
             return left * dense if left < heads else None
         return left * _square(site, aligned_width(_head(site), method.attention_kept, method.align_head)) // heads
@@ -168,25 +174,29 @@ class TracedValuesKind(TracedKind[TracedValues]):
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
         heads, dense = site.groups_HV.shape
-        left = heads if self.refusal(site, method) else method.heads_left(heads)
+        left = self.heads_left(site, method)
         others: dict[str, Any] = {"held_out": held_out, "halves": halves}
-        if left == heads:
-            if site.rows is None:
-                return super().reduced(site, moments, method, width, known=known, **others)
-            return _mixed(site, _heads(site, moments, held_out, halves), method, width // heads)
+
+        def with_dims(of: _Heads) -> TracedReduced:
+            each = width // len(of.groups_HV)
+            if site.rows is not None:
+                return _mixed(site, of, method, each)
+            return super(TracedValuesKind, self).reduced(
+                site, moments, method, width, known=of.chosen(method, each), **others
+            )
+
+        if heads == left == site.parts and site.rows is None:
+            return super().reduced(site, moments, method, width, known=known, **others)
         whole = _heads(site, moments, held_out, halves)
+        if left == heads:
+            return with_dims(whole)
         kept_M = kept_groups(whole.own.weight_OC, whole.own, method, heads, left)
         recovery, report = projected(
             site.name, heads, whole.own.projection, whole.own, method, kept_M, whole.held_out, whole.halves
         )
         fewer = whole.fewer(kept_M, recovery)
-        if width == left * dense:
-            new = fewer.reduced(recovery, [])
-        elif site.rows is not None:
-            new = _mixed(site, fewer, method, width // left)
-        else:
-            new = super().reduced(site, moments, method, width, known=fewer.chosen(method, width // left), **others)
-        return replace(new, reports=[report, *new.reports], beside=_beside(site, kept_M))
+        new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
+        return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
     def elimination(self, site: TracedValues, moments: tuple[Read, ...], method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
@@ -213,8 +223,9 @@ def _square(site: TracedValues, size: int) -> int:
     return heads * (dense if size == _head(site) else min(size, dense))
 
 
-def _beside(site: TracedValues, kept_M: Tensor) -> dict[str, Index]:
+def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
     """The groups of other sites that are of these heads."""
+    assert isinstance(site, TracedValues), site.name
     others = site.with_heads()
     assert not isinstance(others, str), (site.name, others)
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}

@@ -1,0 +1,91 @@
+"""What a closed loop of a traced model reduces, in order of the program: of an attention whole heads, then dimensions
+of those left.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from corp_deploy.families.sites import Sites
+from corp_deploy.families.traced_module import Tracing
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.traced_sites import names_of
+from corp_deploy.families.traced_values import TracedValues
+from corp_deploy.families.widths import Widths
+from corp_deploy.traced.narrowing.narrow import narrow
+
+from .kinds import kind_of
+from .method import Method
+from .traced_kind import TracedReduced
+from .traced_reduction import left_of
+from .traced_values_kind import TracedValuesKind, beside_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A site reduced to a width by a method. `beside`: sites of which the same heads go. `place`: where the groups of
+    any of these are summed over first.
+    """
+
+    site: TracedSite
+    width: int
+    method: Method
+    place: int
+    beside: tuple[TracedSite, ...] = ()
+
+
+def steps_of(tracing: Tracing, sites: Sites, asked: Widths, method: Method) -> list[Step]:
+    """Of all sites asked for."""
+    order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
+    every = [site for site in sites.every if isinstance(site, TracedSite)]
+    steps = [step for site in every if site.name in asked for step in _steps(site, every, asked, method, order)]
+    return sorted(steps, key=lambda step: (step.place, not step.beside))
+
+
+def _steps(
+    site: TracedSite, every: list[TracedSite], asked: Widths, method: Method, order: Mapping[str, int]
+) -> Iterator[Step]:
+    width, place = asked[site.name], _place(site, order)
+    assert isinstance(width, int), (site.name, width)
+    left, dims_alone = _heads_left(site, method), replace(method, heads_sparsity=None)
+    most = site.width // site.parts * left
+    if left < site.parts:
+        others = beside_heads(site, torch.arange(left))
+        beside = tuple(each for each in every if each.name in others)
+        first = min(place, *(_place(each, order) for each in beside))
+        yield Step(site=site, width=most, method=method, place=first, beside=beside)
+    if left == site.parts or width < most:
+        yield Step(site=site, width=width, method=dims_alone, place=place)
+
+
+def _place(site: TracedSite, order: Mapping[str, int]) -> int:
+    return min(order[span.reader] for span in site.groups.listening)
+
+
+def _heads_left(site: TracedSite, method: Method) -> int:
+    kind = kind_of(site)
+    if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
+        return kind.heads_left(site, method)
+    return site.parts
+
+
+def whole_sites(dense: Tracing, sites: Sites, asked: Widths, method: Method) -> dict[str, str]:
+    """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
+    named = names_of(dense)
+    names = {groups.key: name for name, groups in named.items()}
+    first = {name: _first(sites.by_name[name], width, method) for name, width in asked.items()}
+    kept = {named[name].key: groups for name, groups in left_of(first).items()}
+    return {names[key]: reason for key, reason in narrow(dense.found, kept).whole.items()}
+
+
+def _first(site: object, width: object, method: Method) -> TracedReduced:
+    """The first groups of the first parts."""
+    assert isinstance(site, TracedSite), site
+    assert isinstance(width, int), (site.name, width)
+    left = _heads_left(site, method)
+    part_G = np.zeros(site.width, dtype=int) if site.groups.part_G is None else site.groups.part_G
+    kept = np.concatenate([np.flatnonzero(part_G == part)[: width // left] for part in range(left)])
+    beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
+    return TracedReduced(modules={}, reports=[], kept_K=torch.from_numpy(kept), beside=beside)
