@@ -1,6 +1,6 @@
 """Models that a family serves, beside the same ones whose sites are looked for in their programs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from corp_deploy.families.site import Site
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.reduction.halves import in_halves
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.reduction.report import SiteReport
 
 # By name, how near all numbers are told alike: norms that aren't folded round otherwise.
@@ -70,6 +73,34 @@ def test_programs_give_what_families_give(name: str, tmp_path: Path) -> None:
     for expected, got in zip(*by_part, strict=True):
         assert told(got) == pytest.approx(told(expected), rel=NAMES[name]), (expected, got)
     assert away(answers[1], answers[0]) < NAMES[name]
+
+
+LOOPS: Mapping[str, Callable[..., Reduction]] = {
+    "symmetric": reduce_by_symmetric_loop,
+    "asymmetric": reduce_by_closed_loop,
+    "all tokens": partial(reduce_by_closed_loop, loop=Loop(reads="all")),
+}
+
+
+@pytest.mark.slow("graph")
+def test_loops_over_programs_give_what_loops_over_families_do(tmp_path: Path) -> None:
+    """The same heads go and the same dimensions of those left; fits are to the class token where it is all that is
+    read.
+    """
+    half = method_from_preset("corp", heads_sparsity=0.5, attention_sparsity=0.5, align_head=4)
+    instance = next(each for each in INSTANCES if each.name == "deit_tiny_patch16_224")
+    every = list[tuple[list[tuple[int, int, float]], torch.Tensor]]()
+    for way in ways_of(instance, architecture_of(instance), tmp_path):
+        with way.hidden():
+            for loop in LOOPS.values():
+                new = loop(way.model, way.fitted, half)
+                losses = [(each.width_dense, each.width, each.r2) for each in new.sites if each.part == "heads"]
+                every.append((losses, way.answers(new.model)))
+    for (expected, answers), (got, others) in zip(every[: len(LOOPS)], every[len(LOOPS) :], strict=True):
+        assert got == [pytest.approx(each, rel=1e-4) for each in expected]
+        assert len(got) == 2
+        assert away(others, answers) < 1e-4
+    assert away(every[1][1], every[2][1]) > 1e-2
 
 
 def test_tied_sites_have_the_same_place_among_their_widths() -> None:

@@ -1,6 +1,7 @@
 """Closed loops of models that no family knows."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.read_tokens import Reads
+from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.reduction.traced_targets import Target, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
@@ -28,6 +31,7 @@ from tests.traced_examples import images
 
 SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
 MLPS = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4)
+READS: tuple[Reads | None, ...] = ("all", "pooled", None)
 NOTHING = method_from_preset("best", mlp_sparsity=0.0, conv_sparsity=0.0, attention_sparsity=0.0, geometry="square")
 
 
@@ -53,11 +57,14 @@ def layer_of(model: nn.Module, weight: str) -> fx.Node:
 
 
 @pytest.mark.slow("graph")
-def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(tmp_path: Path) -> None:
-    """Least squares leave residuals that nothing which the layer reads tells of, counted over the images themselves."""
-    dense = own_checkpoint()
+@pytest.mark.parametrize("read", [0, 2])
+def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(read: int, tmp_path: Path) -> None:
+    """Least squares leave residuals that nothing which the layer reads tells of, counted over the images themselves, at
+    the patches that are read.
+    """
+    dense = own_checkpoint(read=read)
     # Each image is held out too, so that the fit is never rejected.
-    pixels = torch.from_numpy(images(48, seed=1)).repeat_interleave(4, 0)
+    pixels = torch.from_numpy(images(240 if read else 48, seed=1)).repeat_interleave(4, 0)
     np.save(tmp_path / "images.npy", pixels.numpy())
     repeated = images_for_model(dense.model, tmp_path / "images.npy")
     reduction = reduce_by_closed_loop(dense.model, repeated, MLPS, loop=Loop(strengths=(1e-9,)))
@@ -66,8 +73,9 @@ def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(tmp_path: Path) -
     assert fit.strength == 1e-9
     was, now = (Heard(model).at(pixels) for model in (dense.model, reduction.model))
     ends = [cuts(tracing(model).found)[-1].node.name for model in (dense.model, reduction.model)]
-    lacking_XC = (was[ends[0]] - now[ends[1]]).flatten(0, -2)
-    x_XK = now[layer_of(reduction.model, "h.1.c_out.weight").all_input_nodes[0].name].flatten(0, -2)
+    lacking_XC = (was[ends[0]] - now[ends[1]])[:, : read or None].flatten(0, -2)
+    entering = now[layer_of(reduction.model, "h.1.c_out.weight").all_input_nodes[0].name]
+    x_XK = entering[:, : read or None].flatten(0, -2)
     assert x_XK.shape[1] == 96
     x_XK, apart_XC = x_XK - x_XK.mean(0), lacking_XC - lacking_XC.mean(0)
     best_KC = torch.linalg.lstsq(x_XK, apart_XC, driver="gelsd").solution
@@ -109,11 +117,11 @@ def planted(shared: int) -> Checkpoint:
     """Attentions whose later half of heads are copies of the first."""
     dense = own_checkpoint(heads=4, shared=shared)
     with torch.no_grad():
-        for attn in (dense.model.get_submodule(f"h.{block}.attn.c_attn") for block in range(2)):
-            for rows in (attn.weight, attn.bias):
-                for part in rows.split((48, 48 // shared, 48 // shared)):
-                    first, second = part.chunk(2)
-                    second.copy_(first)
+        for block, name in product(range(2), ("weight", "bias")):
+            rows = dense.model.get_parameter(f"h.{block}.attn.c_attn.{name}")
+            for part in rows.split((48, 48 // shared, 48 // shared)):
+                first, second = part.chunk(2)
+                second.copy_(first)
     return dense
 
 
@@ -160,7 +168,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path
             assert len(groups) == 16
             assert {int(each) // 16 for each in groups} == heads
     plain = reduce(dense.model, calibrate(dense, opened_images, batch_size=16), method)
-    assert apart(reduction.model, dense.model) < 1.02 * apart(plain.model, dense.model)
+    assert apart(reduction.model, dense.model) < 1.15 * apart(plain.model, dense.model)
 
 
 @pytest.mark.slow("graph")
@@ -168,13 +176,50 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path
     ("count", "method", "loop", "reason"),
     [
         (3, MLPS, Loop(), "got 3 images, expected at least 4"),
-        (8, MLPS, Loop(reads="pooled"), "which tokens are read isn't known"),
     ],
 )
 def test_what_a_loop_lacks_is_said(tmp_path: Path, count: int, method: Method, loop: Loop, reason: str) -> None:
     dense = own_checkpoint()
     with pytest.raises(BadInput, match=reason):
         reduce_by_closed_loop(dense.model, opened(dense, tmp_path, count), method, loop=loop)
+
+
+def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) -> bool:
+    """Whether another output of a layer at one place changes what the model gives."""
+
+    def moved(_: nn.Module, inputs: Any, given: Tensor) -> Tensor:
+        return given.index_add(1, torch.tensor([place]), torch.randn(len(given), 1, given.shape[-1]))
+
+    with torch.no_grad():
+        before = model(pixels)
+        handle = model.get_submodule(layer).register_forward_hook(moved)
+        after = model(pixels)
+        handle.remove()
+    return not torch.equal(before, after)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("read", [0, 2])
+def test_places_that_are_read_are_those_that_move_the_outputs(read: int) -> None:
+    model, pixels = own_checkpoint(read=read).model, torch.from_numpy(images(2, seed=1))
+    own = tracing(model)
+    found = places_read(own, torch.device("cpu"))
+    for layer in layers(own.program):
+        if layer.name.startswith("h."):
+            every = [moves_the_outputs(model, layer.name, place, pixels) for place in range(16)]
+            told = found.get(layer.node)
+            assert every == ([True] * 16 if told is None else told.tolist()), layer.name
+    assert len(found) == (3 if read else 0)
+
+
+@pytest.mark.slow("graph")
+def test_what_outputs_read_counts_unless_all_is_to(tmp_path: Path) -> None:
+    dense = own_checkpoint(read=1)
+    opened_images = opened(dense, tmp_path, 32)
+    ways = {reads: reduce_by_closed_loop(dense.model, opened_images, MLPS, loop=Loop(reads=reads)) for reads in READS}
+    errors = {reads: apart(each.model, dense.model) for reads, each in ways.items()}
+    assert errors["pooled"] == errors[None] != errors["all"], errors
+    assert ["h.1.c_out" in each.said[-1] for each in ways.values()] == [False, True, True]
 
 
 class Scaled(nn.Module):

@@ -71,10 +71,15 @@ class Block(nn.Module):
 
 
 class Patched(nn.Module):
-    """Images to patches by two convolutions, through blocks, to the mean patch's classes."""
+    """Images to patches by two convolutions, through blocks, to the classes of the mean of all patches, or of the first
+    that are read.
+    """
 
-    def __init__(self, dim: int = 48, heads: int = 3, depth: int = 2, classes: int = CLASSES, shared: int = 1) -> None:
+    def __init__(
+        self, dim: int = 48, heads: int = 3, depth: int = 2, classes: int = CLASSES, shared: int = 1, read: int = 0
+    ) -> None:
         super().__init__()
+        self.read = read
         self.input_size = (3, SIDE, SIDE)
         self.stem = nn.Sequential(
             nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, dim, 4, 4)
@@ -88,6 +93,7 @@ class Patched(nn.Module):
         x = self.stem(images).flatten(2).transpose(1, 2) + self.wpe
         for block in self.h:
             x = self.cut(block(x))
+        x = x[:, : self.read] if self.read else x
         logits: Tensor = self.head(x.mean(dim=1))
         return logits
 

@@ -20,7 +20,8 @@ _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens fall
 _MOST_STREAMS = 64
 
 
-def _random_stream(like_1NC: Tensor) -> Tensor:
+def random_stream(like_1NC: Tensor) -> Tensor:
+    """Several [B,N,C], whose gradient can be asked."""
     tokens, channels = like_1NC.shape[1:]
     count = min(math.ceil(_DRAWS * tokens / channels), _MOST_STREAMS)
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -44,7 +45,7 @@ def _with_last(walk: Walk, x_BNC: Tensor) -> Walk:
     return Walk(tokens=last, kept=kept)
 
 
-def _drawn(output: Tensor) -> Tensor:
+def drawn(output: Tensor) -> Tensor:
     """A random sum of an output's numbers."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
@@ -57,16 +58,21 @@ def _is_read(model: nn.Module) -> Tensor:
         with torch.no_grad():
             walk = _walked(model, example)
         with torch.enable_grad():
-            stream_BNC = _random_stream(walk.tokens.x)
+            stream_BNC = random_stream(walk.tokens.x)
             outputs = answers(model, _with_last(walk, stream_BNC), example)
-            drawn = torch.stack([_drawn(output) for output in outputs]).sum()
-            (gradient_BNC,) = torch.autograd.grad(drawn, stream_BNC)
+            total = torch.stack([drawn(output) for output in outputs]).sum()
+            (gradient_BNC,) = torch.autograd.grad(total, stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
 
 
 def tokens_read(model: nn.Module) -> Tensor:
     """Numbers of the tokens of the last stream that the outputs read, ascending."""
     return _is_read(model).nonzero().squeeze(1)
+
+
+def counts_all(model: nn.Module, reads: Reads | None) -> bool:
+    """Whether all tokens count, read or not, see tokens_to_fit."""
+    return reads == "all" or (reads is None and gives_patches(model))
 
 
 def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
@@ -76,7 +82,7 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     each patch there, and all of a model without a classifier and outputs by name, whose users read its patch tokens
     too. A model whose outputs nothing moves is fitted to all.
     """
-    if reads == "all" or (reads is None and gives_patches(model)):
+    if counts_all(model, reads):
         return None
     is_read_N = _is_read(model)
     tokens = is_read_N.nonzero().squeeze(1)

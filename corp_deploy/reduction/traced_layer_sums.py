@@ -21,7 +21,7 @@ from calib.products import add_active_, kernel_for
 from calib.sites import PatchTaps, Role
 from calib.sums import SiteSums
 from calib.weights import Weights, weights_of
-from corp_deploy.algebra.regression_sums import RegressionSums
+from corp_deploy.algebra.regression_sums import Gram, RegressionSums
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
@@ -47,33 +47,44 @@ class Halved:
         return added(name, self.fit, self.held_out)
 
 
+def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
+    """Places that both have, None for all."""
+    return other_X if one_X is None else one_X if other_X is None else one_X & other_X
+
+
+def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
+    return (x_XK if places_X is None else x_XK[places_X]).unsqueeze(0)
+
+
 class _OfRows:
-    """Of a linear layer."""
+    """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
 
     def __init__(self, layer: nn.Linear, *, is_fitted: bool) -> None:
         self.sums, self.is_fitted = RegressionSums.for_layer(layer), is_fitted
+        self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 
     def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
         x_XK = x.flatten(0, -2)
-        counts_X = None if lacking is None else lacking.counts
-        if weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3:
-            there_X = weights_BN.flatten() > 0.0
-            counts_X = there_X if counts_X is None else there_X & counts_X
-        x_1XK = (x_XK if counts_X is None else x_XK[counts_X]).unsqueeze(0)
+        is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
+        there_X = weights_BN.flatten() > 0.0 if weights_BN is not None and is_of_tokens else None
         if lacking is None:
-            self.sums.x.add(x_1XK)
+            self.sums.x.add(_at(x_XK, there_X))
         else:
-            t_XO = lacking.lacking.flatten(0, -2)
-            self.sums.add(x_1XK, (t_XO if counts_X is None else t_XO[counts_X]).unsqueeze(0))
-        add_active_(self.active_K, x_1XK, ACTIVE_EPS)
+            there_X = _both(there_X, lacking.counts)
+            fitted_X = _both(there_X, lacking.read)
+            self.sums.add(_at(x_XK, fitted_X), _at(lacking.lacking.flatten(0, -2), fitted_X))
+            if lacking.read is not None:
+                self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
+                self.unread.add(_at(x_XK, _both(there_X, ~lacking.read)))
+        add_active_(self.active_K, _at(x_XK, there_X), ACTIVE_EPS)
 
     @property
     def is_empty(self) -> bool:
         return not self.sums.x.tokens
 
     def moments(self) -> ChannelMoments:
-        x = self.sums.x
+        x = self.sums.x if self.unread is None else self.sums.x.with_those_of(self.unread)
         return ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=self.active_K)
 
     def regressions(self) -> list[RegressionSums]:
@@ -130,7 +141,7 @@ class LayerSums:
         (self.held_out if piece.held_out else self.fit).add(x, lacking, piece.weights_BN)
         if lacking is not None:
             self.gain_O = lacking.gain_O
-            self.energy.add(rows_of(lacking.wanted, layer.node).unsqueeze(0))
+            self.energy.add(_at(rows_of(lacking.wanted, layer.node), lacking.read))
 
     def moments(self) -> Halved:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))

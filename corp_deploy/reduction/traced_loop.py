@@ -8,7 +8,7 @@ behind them lacks of the dense one, where their output is added to one, else to 
 Legend: G groups of a convolution, P outputs of a group, K columns of a layer, O its outputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -41,10 +41,12 @@ from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
+from .read_tokens import counts_all
 from .report import LoopFit, SiteReport, as_allocated
 from .traced_kind import TracedReduced, tensors_of
 from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
 from .traced_order import Step, steps_of, whole_sites
+from .traced_read_tokens import places_read
 from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of
 from .traced_targets import Target, target_of
@@ -70,8 +72,6 @@ def reduce_traced(
     """
     if method.rescales:
         raise BadInput(RESCALED)
-    if loop is not None and loop.reads is not None:
-        raise BadInput("closed loop: which tokens are read isn't known of a traced model; drop --reads")
     dense = tracing(model)
     sites = traced_sites(dense)
     every = uniform_widths(model, method) if widths is None else dict(widths)
@@ -88,8 +88,15 @@ def reduce_traced(
         half_ids=half_ids,
         held_out_every=None if loop is None else loop.held_out_every,
     )
+    read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device(model))
     making = _Making(
-        student=student, method=method, asked=asked, loop=loop, pieces=list(pieces), both_ways=half_ids is not None
+        student=student,
+        method=method,
+        asked=asked,
+        loop=loop,
+        pieces=list(pieces),
+        read=read,
+        both_ways=half_ids is not None,
     )
     with evaluating(model):
         for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found)), None]):
@@ -102,8 +109,17 @@ def reduce_traced(
         sites=tuple(making.reports if widths is None else as_allocated(making.reports)),
         coverage=coverage(sites, method, asked, by_site=widths is not None),
         notes=(*notes_on(sites, method, asked), *kept_stays),
-        said=(f"closed loop over {len(making.new)} sites in the order in which they run, {way}",),
+        said=(
+            f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
+            *_said_of_places(dense, read),
+        ),
     )
+
+
+def _said_of_places(dense: Tracing, read: Mapping[fx.Node, Tensor]) -> Iterator[str]:
+    names = [layer.name for layer in layers(dense.program) if layer.node in read]
+    if names:
+        yield f"only places that outputs read count in the fits of {', '.join(names)}"
 
 
 def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
@@ -116,13 +132,16 @@ def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Making:
-    """A student on its way through the program. `both_ways`: pieces that are held out are a half of all."""
+    """A student on its way through the program. `read`: of layers the places that outputs read alone. `both_ways`:
+    pieces that are held out are a half of all.
+    """
 
     student: Student
     method: Method
     asked: Widths
     loop: Loop | None
     pieces: list[Piece]
+    read: Mapping[fx.Node, Tensor]
     both_ways: bool
     new: dict[str, TracedReduced] = field(default_factory=dict)
     reports: list[SiteReport] = field(default_factory=list)
@@ -164,7 +183,7 @@ class _Making:
         """`later`: layers that are fitted when further sites are reduced."""
         loop, site, readers = self.loop, step.site, self._readers(step.site)
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
-        targets = {layer: None if loop is None else target_of(layer.node, self.constants) for layer in readers}
+        targets = {layer: None if loop is None else self._target(layer) for layer in readers}
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         if loop is not None and loop.refit_first and sums:
             for layer, own in sums.items():
@@ -192,6 +211,9 @@ class _Making:
         first, *rest = new.reports
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
+
+    def _target(self, layer: Called) -> Target:
+        return replace(target_of(layer.node, self.constants), read_P=self.read.get(layer.node))
 
     def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
         site, where = step.site, self.student.gone.device
@@ -224,7 +246,11 @@ class _Making:
         fits = []
         for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
             if self.student.is_changed and layer.node not in self.settled and len(self.called[layer.weight]) == 1:
-                own = layer_sums(segment, self.pieces, {layer: Target(layer=layer.node)})
+                own = layer_sums(
+                    segment,
+                    self.pieces,
+                    {layer: Target(layer=layer.node, read_P=self.read.get(layer.node))},
+                )
                 fits.append(self._fit(layer, own[layer]))
             # A further site of the same layer finds rows of it reduced that its own output would undo.
             self.settled.add(layer.node)

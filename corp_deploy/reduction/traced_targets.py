@@ -5,7 +5,7 @@ Legend: O outputs of the layer.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -23,25 +23,29 @@ _EVEN_REL = 1e-4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lacking:
     """What is lacking of `wanted`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
-    None for the same. `counts`: which places come to the stream at all [places], None for all.
+    None for the same. `counts`: which places come to the stream at all [places], `read`: which the outputs read; None
+    for all.
     """
 
     lacking: Tensor
     wanted: Tensor
     gain_O: Tensor | None = None
     counts: Tensor | None = None
+    read: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """`way`: ops that only move the layer's output and scale it, up to the sum `at` with what `other` gives; without
-    these, or where one channel is scaled in different ways, the layer is fitted to its own dense output.
+    these, or where one channel is scaled in different ways, the layer is fitted to its own dense output. `read_P`:
+    which places of each input the outputs read, None for all.
     """
 
     layer: fx.Node
     way: tuple[fx.Node, ...] = ()
     at: fx.Node | None = None
     other: fx.Node | None = None
+    read_P: Tensor | None = None
 
     @property
     def dense_ends(self) -> list[fx.Node]:
@@ -58,7 +62,8 @@ class Target:
         """Of a few inputs, by the values of both programs."""
         found = None if self.at is None else self._of_stream(dense[self.at], student)
         wanted = dense[self.layer]
-        return found or Lacking(lacking=wanted - student[self.layer], wanted=wanted)
+        given = found or Lacking(lacking=wanted - student[self.layer], wanted=wanted)
+        return given if self.read_P is None else replace(given, read=self.read_P.repeat(len(wanted)))
 
     def _of_stream(self, wanted: Tensor, student: Values) -> Lacking | None:
         own = student[self.layer]
