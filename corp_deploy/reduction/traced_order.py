@@ -54,7 +54,7 @@ def _steps(
     if left < site.parts:
         others = beside_heads(site, torch.arange(left))
         beside = tuple(each for each in every if each.name in others)
-        first = min(place, *(_place(each, order) for each in beside))
+        first = min(_place(each, order) for each in (site, *beside))
         yield Step(site=site, width=most, method=method, place=first, beside=beside)
     if left == site.parts or width < most:
         yield Step(site=site, width=width, method=dims_alone, place=place)
