@@ -18,7 +18,7 @@ from corp_deploy.families.steps import Branch
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.latency_of_tokens import tokens_of_sites
 from corp_deploy.planning.request import Budget, ReductionRequest
-from corp_deploy.polish.linearised import Linearised
+from corp_deploy.polish.linearised import linearised
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
@@ -238,7 +238,7 @@ def test_a_step_of_the_first_layer_is_the_derivative(form: str, name: str) -> No
     shape = (64, 32) if form == "hiera" else (256, 16)
     x_BNC = torch.randn(2, *shape, generator=generator).double()
     dense_BNC = branch(x_BNC) + 1.0
-    (lacking,) = Linearised(branch, site, [Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
+    (lacking,) = linearised(branch, site, [Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
     weight, bias = site.first.weight, site.first.bias
     step_RD = torch.randn(len(weight), weight.shape[1] + 1, generator=generator).double()
     if site.keeps_qk:
@@ -271,7 +271,7 @@ def test_a_step_of_a_first_layer_is_the_derivative_through_a_convolution() -> No
     generator = torch.Generator().manual_seed(3)
     x_BNC = torch.randn(2, 64, 24, generator=generator).double()
     dense_BNC = branch(x_BNC) + 1.0
-    (lacking,) = Linearised(branch, site, [Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
+    (lacking,) = linearised(branch, site, [Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
     weight, bias = site.first.weight, site.first.bias
     step_RD = torch.randn(len(weight), weight.shape[1] + 1, generator=generator).double()
 

@@ -18,7 +18,7 @@ from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.polish.descent import Pace
 from corp_deploy.polish.layers import fit_layers_, pairs_of, reduced_sites, walk_layers
-from corp_deploy.polish.linearised import Linearised
+from corp_deploy.polish.linearised import linearised
 from corp_deploy.polish.newton import Newton
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
@@ -70,7 +70,7 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
 
     def compare(branch: Branch, name: str, pairs: list[Pair]) -> None:
         site = family_of(model).sites(model).linear_by_name[name]
-        (piece,) = Linearised(branch, site, pairs)
+        (piece,) = linearised(branch, site, pairs)
         step_RD = torch.randn(
             sum(first.out_features for first in site.firsts),
             site.first.in_features + 1,

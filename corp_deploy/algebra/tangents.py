@@ -6,10 +6,11 @@ D inputs and a one, R rows of the first map, K inputs of the last map, O outputs
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.autograd.functional import jvp, vjp
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def with_one(x: Tensor) -> Tensor:
@@ -34,26 +35,47 @@ class ChannelTangent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTangent:
-    """Of y = last f(first u), f any function of what the first map gives [B,N,R] -> [B,N,K]."""
+    """Of y = f(first u), f any function of what the first map gives [X,R], which is differentiated once: `pulled_XR` is
+    linear in `weights_XO`, so that its own derivative is f's. `held_bytes`: of all that is kept for that.
+    """
 
-    entering_BND: Tensor
-    given_BNR: Tensor
-    run: Callable[[Tensor], Tensor]
-    last_OK: Tensor
+    entering_XD: Tensor
+    given_XR: Tensor
+    out_XO: Tensor
+    weights_XO: Tensor
+    pulled_XR: Tensor
+    held_bytes: int
 
-    @property
-    def entering_XD(self) -> Tensor:
-        return self.entering_BND.flatten(0, 1)
+    @classmethod
+    def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
+        """Outputs may be of as many tokens as they will."""
+        held = list[int]()
+
+        def kept(tensor: Tensor) -> Tensor:
+            held.append(tensor.nbytes)
+            return tensor
+
+        with torch.enable_grad(), saved_tensors_hooks(kept, lambda tensor: tensor):
+            given_XR = given_XR.detach().requires_grad_()
+            out_XO = run(given_XR)
+            weights_XO = torch.zeros_like(out_XO).requires_grad_()
+            (pulled_XR,) = torch.autograd.grad(out_XO, given_XR, weights_XO, create_graph=True)
+        return cls(
+            entering_XD=entering_XD,
+            given_XR=given_XR,
+            out_XO=out_XO,
+            weights_XO=weights_XO,
+            pulled_XR=pulled_XR,
+            held_bytes=sum(held),
+        )
 
     def along(self, step_RD: Tensor) -> Tensor:
-        _, moved_BNK = jvp(self.run, self.given_BNR, self.entering_BND @ step_RD.mT)
-        moved_XO: Tensor = (moved_BNK @ self.last_OK.mT).flatten(0, 1)
+        moved_XR = self.entering_XD @ step_RD.mT
+        (moved_XO,) = torch.autograd.grad(self.pulled_XR, self.weights_XO, moved_XR, retain_graph=True)
         return moved_XO
 
     def sensitivity(self, out_XO: Tensor) -> Tensor:
-        entering_BNK = (out_XO @ self.last_OK).unflatten(0, self.given_BNR.shape[:2])
-        _, given_BNR = vjp(self.run, self.given_BNR, entering_BNK)
-        given_XR: Tensor = given_BNR.flatten(0, 1)
+        (given_XR,) = torch.autograd.grad(self.out_XO, self.given_XR, out_XO, retain_graph=True)
         return given_XR
 
 

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import Branch, Merge
+from corp_deploy.families.steps import Branch, Merge, Passage, Step
+from corp_deploy.families.traced_segments import ByRows
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
 
 from .descent import Pace
-from .newton import Newton, Sweeps
+from .newton import Newton, Sublayer, Sweeps, sublayer
 from .parts import Parts
 from .report import PartReport
+from .segments import segment_sublayer
 from .subject import Subject
 
 _AT_ONCE = 8  # inputs of a forward pass and of a product
@@ -39,14 +41,28 @@ def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
     return [site.name for site in narrower if not is_empty(site.width)]
 
 
-Fit = Callable[[Branch, str, list[Pair]], None]
+Fit = Callable[[Branch | Passage, str, list[Pair]], None]
+
+
+def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
+    """The names of the reduced model's steps that a narrower site stands in: its branches, and of a traced one its
+    segments.
+    """
+    narrower = set(reduced_sites(dense, model))
+    return [step.name for step in family_of(model).steps(model) if not narrower.isdisjoint(_sites(step))]
+
+
+def _sites(step: Step) -> tuple[str, ...]:
+    if isinstance(step, Branch):
+        return (step.name,)
+    return step.sites if isinstance(step, Passage) and isinstance(step.module, ByRows) else ()
 
 
 def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Tensor | None, fit: Fit) -> None:
-    """Take both streams through both models, and `fit` each branch of the reduced one whose site is narrower, in place;
-    the dense stream is behind it then, the reduced one before it.
+    """Take both streams through both models, and `fit` each branch or segment of the reduced one that has a narrower
+    site, in place; the dense stream is behind it then, the reduced one before it.
     """
-    family, narrower = family_of(dense), set(reduced_sites(dense, model))
+    family, fitted = family_of(dense), set(fitted_steps(dense, model))
     before = (step for step in family.steps(dense, read=read) if not isinstance(step, Merge))
     for step in family.steps(model, read=read):
         if isinstance(step, Merge):  # the dense stream is never merged
@@ -56,13 +72,19 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Ten
         dense_step = next(before)
         for pair in pairs:
             pair.dense = dense_step(pair.dense, pair.weights_BN)
-        if isinstance(step, Branch) and step.name in narrower:
+        if isinstance(step, Branch | Passage) and step.name in fitted:
             fit(step, step.name, pairs)
         for pair in pairs:
             if isinstance(step, Branch):
                 pair.advance_reduced(step, step.layer)
             else:
                 pair.reduced = step(pair.reduced, pair.present_BN)
+
+
+def _sublayer(model: nn.Module, step: Branch | Passage) -> Sublayer:
+    if isinstance(step, Passage):
+        return segment_sublayer(model, step)
+    return sublayer(step, sites_of(model).linear_by_name[step.name])
 
 
 @torch.no_grad()
@@ -76,10 +98,10 @@ def fit_layers_(
     read: Tensor | None = None,
 ) -> list[PartReport]:
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
-    sites, reports = sites_of(model).linear_by_name, list[PartReport]()
+    reports = list[PartReport]()
 
-    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
-        fitted = Sweeps(branch, sites[name], both, how, Pace(steps=sweeps, seconds=None))
+    def fit(step: Branch | Passage, name: str, both: list[Pair]) -> None:
+        fitted = Sweeps(_sublayer(model, step), both, how, Pace(steps=sweeps, seconds=None))
         position = fitted.start()
         fitted.run(position)
         reports.append(fitted.report(name, position))
@@ -89,12 +111,11 @@ def fit_layers_(
 
 
 def polish_layers_(subject: Subject, parts: Parts) -> None:
-    """Each reduced sublayer, in order, both its layers in turn; a step is a sweep over both."""
-    model, count = subject.model, len(reduced_sites(subject.dense, subject.model))
-    sites = sites_of(model).linear_by_name
+    """Each reduced sublayer, in order, its layers in turn; a step is a sweep over all of them."""
+    model, count = subject.model, len(fitted_steps(subject.dense, subject.model))
 
-    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
-        sweeps = Sweeps(branch, sites[name], both, Newton(), parts.pace(count), subject.ranks)
+    def fit(step: Branch | Passage, name: str, both: list[Pair]) -> None:
+        sweeps = Sweeps(_sublayer(model, step), both, Newton(), parts.pace(count), subject.ranks)
         if not parts.was_finished_(sweeps.matrices):
             parts.fit_(name, sweeps, of=count)
 

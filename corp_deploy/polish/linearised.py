@@ -90,12 +90,12 @@ def _tangent(branch: Branch, site: ChannelSite, entering_BNC: Tensor) -> Channel
     """Of channels by channel and token, or where they are convolved of all tokens of an input together."""
     last_OK = last_through_scale(branch, site)
     if site.between is not None:
-        return RunTangent(
-            entering_BND=_entering(site, entering_BNC),
-            given_BNR=site.first(entering_BNC).detach(),
-            run=partial(_behind_first, branch.layer, site),
-            last_OK=last_OK,
-        )
+        given_BNR = site.first(entering_BNC)
+
+        def run(given_XR: Tensor) -> Tensor:
+            return _behind_first(branch.layer, site, given_XR.view_as(given_BNR)).flatten(0, 1) @ last_OK.mT
+
+        return RunTangent.of(_entering(site, entering_BNC).flatten(0, 1), given_BNR.flatten(0, 1), run)
     return ChannelTangent(
         entering_XD=_entering(site, entering_BNC).flatten(0, 1),
         slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
@@ -195,21 +195,24 @@ _OF_KIND: Mapping[str, Callable[[Branch, Any, Pair], Lacking]] = MappingProxyTyp
 def _size(lacking: Lacking) -> int:
     tangent: Any = lacking.tangent
     tensors = (getattr(tangent, name) for name in tangent.__slots__)
-    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
+    own = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+    return own + (tangent.held_bytes if isinstance(tangent, RunTangent) else 0)
 
 
 class Linearised:
-    """A branch linearised on some pairs; what doesn't fit in a gigabyte is computed again at each look."""
+    """What is linear in small changes of a layer, on some pairs; what doesn't fit in a gigabyte is computed again at
+    each look.
+    """
 
-    def __init__(self, branch: Branch, site: LinearSite, pairs: Sequence[Pair]) -> None:
-        self._branch, self._site, self._pairs = branch, site, pairs
+    def __init__(self, look: Callable[[Pair], Lacking], pairs: Sequence[Pair]) -> None:
+        self._look, self._pairs = look, pairs
         self._cached: dict[int, Lacking] = {}
         self._left = _CACHED_BYTES
 
     def _piece(self, index: int) -> Lacking:
         if index in self._cached:
             return self._cached[index]
-        lacking = _OF_KIND[self._site.kind](self._branch, self._site, self._pairs[index])
+        lacking = self._look(self._pairs[index])
         if (size := _size(lacking)) <= self._left:
             self._left -= size
             self._cached[index] = lacking
@@ -217,3 +220,8 @@ class Linearised:
 
     def __iter__(self) -> Iterator[Lacking]:
         return map(self._piece, range(len(self._pairs)))
+
+
+def linearised(branch: Branch, site: LinearSite, pairs: Sequence[Pair]) -> Linearised:
+    """A branch by changes of its layer's first linear map."""
+    return Linearised(partial(_OF_KIND[site.kind], branch, site), pairs)

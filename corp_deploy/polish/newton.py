@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from corp_deploy.algebra.gauss_newton import gauss_newton
+from corp_deploy.algebra.gauss_newton import Lacking, gauss_newton
 from corp_deploy.algebra.regression import refit_toward
-from corp_deploy.families.modules import fill_rows_
 from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
 from corp_deploy.reduction.branch_sums import StreamEnergy, inputs_sums
@@ -28,7 +28,7 @@ from corp_deploy.reduction.linear_loop import through_scale
 from corp_deploy.reduction.streams import Pair
 
 from .descent import Descent, Pace, Position
-from .linearised import Linearised, counts
+from .linearised import counts, linearised
 from .matrices import Matrix
 from .report import Judged
 
@@ -75,15 +75,49 @@ class _Judge:
         return math.sqrt(error / self.energy) if self.energy > 0.0 else math.sqrt(error)
 
 
-def _set_(site: LinearSite, first_RD: Tensor) -> None:
-    """The first layers' weights and, where they have one, their biases."""
-    inputs, has_bias = site.first.in_features, site.first.bias is not None
-    fill_rows_(site.firsts, first_RD[:, :inputs], first_RD[:, -1] if has_bias else None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Matrices that read the same inputs, and how a sublayer's outputs change with all of their rows."""
+
+    matrices: tuple[Matrix, ...]
+    linearised: Callable[[Sequence[Pair]], Iterable[Lacking]]
+
+    @property
+    def rows_RD(self) -> Tensor:
+        """The rows of each in turn."""
+        return torch.cat([matrix.values_OK for matrix in self.matrices])
+
+    def set_(self, rows_RD: Tensor) -> None:
+        parts = rows_RD.split([len(matrix.layer.weight) for matrix in self.matrices])
+        for matrix, part in zip(self.matrices, parts, strict=True):
+            matrix.set_(part)
 
 
-def _first(site: LinearSite) -> Tensor:
-    whole = site.stacked_first()
-    return whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None]), dim=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sublayer:
+    """A branch of a stream by what of it is fitted: first the `steps` in turn, then the layer whose outputs the branch
+    adds, by a regression; `last` is None where steps are of all layers.
+    """
+
+    branch: Branch
+    steps: tuple[Step, ...]
+    last: Matrix | None = None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        every = [matrix for step in self.steps for matrix in step.matrices]
+        return tuple(every) if self.last is None else (*every, self.last)
+
+
+def sublayer(branch: Branch, site: LinearSite) -> Sublayer:
+    """Both layers of a branch's site."""
+    firsts = zip(("first", "first2"), site.firsts, strict=False)
+    matrices = tuple(Matrix(name=f"{site.name}/{name}", layer=layer, scale=1.0) for name, layer in firsts)
+    return Sublayer(
+        branch=branch,
+        steps=(Step(matrices=matrices, linearised=partial(linearised, branch, site)),),
+        last=Matrix(name=f"{site.name}/last", layer=site.last, scale=1.0),
+    )
 
 
 def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]:
@@ -93,34 +127,32 @@ def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]
     return pairs[sweep % stride :: stride]
 
 
-def step_first_(
-    branch: Branch, site: LinearSite, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float
-) -> float:
-    """The first layer one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
-    start_RD = best_RD = _first(site)
-    steps = gauss_newton(Linearised(branch, site, pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
+def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: float) -> float:
+    """Layers one Gauss-Newton step on, or the part of it that the held-out inputs bear out; their error."""
+    start_RD = best_RD = step.rows_RD
+    steps = gauss_newton(step.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
     for iteration, step_RD in enumerate(steps, start=1):
         if iteration not in how.looks:
             continue
         last = math.inf
         for share in how.shares:
-            _set_(site, start_RD + share * step_RD)
+            step.set_(start_RD + share * step_RD)
             now = judge.error()
             if now < error:
-                error, best_RD = now, _first(site)
+                error, best_RD = now, step.rows_RD
             if not now < last:  # along a line the error falls, then rises
                 break
             last = now
-    _set_(site, best_RD)
+    step.set_(best_RD)
     return error
 
 
-def _refit(branch: Branch, site: LinearSite, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
+def _refit(branch: Branch, last: nn.Linear, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
     """The change of the last layer's weight and bias by the regression that errs least on the held-out inputs; None
     where no change is best. Solved on the others alone, so that those held out can go on judging.
     """
-    weight_CK, bias_C = through_scale(site.last, branch.scale_C)
-    lacking = inputs_sums(branch, branch.layer, site.last, pairs)
+    weight_CK, bias_C = through_scale(last, branch.scale_C)
+    lacking = inputs_sums(branch, branch.layer, last, pairs)
     left = lacking.each(lambda sums: sums.less(weight_CK, bias_C).regression())
     refits = [refit_toward(None, left.fit, strength=strength) for strength in sorted(how.strengths, reverse=True)]
     errors = [left.held_out.error(refit.weight_OK, refit.bias_O) for refit in refits]
@@ -131,41 +163,37 @@ def _refit(branch: Branch, site: LinearSite, pairs: Iterable[Pair], how: Newton)
 
 
 def refit_last_(
-    branch: Branch, site: LinearSite, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float
+    branch: Branch, last: nn.Linear, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float
 ) -> float:
     """The last layer refitted, unless that errs more on the held-out inputs; their error."""
-    change = _refit(branch, site, pairs, how)
+    change = _refit(branch, last, pairs, how)
     if change is None:
         return error
-    weight_CK, bias_C = site.last.weight.clone(), None if site.last.bias is None else site.last.bias.clone()
-    add_to_(site.last, *change)
+    weight_CK, bias_C = last.weight.clone(), None if last.bias is None else last.bias.clone()
+    add_to_(last, *change)
     now = judge.error()
     if now < error:
         return now
-    site.last.weight.copy_(weight_CK)
-    site.last.bias = None if bias_C is None else nn.Parameter(bias_C, requires_grad=False)
+    last.weight.copy_(weight_CK)
+    last.bias = None if bias_C is None else nn.Parameter(bias_C, requires_grad=False)
     return error
 
 
 class Sweeps:
-    """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over both of
-    its layers, and the sweeps end where nothing is gained.
+    """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over its
+    layers, and the sweeps end where nothing is gained.
 
-    `site` is that of the branch's layer; the pairs' dense stream is behind the branch, the reduced one before it. Those
-    held out judge and are fitted to by none. Every process does the same.
+    The pairs' dense stream is behind the branch, the reduced one before it. Those held out judge and are fitted to by
+    none. Every process does the same.
     """
 
     def __init__(
-        self, branch: Branch, site: LinearSite, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
+        self, sublayer: Sublayer, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
     ) -> None:
-        self.branch, self.site, self.pairs, self.how, self.pace, self.ranks = branch, site, pairs, how, pace, ranks
+        self.sublayer, self.pairs, self.how, self.pace, self.ranks = sublayer, pairs, how, pace, ranks
         self.fitted = [pair for pair in pairs if not pair.held_out]
-        self.judge = _Judge(branch, [pair for pair in pairs if pair.held_out])
-        firsts = dict(zip(("first", "first2"), site.firsts, strict=False))
-        names = firsts | {"last": site.last}
-        self.matrices = tuple(
-            Matrix(name=f"{site.name}/{name}", layer=layer, scale=1.0) for name, layer in names.items()
-        )
+        self.judge = _Judge(sublayer.branch, [pair for pair in pairs if pair.held_out])
+        self.matrices = sublayer.matrices
 
     def start(self) -> Position:
         """Nothing done yet, judged once."""
@@ -184,8 +212,12 @@ class Sweeps:
     def _sweep_(self, step: int) -> None:
         error = self.judge.error()
         some = _some(self.fitted, self.how.most_tokens, step)
-        error = step_first_(self.branch, self.site, some, self.judge, self.how, error)
-        refit_last_(self.branch, self.site, self.pairs, self.judge, self.how, error)
+        for each in self.sublayer.steps:
+            error = take_(each, some, self.judge, self.how, error)
+        if self.sublayer.last is not None:
+            layer = self.sublayer.last.layer
+            assert isinstance(layer, nn.Linear), self.sublayer.last
+            refit_last_(self.sublayer.branch, layer, self.pairs, self.judge, self.how, error)
 
     @torch.no_grad()
     def run(

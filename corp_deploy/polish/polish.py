@@ -15,6 +15,7 @@ from corp_deploy.families.coupled_site import CoupledSite
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.steps import Branch, Passage
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_site import TracedStream
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
@@ -28,6 +29,7 @@ from .objective import Student
 from .options import PolishName, PolishOptions
 from .parts import Parts, Progress
 from .report import PolishReport
+from .segments import in_rows
 from .state import StateFile
 from .subject import Subject
 from .teacher import Teacher
@@ -69,7 +71,7 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
     steps = list(family_of(reduced).steps(reduced))
     walked = {step.name for step in steps if isinstance(step, Branch)}
     fused = {name for step in steps if isinstance(step, Passage) for name in step.sites}
-    walked |= fused if options.how == "block" else set()
+    walked |= fused if options.how == "block" or isinstance(reduced, TracedModule) else set()
     whole = [name for name in reduced_sites(dense, reduced) if name not in walked]
     if whole and options.how != "model":
         instead = "block or model" if fused.issuperset(whole) else "model"
@@ -108,6 +110,7 @@ def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOption
     behind = [step.name for step in branches if step.behind is not None and step.name in narrower]
     heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
     rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name and options.how == "layer"]
+    rows = in_rows(reduced, rows) if isinstance(reduced, TracedModule) else rows
     reasons = {
         "are rows of convolutions": rows,
         "have a norm behind them": behind if options.how == "layer" else [],

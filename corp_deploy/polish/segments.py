@@ -1,0 +1,157 @@
+"""The layers of a traced model's segment, each fitted by Gauss-Newton steps through all that follows it there.
+
+What stands between them is differentiated as it is, whatever it is; behind the last one a step is a regression.
+
+Legend: B inputs, N places of a stream, C channels, X rows of what a layer reads or gives, R what layers give, D what they
+read and a one for a bias.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from corp_deploy.algebra.gauss_newton import Lacking
+from corp_deploy.algebra.tangents import RunTangent, with_one
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.steps import Branch, Nothing, Passage
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_segments import ByRows, Segment
+from corp_deploy.families.traced_site import TracedSite, TracedStream
+from corp_deploy.reduction.streams import Pair
+from corp_deploy.reduction.traced_streams import Values, run
+from corp_deploy.reduction.traced_targets import rows_of
+from corp_deploy.traced.finding.cuts import needed
+from corp_deploy.traced.programs.attended import unread
+from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
+
+from .linearised import Linearised
+from .matrices import Matrix
+from .newton import Step, Sublayer
+
+
+def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
+    """Those of a traced model's sites that convolutions of several places write or read."""
+    own, by_name = tracing(model), sites_of(model).by_name
+    of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
+    return [name for name in sites if not of_places.isdisjoint(_touched(by_name[name]))]
+
+
+def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
+    """All that writes or reads sites within a traced model's step, but streams; layers that read the same are one."""
+    assert isinstance(step.module, ByRows), step.name
+    own, by_name = tracing(model), sites_of(model).by_name
+    segment = next(each for each in own.segments if each.name == step.name)
+    inside = [by_name[name] for name in step.sites if name in by_name]
+    touched = {name for site in inside if not isinstance(site, TracedStream) for name in _touched(site)}
+    nodes = needed(own.program, segment.before, [segment.after])
+    together = dict[tuple[fx.Node, bool], list[Called]]()
+    for layer in layers(own.program):
+        is_one = layer.weight in touched and layer.node in nodes and len(own.uses[layer.weight]) == 1
+        if is_one and _is_fitted(own.program, layer):
+            together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
+    branch, steps = _branch(own.program, segment, step.module), list[Step]()
+    for (_, is_biasless), called in together.items():
+        way = _Way(program=own.program, nodes=tuple(nodes), segment=segment, branch=branch, step=step.module, called=tuple(called))
+        matrices = (_matrix(own.program, each, is_biasless) for each in called)
+        look = partial(_lacking, way, is_biasless)
+        steps.append(Step(matrices=tuple(matrices), linearised=partial(Linearised, look)))
+    return Sublayer(branch=branch, steps=tuple(steps))
+
+
+def _touched(site: object) -> set[str]:
+    assert isinstance(site, TracedSite), site
+    return {span.name for span in (*site.groups.writers, *site.groups.readers)}
+
+
+def _is_linear(program: Program, layer: Called) -> bool:
+    """Of every place for itself."""
+    if layer.node.target is LINEAR:
+        return True
+    module = as_module(program, layer)
+    return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
+
+
+def _is_fitted(program: Program, layer: Called) -> bool:
+    weight = program.tensor(layer.weight)
+    is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
+    return is_own and weight.numel() > 0 and _is_linear(program, layer)
+
+
+def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
+    own = Called(node=layer.node, weight=layer.weight, bias="") if is_biasless else layer
+    return Matrix(name=layer.name, layer=as_module(program, own), scale=1.0)
+
+
+def _branch(program: Program, segment: Segment, module: ByRows) -> Branch:
+    """All that the stream is behind the segment is what it gives; of its tokens those count that go anywhere."""
+    _, tokens, channels = module.leaving.rows(torch.empty(1, *module.leaving.sizes)).shape
+    is_last_axis = module.leaving.axis == len(module.leaving.sizes)
+    gone = unread(program, segment.after) if is_last_axis else None
+    read = None if gone is None else (~gone).flatten().nonzero()[:, 0]
+    shortcut = Nothing(tokens, channels)
+    return Branch(name=segment.name, norm=nn.Identity(), layer=module, scale_C=None, read=read, shortcut=shortcut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """From what layers `called` read through what they give to the end of their segment, whose nodes are `nodes`."""
+
+    program: Program
+    nodes: tuple[fx.Node, ...]
+    segment: Segment
+    branch: Branch
+    step: ByRows
+    called: tuple[Called, ...]
+
+    def values(self, x_BNC: Tensor) -> Values:
+        """Of a stream that enters the segment."""
+        return run(self.program, self.nodes, {self.segment.before: self.step.entering.tensor(x_BNC)})
+
+    def read(self, x_BNC: Tensor) -> Tensor:
+        """What counts of the stream behind it [X,C]."""
+        return (x_BNC if self.branch.read is None else x_BNC[:, self.branch.read]).flatten(0, 1)
+
+    def behind(self) -> Iterator[fx.Node]:
+        """What is made of what the layers give."""
+        made = {each.node for each in self.called}
+        for node in self.nodes:
+            if node not in made and not made.isdisjoint(node.all_input_nodes):
+                made.add(node)
+                yield node
+
+    def through(self, values: Values, given_XR: Tensor) -> Tensor:
+        """What counts of the stream behind the segment where the layers give this."""
+        behind = list(self.behind())
+        parts = given_XR.split([values[each.node].shape[_axis(each.node)] for each in self.called], dim=-1)
+        given = {each.node: _laid(part, values[each.node], each.node) for each, part in zip(self.called, parts, strict=True)}
+        beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
+        before = {self.segment.before: values[self.segment.before]}
+        with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
+            end = run(self.program, behind, before | beside | given)[self.segment.after]
+        return self.read(self.step.leaving.rows(end))
+
+
+def _axis(node: fx.Node) -> int:
+    return -1 if node.target is LINEAR else 1
+
+
+def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
+    """Rows as a layer gives them."""
+    axis = _axis(node)
+    return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis).clone()
+
+
+def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
+    values = way.values(pair.reduced)
+    first = way.called[0].node
+    entering_XD = rows_of(values[first.all_input_nodes[0]], first)
+    given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
+    entering_XD = entering_XD if is_biasless else with_one(entering_XD)
+    tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
+    return Lacking(tangent=tangent, lacking_XO=way.read(pair.target) - tangent.out_XO.detach())
