@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.steps import Branch
+from corp_deploy.families.steps import Branch, Passage
 from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.linearised import counts
 from corp_deploy.reduction.streams import Pair
@@ -67,7 +67,8 @@ def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Ada
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
     sites, seconds = sites_of(model).linear_by_name, [0.0]
 
-    def fit(branch: Branch, name: str, both: list[Pair]) -> None:
+    def fit(branch: Branch | Passage, name: str, both: list[Pair]) -> None:
+        assert isinstance(branch, Branch), name
         start = time.process_time()
         fit_by_adam_(branch, (sites[name].first, sites[name].last), both, how)
         seconds.append(time.process_time() - start)

@@ -14,7 +14,7 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.site import LinearSite
-from corp_deploy.families.steps import Branch
+from corp_deploy.families.steps import Branch, Passage
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.polish.descent import Pace
 from corp_deploy.polish.layers import fit_layers_, pairs_of, reduced_sites, walk_layers
@@ -68,7 +68,8 @@ def test_a_branch_is_linearised_as_it_is(kwargs: dict[str, Any], merged: bool) -
     model = family_of(model).with_merging(model, Merging(schedule=(3, 2))) if merged else model
     looked_at = []
 
-    def compare(branch: Branch, name: str, pairs: list[Pair]) -> None:
+    def compare(branch: Branch | Passage, name: str, pairs: list[Pair]) -> None:
+        assert isinstance(branch, Branch), name
         site = family_of(model).sites(model).linear_by_name[name]
         (piece,) = linearised(branch, site, pairs)
         step_RD = torch.randn(

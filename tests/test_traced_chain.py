@@ -283,7 +283,9 @@ def test_a_polished_model_errs_less(name: str, how: PolishName, steps: int, tmp_
     if name == "own":
         narrower = {"block": ["stem", "h.0", "h.1"], "model": ["model"]}
         assert [part.part for part in result.report.parts] == narrower[how]
-    with pytest.raises(BadInput, match="stand in blocks that can't be taken apart; polish block or model"):
+    with pytest.raises(
+        BadInput, match="are rows of convolutions, through which no step is solved; polish block or model"
+    ):
         polished(dense.model, start.model, opened, PolishOptions(how="layer"))
     assert_saved_is_loaded(dense, replace(start, model=result.model), tmp_path)
 

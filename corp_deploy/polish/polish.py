@@ -66,7 +66,7 @@ def _state_file(path: Path, subject: Subject) -> StateFile:
 
 def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
     """Raise BadInput where a site to be fitted stands in a block that can't be walked through, or taken apart where
-    layers are fitted; and where the blocks are others than the dense model's.
+    layers are fitted of what is no traced model; and where the blocks are others than the dense model's.
     """
     steps = list(family_of(reduced).steps(reduced))
     walked = {step.name for step in steps if isinstance(step, Branch)}
@@ -104,15 +104,17 @@ def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
 
 
 def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token."""
+    """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token; of a
+    traced model for convolutions of several places alone.
+    """
     narrower = reduced_sites(dense, reduced)
     branches = [step for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)]
     behind = [step.name for step in branches if step.behind is not None and step.name in narrower]
     heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
-    rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name and options.how == "layer"]
+    rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name]
     rows = in_rows(reduced, rows) if isinstance(reduced, TracedModule) else rows
     reasons = {
-        "are rows of convolutions": rows,
+        "are rows of convolutions": rows if options.how == "layer" else [],
         "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
         "have a norm of their hidden channels": [

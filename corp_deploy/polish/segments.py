@@ -1,8 +1,9 @@
 """The layers of a traced model's segment, each fitted by Gauss-Newton steps through all that follows it there.
 
-What stands between them is differentiated as it is, whatever it is; behind the last one a step is a regression.
+What stands between them is differentiated, whatever it is: turns by positions and norms too. Of a layer whose output a
+stream is added to that step is the regression on what it reads.
 
-Legend: B inputs, N places of a stream, C channels, X rows of what a layer reads or gives, R what layers give, D what they
+Legend: B inputs, N places of a stream, C channels, X rows of what layers read or give, R what they give, D what they
 read and a one for a bias.
 """
 
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from corp_deploy.algebra.gauss_newton import Lacking
 from corp_deploy.algebra.tangents import RunTangent, with_one
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.site import Site
 from corp_deploy.families.steps import Branch, Nothing, Passage
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_segments import ByRows, Segment
@@ -43,7 +45,9 @@ def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
 
 
 def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
-    """All that writes or reads sites within a traced model's step, but streams; layers that read the same are one."""
+    """All that writes or reads sites within a traced model's step, but streams; layers that read the same take a step
+    together. What the program calls several times stays as it is.
+    """
     assert isinstance(step.module, ByRows), step.name
     own, by_name = tracing(model), sites_of(model).by_name
     segment = next(each for each in own.segments if each.name == step.name)
@@ -57,14 +61,21 @@ def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
     branch, steps = _branch(own.program, segment, step.module), list[Step]()
     for (_, is_biasless), called in together.items():
-        way = _Way(program=own.program, nodes=tuple(nodes), segment=segment, branch=branch, step=step.module, called=tuple(called))
+        way = _Way(
+            program=own.program,
+            nodes=tuple(nodes),
+            segment=segment,
+            branch=branch,
+            step=step.module,
+            called=tuple(called),
+        )
         matrices = (_matrix(own.program, each, is_biasless) for each in called)
         look = partial(_lacking, way, is_biasless)
         steps.append(Step(matrices=tuple(matrices), linearised=partial(Linearised, look)))
     return Sublayer(branch=branch, steps=tuple(steps))
 
 
-def _touched(site: object) -> set[str]:
+def _touched(site: Site) -> set[str]:
     assert isinstance(site, TracedSite), site
     return {span.name for span in (*site.groups.writers, *site.groups.readers)}
 
@@ -74,6 +85,7 @@ def _is_linear(program: Program, layer: Called) -> bool:
     if layer.node.target is LINEAR:
         return True
     module = as_module(program, layer)
+    assert isinstance(module, nn.Conv2d), layer
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
 
 
@@ -127,9 +139,9 @@ class _Way:
 
     def through(self, values: Values, given_XR: Tensor) -> Tensor:
         """What counts of the stream behind the segment where the layers give this."""
-        behind = list(self.behind())
-        parts = given_XR.split([values[each.node].shape[_axis(each.node)] for each in self.called], dim=-1)
-        given = {each.node: _laid(part, values[each.node], each.node) for each, part in zip(self.called, parts, strict=True)}
+        behind, nodes = list(self.behind()), [each.node for each in self.called]
+        parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
+        given = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
@@ -144,7 +156,7 @@ def _axis(node: fx.Node) -> int:
 def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     """Rows as a layer gives them."""
     axis = _axis(node)
-    return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis).clone()
+    return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
 def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:

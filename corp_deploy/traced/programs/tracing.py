@@ -115,11 +115,23 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _without_changes_(graph: fx.Graph) -> None:
-    """What is behind a change in place takes what the change gives."""
+    """What is behind a change in place takes what the change gives, and element by element that is a tensor of its own:
+    what was before stays known to whoever runs the program node by node.
+    """
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node, changed in _changes(graph):
         for user in [user for user in changed.users if order[user] > order[node]]:
             user.replace_input_with(changed, node)
+        node.target = _anew(node.target)  # type: ignore[arg-type]
+
+
+def _anew(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """relu for relu_, where torch has one that takes the same."""
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace != "aten" or torch.Tag.pointwise not in op.tags or not name.endswith("_"):
+        return op
+    other = getattr(torch.ops.aten, name.removesuffix("_"))
+    return getattr(other, op._overloadname) if op._overloadname in other.overloads() else op
 
 
 def _without_views_(graph: fx.GraphModule) -> None:

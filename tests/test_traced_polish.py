@@ -1,0 +1,276 @@
+"""Layers of traced models fitted through their segments: tangents against the programs' own outputs, planted layers,
+the family's own polish of the same model.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.coverage.beside import no_families
+from calib.input_set import InputSet
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.module_facts import facts_of_module
+from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.steps import Passage
+from corp_deploy.families.traced_model import steps, tracing
+from corp_deploy.families.traced_module import traced_module
+from corp_deploy.polish.layers import fit_layers_, pairs_of
+from corp_deploy.polish.newton import Newton, Step
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.parts import Progress
+from corp_deploy.polish.polish import Polished, polished
+from corp_deploy.polish.segments import segment_sublayer
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.streams import Pair
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from tests import tiny
+from tests.traced_examples import with_structure
+
+DIM, HEADS, TOKENS = 24, 2, 16
+HALF: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 4, "align_head": 4}
+
+
+class Mlp(nn.Module):
+    """Without a bias behind; `in_place`: written as many do."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.up, self.act = nn.Linear(DIM, 64), nn.ReLU(inplace=in_place)
+        self.down, self.in_place = nn.Linear(64, DIM, bias=False), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            x += self.down(self.act(self.up(x)))
+            return x
+        out: Tensor = x + self.down(self.act(self.up(x)))
+        return out
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(DIM, 48), nn.Linear(DIM, 48), nn.Linear(48, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + 0.5 * self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class NormBehind(nn.Module):
+    """As in Swin V2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(DIM, 64), nn.Linear(64, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.norm(self.down(nn.functional.gelu(self.up(x))))
+        return out
+
+
+class Pointwise(nn.Module):
+    """By convolutions of one place, with one of each channel's neighbours between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(DIM, 64, 1), nn.Conv2d(64, DIM, 1)
+        self.near = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(nn.functional.gelu(self.near(self.up(x.mT.unflatten(-1, (4, 4))))))
+        return x + out.flatten(2).mT
+
+
+class Attention(nn.Module):
+    """Plain, or with turns by positions (`is_turned`)."""
+
+    angle_NP: Tensor
+
+    def __init__(self, *, is_turned: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM)
+        self.norm, self.proj = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        angle_NP = torch.arange(TOKENS)[:, None] / 3.0 ** torch.arange(DIM // HEADS // 2)
+        self.register_buffer("angle_NP", angle_NP if is_turned else torch.zeros_like(angle_NP))
+
+    def turned(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, dim=-1)
+        cos, sin = self.angle_NP.cos(), self.angle_NP.sin()
+        return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (each(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        z = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v)
+        out: Tensor = x + self.proj(z.transpose(1, 2).flatten(2))
+        return out
+
+
+class Net(nn.Module):
+    """Images to tokens, through blocks, to the classes of the first `tokens` together."""
+
+    def __init__(self, *blocks: nn.Module, tokens: int = TOKENS) -> None:
+        super().__init__()
+        self.input_size, self.tokens = (3, 32, 32), tokens
+        self.patch, self.blocks = nn.Conv2d(3, DIM, 8, 8), nn.Sequential(*blocks)
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 7)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.patch(images).flatten(2).mT))[:, : self.tokens].mean(1))
+        return logits
+
+
+def net(*blocks: nn.Module, tokens: int = TOKENS) -> nn.Module:
+    model = with_structure(Net(*blocks, tokens=tokens)).eval()
+    return traced_module(model, facts_of_module(model, Preprocessing()))
+
+
+def halved(dense: nn.Module, images: InputSet, preset: str = "none") -> nn.Module:
+    checkpoint = Checkpoint(model=dense, architecture=Architecture(name="own"), lineage={})
+    return reduce(dense, calibrate(checkpoint, images, batch_size=16), method_from_preset(preset, **HALF)).model
+
+
+def moved(step: Step, change_RD: Tensor, passage: Passage, x_BNC: Tensor) -> Tensor:
+    """What the segment gives of the tokens' channels with the layers changed."""
+    start_RD = step.rows_RD
+    step.set_(start_RD + change_RD)
+    given = passage(x_BNC)
+    step.set_(start_RD)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "first"),
+    [
+        (Mlp, [1, 1], [0]),
+        (Gated, [2, 1], [0]),
+        (NormBehind, [1, 1], [0]),
+        (Pointwise, [1, 1], [0, 1, 4, 5]),
+        (Attention, [2, 1, 1], None),  # keys have no bias, and go by themselves
+        (lambda: Attention(is_turned=True), [2, 1, 1], None),
+    ],
+)
+@torch.no_grad()
+def test_a_segment_is_linearised_as_it_is(
+    build: Callable[[], nn.Module], layers: list[int], first: list[int] | None
+) -> None:
+    """By its own outputs a little ahead and a little behind, on tokens that the first one's classes come of:
+    `first` behind the first of two blocks, None for all.
+    """
+    dense = net(build(), build(), tokens=1)
+    passages = [step for step in steps(dense) if step.name.startswith("blocks")]
+    sublayers = [segment_sublayer(dense, passage) for passage in passages]
+    tracing(dense).program.graph.double()
+    generator = torch.Generator().manual_seed(0)
+    for passage, sublayer, expected in zip(passages, sublayers, (first, [0]), strict=True):
+        x_BNC, dense_BNC = (torch.randn(3, TOKENS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+        assert [len(step.matrices) for step in sublayer.steps] == layers
+        read = sublayer.branch.read
+        assert (None if read is None else read.tolist()) == expected
+        tokens = range(TOKENS) if expected is None else expected
+        for step in sublayer.steps:
+            change_RD = torch.randn(step.rows_RD.shape, generator=generator, dtype=torch.float64)
+            (piece,) = step.linearised([Pair(dense=dense_BNC, reduced=x_BNC, held_out=False)])
+            ahead, behind = (moved(step, sign * 1e-5 * change_RD, passage, x_BNC) for sign in (1, -1))
+            expected_XC = ((ahead - behind) / 2e-5)[:, tokens].flatten(0, 1)
+            along_XC = piece.tangent.along(change_RD)
+            torch.testing.assert_close(along_XC, expected_XC, rtol=1e-6, atol=1e-6)
+            lacking_XC = (dense_BNC - passage(x_BNC))[:, tokens].flatten(0, 1)
+            torch.testing.assert_close(piece.lacking_XO, lacking_XC, rtol=1e-9, atol=1e-9)
+            back_RD = piece.tangent.sensitivity(lacking_XC).mT @ piece.tangent.entering_XD
+            torch.testing.assert_close((back_RD * change_RD).sum(), (lacking_XC * along_XC).sum(), rtol=1e-8, atol=1e-8)
+
+
+def disturbed_(model: nn.Module, by: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name in ("blocks.0.up.weight", "blocks.1.up.weight"):
+            weight = model.get_parameter(name)
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(by * noise * weight.norm() / math.sqrt(weight.numel()))
+
+
+def planted(tmp_path: Path, *, in_place: bool = False) -> tuple[nn.Module, nn.Module]:
+    """A model half of whose hidden channels do nothing, and one that has the others alone, but disturbed."""
+    torch.manual_seed(0)
+    dense = net(Mlp(in_place=in_place), Mlp(in_place=in_place))
+    with torch.no_grad():
+        for index in range(2):
+            dense.get_parameter(f"blocks.{index}.down.weight")[:, ::2] = 0.0
+    model = halved(dense, tiny.opened(tmp_path / "images.npy", tiny.images(64), dense), "best")
+    disturbed_(model, 0.1)
+    return dense, model
+
+
+def test_planted_layers_come_back(tmp_path: Path) -> None:
+    dense, model = planted(tmp_path)
+    both = [tiny.opened(tmp_path / f"{seed}.npy", tiny.images(count, seed), dense) for seed, count in ((3, 48), (4, 8))]
+    with torch.no_grad():
+        pairs = pairs_of(dense, *both)
+    fits = fit_layers_(dense, model, pairs, Newton(ridge_rel=1e-5, looks=(8, 20)), sweeps=5)
+    assert [fit.part for fit in fits] == ["blocks.0", "blocks.1"]
+    assert all(fit.error < 0.05 * fit.error_before for fit in fits), fits
+
+
+def own_polished(tmp_path: Path, *, in_place: bool = False, **how: Any) -> Polished:
+    dense, model = planted(tmp_path, in_place=in_place)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(64), dense)
+    made = polished(dense, model, images, PolishOptions(how="layer", steps=2), **how)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return made
+
+
+class Stopped(Exception):
+    """What an interruption raises here."""
+
+
+def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    whole, heard, state = own_polished(tmp_path), list[Progress](), tmp_path / "state.safetensors"
+    assert whole.report.error < 0.7 * whole.report.error_before
+
+    def interrupt(progress: Progress) -> None:
+        heard.append(progress)
+        if len(heard) == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        own_polished(tmp_path, state=state, done=interrupt)
+    again = own_polished(tmp_path, state=state, done=heard.append)
+    assert [each.part for each in heard] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
+    assert [part.error for part in again.report.parts] == [part.error for part in whole.report.parts]
+    for own, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0.0, atol=0.0)
+
+
+def test_what_changes_in_place_is_polished_alike(tmp_path: Path) -> None:
+    """Streams that are added to where they stand are run through again and again."""
+    plain, in_place = own_polished(tmp_path), own_polished(tmp_path, in_place=True)
+    assert in_place.report.error == plain.report.error < plain.report.error_before
+
+
+@pytest.mark.slow("models")
+def test_a_hidden_family_is_polished_as_well_by_its_program(tmp_path: Path) -> None:
+    kwargs = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
+
+    def report() -> tuple[float, float]:
+        torch.manual_seed(0)
+        dense = with_structure(dense_from_architecture(Architecture(name="vit_tiny_patch16_224", kwargs=kwargs)))
+        images = tiny.opened(tmp_path / "images.npy", tiny.images(96), dense)
+        made = polished(dense, halved(dense, images, "best"), images, PolishOptions(how="layer", steps=3)).report
+        assert all(part.error <= part.error_before for part in made.parts)
+        return made.error_before, made.error
+
+    before, after = report()
+    with no_families():
+        before_traced, after_traced = report()
+    assert before_traced == pytest.approx(before, rel=1e-3)
+    assert after_traced < 0.7 * before_traced
+    assert after_traced < 1.15 * after
