@@ -3,14 +3,15 @@
     python -m benchmarks.convnets --output benchmarks/results/convnets.json
     python -m benchmarks.convnets --output benchmarks/results/convnets.json --part latency
 
-The first is the digits' ResNet, uniform widths, the same for every method, whose sites have the share of their MACs
+The first is the digits' ResNet, uniform widths, the same for every method, whose MACs have the share
 that comes nearest to what was asked for; all numbers are on held-out images. The second is of shapes alone: random
 weights, ONNX Runtime on the CPU, dense and reduced interleaved in one process. A run that was stopped goes on from its
 last row.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,20 +25,16 @@ from benchmarks.real.record import Record
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.conv_site import ConvSite
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import LoopName, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
@@ -79,26 +76,16 @@ def evenly(model: nn.Module, sparsity: float, align: int) -> Widths:
     return uniform_widths(model, method_from_preset("none", conv_sparsity=sparsity, align_conv=align))
 
 
-def of_sites(model: nn.Module, widths: Widths) -> float:
-    """The share of the sites' MACs that these widths remove."""
-    costs, found = site_costs(model, "macs"), sites_of(model).by_name
-    left = sum(costs.of(found[name], widths.get(name, found[name].width), "padded") for name in costs.now)
-    return 1.0 - left / sum(costs.now.values())
+def nearest(model: nn.Module, asked: float, align: int) -> tuple[Widths, float]:
+    """Uniform widths that remove what of the model's MACs is nearest to the share asked for, and what they remove."""
+    dense = macs(model)
 
+    def removed(percent: int) -> float:
+        return 1.0 - macs(at_widths(model, evenly(model, percent / 100, align))) / dense
 
-def of_model(model: nn.Module, widths: Widths) -> float:
-    """The share of the whole model's MACs."""
-    return of_sites(model, widths) * sum(site_costs(model, "macs").now.values()) / macs(model)
-
-
-def nearest(
-    model: nn.Module, asked: float, align: int, removed: Callable[[nn.Module, Widths], float]
-) -> tuple[Widths, float]:
-    """Uniform widths that remove what is nearest to the share asked for, and what they remove."""
-    found = [
-        (widths, removed(model, widths)) for percent in range(100) for widths in [evenly(model, percent / 100, align)]
-    ]
-    return min(found, key=lambda pair: abs(pair[1] - asked))
+    enough = bisect_left(range(99), asked, key=removed)
+    percent = min((max(enough - 1, 0), enough), key=lambda each: abs(removed(each) - asked))
+    return evenly(model, percent / 100, align), removed(percent)
 
 
 def logits(model: nn.Module, images: Tensor) -> Tensor:
@@ -110,9 +97,9 @@ def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments:
     """By one way, at these widths."""
     method = method_from_preset(way.preset, align_conv=ALIGN)
     if way.loop == "symmetric":
-        return reduce_symmetric_loop(model, images, method, widths=widths).model
+        return reduce_by_symmetric_loop(model, images, method, widths=widths).model
     if way.loop == "asymmetric":
-        return reduce_closed_loop(model, images, method, widths=widths).model
+        return reduce_by_closed_loop(model, images, method, widths=widths).model
     return reduce(model, moments, method, widths=widths).model
 
 
@@ -128,7 +115,7 @@ def add_methods(record: Record, dense: Checkpoint, shares: tuple[float, ...], co
             images = images_for_model(model, path, samples=count, seed=seed)
             moments = calibrate(dense, images, batch_size=32)
             for share in shares:
-                widths, removed = nearest(model, share, ALIGN, of_sites)
+                widths, removed = nearest(model, share, ALIGN)
                 for way in WAYS:
                     key = {"asked": share, "way": way.name, "seed": seed}
                     if record.has("rows", key):
@@ -136,8 +123,7 @@ def add_methods(record: Record, dense: Checkpoint, shares: tuple[float, ...], co
                     answers = logits(reduced(model, way, widths, images, moments), pixels)
                     top = answers.argmax(dim=1)
                     figures = {
-                        "removed_of_sites": removed,
-                        "removed_of_model": of_model(model, widths),
+                        "removed_of_model": removed,
                         "relative_error": float((answers - exact).norm() / exact.norm()),
                         "agreement": float((top == exact.argmax(dim=1)).double().mean()),
                         "accuracy": float((top.numpy() == held_out.labels).mean()),
@@ -145,24 +131,13 @@ def add_methods(record: Record, dense: Checkpoint, shares: tuple[float, ...], co
                     record.put("rows", {**key, **figures}, tuple(key))
 
 
-def randomly(dense: Checkpoint, widths: Widths) -> Checkpoint:
-    """The model at these widths with random weights."""
-    modules: dict[str, nn.Module] = {}
-    for site in sites_of(dense.model).every:
-        if isinstance(site, ConvSite) and site.name in widths:
-            modules |= site.recorded({"channels": widths[site.name].channels})  # type: ignore[union-attr]
-    for parameter in (each for module in modules.values() for each in module.parameters()):
-        nn.init.normal_(parameter, std=0.02)
-    return replace(dense, model=replaced(dense.model, modules).eval())
-
-
 def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
     """One shape dense beside reduced, a line a batch size."""
     torch.manual_seed(0)
     architecture = Architecture(name=SHAPES[name])
     dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
-    widths, _ = nearest(dense.model, asked, 8, of_model)
-    narrower = randomly(dense, widths)
+    widths, _ = nearest(dense.model, asked, 8)
+    narrower = replace(dense, model=at_widths(dense.model, widths))
     with tempfile.TemporaryDirectory() as scratch:
         graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
         for checkpoint, path in zip((dense, narrower), graphs, strict=True):

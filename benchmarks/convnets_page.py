@@ -20,7 +20,7 @@ def _ratio(rows: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> str:
 def methods(record: Mapping[str, Any]) -> str:
     """What methods lose on the digits' ResNet."""
     rows = record["rows"]
-    removed = {row["asked"]: row["removed_of_sites"] for row in rows}
+    removed = {row["asked"]: row["removed_of_model"] for row in rows}
     lines = []
     for way in dict.fromkeys(row["way"] for row in rows):
         cells = [way]
@@ -33,7 +33,7 @@ def methods(record: Mapping[str, Any]) -> str:
     text = (
         f"The digits' ResNet, {record['calibration_images']} images to calibrate on, uniform widths, the same for "
         "every method: relative logit error, top-1 agreement and accuracy on held-out images by the share of the "
-        f"MACs removed from what its sites have (means of {seeds} choices of images). At half, preset best errs "
+        f"MACs removed (means of {seeds} choices of images). At half, preset best errs "
         f"{_ratio(rows, 'best', 'grail')} times less than grail, with its closed loop "
         f"{_ratio(rows, 'best, closed loop', 'grail, symmetric closed loop')} times less than grail with the "
         "symmetric one:"

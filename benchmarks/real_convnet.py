@@ -11,6 +11,7 @@ the channels everywhere, the least whole percent that meets the share; rows of a
 import fnmatch
 import json
 import shutil
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,9 +27,8 @@ from benchmarks.real import lite0, photographs
 from benchmarks.real.commands import run
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.record import Record
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import SiteCosts, site_costs
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
@@ -76,12 +76,10 @@ def _renormalised(path: Path, count: int) -> Tensor:
     return torch.from_numpy((pictures - lite0.MEAN) / lite0.STD).float()
 
 
-def share_left(model: nn.Module, costs: SiteCosts, sparsity: float) -> float:
+def share_left(model: nn.Module, sparsity: float) -> float:
     """Of the MACs, where the same share of channels is removed everywhere."""
-    sites = sites_of(model).by_name
     widths = uniform_widths(model, method_from_preset("best", conv_sparsity=sparsity, align_conv=ALIGN))
-    saved = sum(costs.now[name] - costs.of(sites[name], width, "padded") for name, width in widths.items())
-    return 1.0 - saved / macs(model)
+    return macs(at_widths(model, widths)) / macs(model)
 
 
 def looks_at_images(row: Row) -> bool:
@@ -91,8 +89,7 @@ def looks_at_images(row: Row) -> bool:
 
 def uniform_sparsity(model: nn.Module, share: float) -> float:
     """The least whole percent removed everywhere that leaves so much of the MACs."""
-    costs = site_costs(model, "macs")
-    return next(percent / 100 for percent in range(100) if share_left(model, costs, percent / 100) <= share)
+    return bisect_left(range(100), -share, key=lambda percent: -share_left(model, percent / 100)) / 100
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""Small convolutional networks of timm's: timm's own, whose norms have met images, and ours with its weights.
+"""Small convolutional networks of timm's: timm's own, whose norms have met images, and the same to be traced.
 
 EfficientNets and MobileNets have names of their own here, as timm's names fix their blocks.
 """
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.conv_site import ConvSite
-from corp_deploy.families.family import sites_of, timm_family_of
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
@@ -68,7 +68,7 @@ def small_efficientnetv2(**kwargs: Any) -> nn.Module:
 
 @register_model
 def small_condconv(**kwargs: Any) -> nn.Module:
-    """With convolutions that have no part of ours, of experts and of several kernels."""
+    """With convolutions of experts and of several kernels."""
     return _efficientnet("small_condconv", **kwargs)
 
 
@@ -117,11 +117,11 @@ def library(name: str, size: int = SIZE) -> nn.Module:
 
 @cache
 def checkpoint(name: str, size: int = SIZE) -> Checkpoint:
-    """Ours, of the same weights."""
+    """To be traced, of the same weights."""
     kwargs = {"num_classes": 7, "img_size": size, **SMALL.get(name, {})}
     architecture = Architecture(name=name, kwargs=kwargs)
     model = dense_from_architecture(architecture)
-    model.load_state_dict(timm_family_of(model).own_state(model, library(name, size).state_dict()))
+    model.load_state_dict(library(name, size).state_dict())
     return Checkpoint(model=model.eval().requires_grad_(False), architecture=architecture, lineage={})
 
 
@@ -145,15 +145,15 @@ def error(model: nn.Module, dense: nn.Module, images: Tensor) -> float:
     return float((outputs(model, images) - exact).norm() / exact.norm())
 
 
-def conv_sites(model: nn.Module) -> list[ConvSite]:
-    return [site for site in sites_of(model).every if isinstance(site, ConvSite)]
+def conv_sites(model: nn.Module) -> list[TracedSite]:
+    return [site for site in sites_of(model).every if isinstance(site, TracedSite) and "stream" not in site.kind]
 
 
-def pairs_of(one: nn.Module, other: nn.Module) -> list[tuple[ConvSite, ConvSite]]:
-    return list(zip(conv_sites(one), conv_sites(other), strict=True))
+def streams(model: nn.Module) -> list[TracedSite]:
+    return [site for site in sites_of(model).every if isinstance(site, TracedSite) and "stream" in site.kind]
 
 
-def method(preset: str, share: float, **changes: Any) -> Method:
+def method(preset: str, share: float | None, **changes: Any) -> Method:
     return method_from_preset(preset, conv_sparsity=share, align_conv=8, **changes)
 
 

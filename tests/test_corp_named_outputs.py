@@ -31,7 +31,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
-from tests import hf_towers, tiny
+from tests import hf_towers, hierarchies, tiny
 from tests.small_models import pixels, small
 
 EVERY = (
@@ -188,7 +188,7 @@ def test_tokens_and_stages_that_are_not_there_are_refused() -> None:
     with pytest.raises(BadInput, match="pooled is of one built with num_classes 0"):
         with_outputs(tiny.checkpoint().model, outputs_from_text("pooled"))
     with pytest.raises(BadInput, match="a stage's channels aren't those of the last norm"):
-        with_outputs(small("convnext_atto", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
+        with_outputs(hierarchies.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:

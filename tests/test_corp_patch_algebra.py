@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.patch_elimination import eliminate_channels
-from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns, rescaled
+from corp_deploy.algebra.patches import RECOVERIES, PatchStatistics, columns, rescaled_outputs
 
 Array = NDArray[np.floating[Any]]
 FORMS = sorted(RECOVERIES)
@@ -246,6 +246,14 @@ def test_a_shifted_multiple_is_lost_on_padding_alone() -> None:
     assert max(share["affine", 0], share["im2col", 0]) < 1e-5
     assert share["gram", 0] > 1e-4
     assert 1e-4 < share["im2col", 1] < 0.1 * share["affine", 1]
+
+
+def rescaled(
+    weight_OU: Tensor, bias_O: Tensor, mean_U: Tensor, covariance_UU: Tensor, mean_O: Tensor, variance_O: Tensor
+) -> tuple[Tensor, Tensor]:
+    """On inputs of these moments."""
+    own = weight_OU @ mean_U + bias_O, ((weight_OU @ covariance_UU) * weight_OU).sum(dim=1).clamp_min(0.0)
+    return rescaled_outputs(weight_OU, bias_O, *own, mean_O, variance_O)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.obs import Elimination, obs
-from corp_deploy.algebra.patch_elimination import eliminate_channels, elimination_of_units, interleaved
+from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
 
 Array = NDArray[np.floating[Any]]
 Blocks = list[list[int]]
@@ -133,29 +133,6 @@ def test_groups_lose_a_channel_each_in_every_round(taps: int, places: int) -> No
 def test_groups_of_unlike_sizes_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[1, 3\]"):
         eliminate_channels(torch.eye(4), weight_of(2, 4), 1, ridge_rel=1e-3, group_of_C=torch.tensor([0, 0, 1, 0]))
-
-
-@pytest.mark.parametrize("taps", [1, 4])
-def test_units_leave_whole(taps: int) -> None:
-    u, weight = patches_of(12, taps, 300, seed=4), weight_of(5, 12 * taps)
-    unit = [0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0]
-    cov = covariance_of(u)
-    result = elimination_of_units(cov, weight, taps, torch.tensor(unit), ridge_rel=1e-3)
-    members = [[channel for channel in range(12) if unit[channel] == each] for each in range(4)]
-    blocks = [[channel * taps + tap for channel in each for tap in range(taps)] for each in members]
-    order = greedy(cov, weight, blocks, result.ridge)
-    assert result.order_F.tolist() == [channel for each in order for channel in members[each]]
-    assert_errors(result, cov, weight, taps, every=3)
-    assert all(result.error_at(width) == result.error_at(width // 3 * 3) for width in range(12))
-
-
-def test_units_of_one_are_channels() -> None:
-    u, weight = patches_of(7, 4, 300, seed=5), weight_of(3, 28)
-    cov = covariance_of(u)
-    units = elimination_of_units(cov, weight, 4, torch.tensor([3, 1, 0, 2, 6, 5, 4]), ridge_rel=1e-3)
-    alone = eliminate_channels(cov, weight, 4, ridge_rel=1e-3)
-    assert torch.equal(units.order_F, alone.order_F)
-    torch.testing.assert_close(units.error_F, alone.error_F)
 
 
 def test_separate_eliminations_are_joined_round_by_round() -> None:

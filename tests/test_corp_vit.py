@@ -32,7 +32,7 @@ def test_sites_of_a_plain_vit() -> None:
         ("vit_tiny_patch16_224", {"scale_attn_norm": True, "qk_norm": True}, "mixes all heads"),
         ("vit_relpos_small_patch16_224", {}, "block is RelPosBlock and its attention is timm's own"),
         ("vgg11", {}, "expected timm's VisionTransformer"),
-        ("resnet18", {}, "its library built it; a model that corp-deploy builds has another one"),
+        ("resnet18", {}, "or a model of corp_deploy.load, which traces others"),
         ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "gated"}, "MLP is GatedMlp"),
         ("vit_little_patch16_reg1_gap_256", {}, "block is"),
     ],

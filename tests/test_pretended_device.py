@@ -143,7 +143,7 @@ def require_same(found: nn.Module, expected: nn.Module, kind: str, where: str) -
         torch.testing.assert_close(found(batch.to(where)).cpu(), expected(batch), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["vit", pytest.param("resnet18d", marks=pytest.mark.slow("models"))])
 def test_statistics_are_those_of_the_cpu(there: str, kind: str) -> None:
     found = calibrate(dense(kind), images(kind), batch_size=8, device=there, statistics=statistics(kind))
     for site, own in moments(kind).sites.items():

@@ -23,7 +23,9 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_module import known_of
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
@@ -284,7 +286,7 @@ def test_a_polished_model_errs_less(name: str, how: PolishName, steps: int, tmp_
         narrower = {"block": ["stem", "h.0", "h.1"], "model": ["model"]}
         assert [part.part for part in result.report.parts] == narrower[how]
     with pytest.raises(
-        BadInput, match="are rows of convolutions, through which no step is solved; polish block or model"
+        BadInput, match="have convolutions of several places, through which no step is solved; polish block or model"
     ):
         polished(dense.model, start.model, opened, PolishOptions(how="layer"))
     assert_saved_is_loaded(dense, replace(start, model=result.model), tmp_path)
@@ -404,7 +406,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
     ("asked", "reason"),
     [
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
-        (("--conv", 0.5), "a model without rows of convolutions"),
+        (("--conv", 0.5), "a model without channels between convolutions"),
         (("--mlp", 0.5, "--outputs", "class"), "neither class tokens nor norms behind layers"),
     ],
 )
@@ -494,5 +496,14 @@ def test_a_recipe_is_carried_out(home: Path) -> None:
 
 
 def test_a_name_that_is_known_is_built_as_before() -> None:
-    model = dense_from_architecture(Architecture(name="resnet18", kwargs={"num_classes": 3}))
-    assert {site.kind for site in sites_of(model).every} == {"convolutions"}
+    model = dense_from_architecture(Architecture(name="vit_tiny_patch16_224", kwargs={"num_classes": 3, "depth": 1}))
+    assert {site.kind for site in sites_of(model).every} == {"channels", "heads"}
+
+
+def test_every_site_saves_what_is_counted() -> None:
+    """Queries and keys one of an attention's two products, values the other."""
+    model = dense_from_architecture(PVT)
+    found, costs = sites_of(model).every, site_costs(model, "macs")
+    for site in found:
+        widths = {site.name: site.size // 2}
+        assert costs.saved(found, widths) == macs(model) - macs(at_widths(model, widths)), site.name

@@ -61,7 +61,7 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
 
 
 def test_a_known_model_is_not_traced() -> None:
-    assert family_of(dense_from_architecture(Architecture(name="resnet18"))).NAME == "timm-convnet"
+    assert family_of(dense_from_architecture(Architecture(name="vit_tiny_patch16_224"))).NAME == "timm"
     assert family_of(dense_from_architecture(PVT)).NAME == "traced"
 
 

@@ -78,7 +78,7 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
 def test_what_a_model_has_not_is_refused() -> None:
     models = {each.name: dense_from_architecture(each) for each in (PVT, DENSENET)}
     for name, asked, reason in (
-        ("pvt_v2_b0", "stage7_map", "it has feature0, feature1, stage0, layer0, stage1, layer1"),
+        ("pvt_v2_b0", "stage7_map", "it has stage0, stage1, feature0, feature1"),
         ("pvt_v2_b0", "class", "maps and their places are known, neither class tokens"),
         ("pvt_v2_b0", "stage0_norm", "maps and their places are known, neither class tokens"),
         ("pvt_v2_b0", "pooled", "the model's head gives logits"),

@@ -37,14 +37,13 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "norm before": ("vit_base_patch16_clip_quickgelu_224", SMALL),
     "layer scale": ("deit3_small_patch16_224", SMALL | {"init_values": 0.1}),
     "q/k norm": (_TINY, SMALL | {"qk_norm": True}),
-    "hybrid": ("vit_tiny_r_s16_p8_224", {key: value for key, value in SMALL.items() if key != "patch_size"}),
-    "packed gate": ("vit_giant_patch14_dinov2", SMALL | {"mlp_ratio": 4.0, "init_values": 0.1}),
-    "gate apart": ("aimv2_large_patch14_224", SMALL | {"mlp_ratio": 2.0}),
     # Its stem gives 384 channels; all else is as small as that allows.
     "gate behind a norm": (
         "vitamin_small_224",
         SMALL | {"embed_dim": 384, "num_heads": 24, "patch_size": 1, "mlp_ratio": 0.5},
     ),
+    "packed gate": ("vit_giant_patch14_dinov2", SMALL | {"mlp_ratio": 4.0, "init_values": 0.1}),
+    "gate apart": ("aimv2_large_patch14_224", SMALL | {"mlp_ratio": 2.0}),
     "residual post-norm": ("vit_base_patch16_rpn_224", SMALL | {"init_values": 0.5}),
     "side by side": ("vit_small_patch16_18x2_224", SMALL | {"init_values": 0.1}),
     "norms inside": ("beit3_base_patch16_224", SMALL),

@@ -35,7 +35,6 @@ from calib.moments import Moments
 from corp_deploy.families import family, timm_library, traced_model, usual
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.idle_options import kinds_of
@@ -58,20 +57,16 @@ NAMES = """
 vit_tiny_patch16_224 vit_medium_patch16_reg4_gap_256 vit_base_patch16_rpn_224 vit_small_patch16_18x2_224
 flexivit_small deit_tiny_patch16_224 deit_small_distilled_patch16_224 deit3_small_patch16_224 vit_small_patch14_dinov2
 vit_giant_patch14_dinov2 vit_base_patch16_clip_quickgelu_224 vit_base_patch16_siglip_224 aimv2_large_patch14_224
-beit3_base_patch16_224 vitamin_small_224 eva02_tiny_patch14_224 eva_giant_patch14_224 vit_small_patch16_dinov3
+beit3_base_patch16_224 eva02_tiny_patch14_224 eva_giant_patch14_224 vit_small_patch16_dinov3
 vit_small_patch16_rope_224 beit_base_patch16_224 vit_relpos_small_patch16_224 swin_tiny_patch4_window7_224
-swinv2_tiny_window8_256 cait_xxs24_224 convnext_atto convnext_tiny convnextv2_atto hiera_tiny_224 maxvit_tiny_tf_224
-coatnet_0_rw_224 tiny_vit_5m_224 efficientformer_l1 resnet18 resnet50 resnext50_32x4d regnety_002
-mobilenetv3_small_100 efficientnet_b0 mixer_s32_224 resmlp_12_224
+swinv2_tiny_window8_256 cait_xxs24_224 hiera_tiny_224 maxvit_tiny_tf_224 coatnet_0_rw_224 tiny_vit_5m_224
+efficientformer_l1
 """
-FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "convnext_atto", "resnet18", "mobilenetv3_small_100")
+FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224", "tiny_vit_5m_224")
 PRESETS, TIMES, FITTED = ("best", "best square", "corp"), 3, 16
 SIDE = 64
 """Of the images for names of their own widths, on which nothing that is timed depends."""
-CONVERSIONS = """
-with_response_norms with_inner_windows with_placed_blocks with_token_mlps with_conv_backbone with_conv_blocks
-with_token_blocks
-"""
+CONVERSIONS = "with_inner_windows with_placed_blocks with_token_blocks"
 PARTS = {"traced values": "v", "traced streams": "stream"}
 
 
@@ -107,8 +102,6 @@ def parts_of(site: Site) -> Iterator[tuple[str, int]]:
     if isinstance(site, HeadSite):
         yield from () if site.keeps_qk else (("qk", site.groups * site.qk),)
         yield from () if site.keeps_v else (("v", site.groups * site.v),)
-    elif isinstance(site, ConvSite):
-        yield from (("channels", channels) for channels in site.width.channels)
     elif isinstance(site, TracedPairs):
         yield "qk", len(site.groups_HP) * site.dims
     else:

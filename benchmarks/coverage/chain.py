@@ -1,6 +1,7 @@
 """One instance through the chain: sites, calibration, reduction, graphs, ONNX Runtime, engines."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import named, pieces
 from calib.moments import Moments
-from corp_deploy.families.conv_site import ConvSite
 from corp_deploy.families.family import example_of, family_of, input_ports, sites_of
+from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_module import TracedModule, Tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.programs.program import sizes_at_one
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput, Missing
@@ -30,6 +34,7 @@ from .instances import Instance
 from .models import beside, dense, inputs, outputs
 
 BATCH, CALIBRATION, JUDGED = 8, 64, 32
+MOST_INPUTS = 1024
 PRESETS = ("none", "corp", "best")
 PRECISIONS = ("fp32", "fp16")
 DRAWS, CLOSE = 4, 1.2
@@ -72,6 +77,8 @@ class Subject:
 
 def needed(model: nn.Module) -> int:
     """How many inputs to calibrate on: `CALIBRATION`, or more where an MLP has more channels than those have rows."""
+    if isinstance(model, TracedModule):
+        return needed_by_program(tracing(model))
     inputs_by_site: dict[str, float] = {}
     handles = [
         site.last.register_forward_pre_hook(
@@ -84,18 +91,19 @@ def needed(model: nn.Module) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return max(CALIBRATION, *(math.ceil(each) for each in inputs_by_site.values()), *map(needed_by_row, rows_of(model)))
+    return max([CALIBRATION, *(math.ceil(each) for each in inputs_by_site.values())])
 
 
-def rows_of(model: nn.Module) -> list[ConvSite]:
-    """Rows of convolutions."""
-    return [site for site in sites_of(model).every if isinstance(site, ConvSite)]
-
-
-def needed_by_row(site: ConvSite) -> int:
-    """As many as give each of its convolutions more patches than those have columns."""
-    readers = [site.convolution(each.reader) for each in site.between]
-    return max(math.ceil(1.5 * reader.weight[0].numel() / reader.positions) for reader in readers)
+def needed_by_program(found: Tracing) -> int:
+    """How many inputs to calibrate on: as many as give each layer half as many rows again as it has columns, within
+    bounds.
+    """
+    counts = [CALIBRATION]
+    for node_name, layer in found.heard[1].items():
+        node = found.by_node[node_name]
+        places = sizes_at_one(node)[2:] if layer.weight.dim() > 2 else sizes_at_one(node)[:-1]
+        counts.append(math.ceil(1.5 * layer.weight[0].numel() / math.prod(places)))
+    return min(max(counts), MOST_INPUTS)
 
 
 def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes: Any) -> Subject:
@@ -182,14 +190,15 @@ def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
     except BadInput as refusal:
         return row | {"refused": str(refusal)}
     sites = sites_of(subject.model)
+    kinds = Counter(HONOURED.get(site.kind, site.kind) for site in sites.every)
     half = subject.reduced("best", 0.5)
     errors, draws = errors_of(instance, subject, directory)
     return row | {
         "class": type(subject.model).__name__,
         "room": family_of(subject.model).NAME,
-        "mlps": len(sites.channels),
-        "attentions": len(sites.heads),
-        "rows": len(rows_of(subject.model)),
+        "mlps": kinds["channels"],
+        "attentions": kinds["heads"],
+        "rows": kinds[CONVOLUTIONS],
         "kept": {"qk": sum(site.keeps_qk for site in sites.heads), "v": sum(site.keeps_v for site in sites.heads)},
         "reasons": sorted({refusal.reason for refusal in sites.refused}),
         "identity": identities(instance, subject, directory),

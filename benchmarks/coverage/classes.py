@@ -8,7 +8,6 @@ those that fit `--again`. Seconds are those of one core (of the process, not of 
 """
 
 import fnmatch
-import math
 import tempfile
 import time
 from collections import Counter
@@ -23,34 +22,20 @@ from torch import nn
 from benchmarks.real.record import Record
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import sites, traced, tracing
-from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
-from corp_deploy.traced.programs.program import sizes_at_one
 from corp_deploy.traced.programs.tracing import trace
 
 from .alone import Row, alone
-from .chain import BATCH, CALIBRATION, DRAWS, JUDGED, PRESETS, Subject, graph_errors
+from .chain import BATCH, DRAWS, JUDGED, PRESETS, Subject, graph_errors, needed_by_program
 from .small import Small, dense, drawn, smalls
 
 KIND, KEY = "benchmarks/coverage-classes", ("source", "class")
-MOST_INPUTS, MOST_S, MOST_BYTES = 1024, 900, 12 * 2**30
-
-
-def needed(found: Tracing) -> int:
-    """How many inputs to calibrate on: as many as give each layer half as many rows again as it has columns, within
-    bounds.
-    """
-    counts = [CALIBRATION]
-    for node_name, layer in found.heard[1].items():
-        node = found.by_node[node_name]
-        places = sizes_at_one(node)[2:] if layer.weight.dim() > 2 else sizes_at_one(node)[:-1]
-        counts.append(math.ceil(1.5 * layer.weight[0].numel() / math.prod(places)))
-    return min(max(counts), MOST_INPUTS)
+MOST_S, MOST_BYTES = 900, 12 * 2**30
 
 
 def measured(small: Small) -> Row:
@@ -68,7 +53,7 @@ def measured(small: Small) -> Row:
         "sites": dict(Counter(site.groups.kind for site in offered.every if isinstance(site, TracedSite))),
         "refused": dict(Counter(refusal.reason for refusal in offered.refused)),
         "unknown": found.unknown,
-        "inputs": needed(own),
+        "inputs": needed_by_program(own),
     }
     with tempfile.TemporaryDirectory() as scratch:
         return row | _chained(small, model, row["inputs"], Path(scratch))

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, run_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
@@ -55,26 +54,6 @@ def spread_(model: nn.Module, seed: int) -> None:
             strong = drawn(rows, rank) @ drawn(rank, columns) / rank**0.5
             weights = (0.95 * strong + 0.3 * drawn(rows, columns)) / columns**0.5
             parameter.copy_(weights.view_as(parameter))
-
-
-@torch.no_grad()
-def settle_convolutions_(model: nn.Module, seed: int) -> None:
-    """Where norms are folded away: every convolution gives numbers of variance 1, as its norm made it, or a few dozen
-    of them in a row leave nothing of the image.
-    """
-    rows = [each for each in model.modules() if isinstance(each, Convolution) and not each.weight.is_meta]
-
-    def settle(module: nn.Module, _: tuple[Tensor, ...], given: Tensor) -> Tensor:
-        factor = 1.0 / float(given.std())
-        for parameter in module.parameters():
-            parameter.mul_(factor)
-        return given * factor
-
-    handles = [each.register_forward_hook(settle) for each in rows]
-    if rows:
-        model(torch.randn(8, *image_spec(model).shape, generator=torch.Generator().manual_seed(seed)))
-    for handle in handles:
-        handle.remove()
 
 
 def strengthen_planes_(model: nn.Module, seed: int) -> None:
@@ -118,7 +97,6 @@ def _timm(instance: Instance, seed: int, **changes: Any) -> Checkpoint:
     torch.manual_seed(0)
     model = dense_from_architecture(architecture)
     spread_(model, seed)
-    settle_convolutions_(model, seed)
     return Checkpoint(model=model.requires_grad_(False), architecture=architecture, lineage={})
 
 

@@ -68,11 +68,6 @@ TIMM: tuple[Group, ...] = (
     Group(family="AIMv2", names=("aimv2_large_patch14_224",), kwargs=_vit(14)),
     Group(family="BEiT-3", names=("beit3_base_patch16_224",), kwargs=_vit(16)),
     Group(
-        family="Hybrid of ResNet and ViT",
-        names=("vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224"),
-        kwargs=_vit(16),
-    ),
-    Group(
         family="ViTamin",
         names=("vitamin_small_224",),
         kwargs={"depth": 2, "num_classes": 10, "img_size": 64},
@@ -179,9 +174,6 @@ TIMM: tuple[Group, ...] = (
         for name, dims in (
             ("convnext_atto", (16, 32, 64, 128)),
             ("convnext_femto", (48, 96, 192, 384)),
-            ("convnext_tiny", (24, 48, 96, 192)),
-            ("convnext_base", (32, 64, 128, 256)),
-            ("convnext_tiny_hnf", (24, 48, 96, 192)),
         )
     ),
     Group(
@@ -271,34 +263,10 @@ TIMM: tuple[Group, ...] = (
     ),
     Group(
         family="ResNet",
-        names=("resnet18", "resnet18d", "resnet34"),
+        names=("resnet18", "resnet34"),
         kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [64, 64, 96, 128]},
-        head_dim=None,
-    ),
-    Group(
-        family="ResNet, bottlenecks",
-        names=("resnet50", "resnet50d", "resnet26t", "seresnet50"),
-        kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [32, 32, 48, 64]},
-        head_dim=None,
-    ),
-    Group(
-        family="ResNeXt",
-        names=("resnext50_32x4d",),
-        kwargs={**_STAGES, "layers": [1, 1, 2, 1], "channels": [32, 32, 48, 64], "cardinality": 8, "base_width": 16},
-        head_dim=None,
-    ),
-    Group(family="RegNet", names=("regnetx_002", "regnety_002"), kwargs=_STAGES, head_dim=None),
-    Group(family="MobileNetV2", names=("mobilenetv2_050",), kwargs=_STAGES, head_dim=None),
-    Group(
-        family="MobileNetV3", names=("mobilenetv3_small_100", "mobilenetv3_large_100"), kwargs=_STAGES, head_dim=None
-    ),
-    Group(
-        family="EfficientNet",
-        names=("efficientnet_lite0", "efficientnet_b0", "tf_efficientnetv2_b0"),
-        kwargs=_STAGES,
         head_dim=None,
     ),
     Group(family="MLP-Mixer", names=("mixer_s32_224",), kwargs={"num_classes": 10}, head_dim=None),
     Group(family="gMixer", names=("gmixer_12_224",), kwargs={"num_classes": 10}, head_dim=None),
-    Group(family="ResMLP", names=("resmlp_12_224",), kwargs={"num_classes": 10}, head_dim=None),
 )

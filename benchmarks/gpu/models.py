@@ -9,14 +9,12 @@ from torch import nn
 
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.conv_site import ConvSite
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import ConvWidths, Widths, aligned_width
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.families.widths import aligned_width
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from perf.runners.module import DTYPES, Precision
@@ -59,23 +57,6 @@ def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Sett
         width = aligned_width(part.qk, share, ALIGN_HEAD)
         v = width if geometry == "square" else part.v
         modules[part.name] = part.empty(qk=width, v=v, geometry="square" if width == v else geometry)
-    return replaced(model, modules).eval().requires_grad_(False)
-
-
-def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
-    """A convolutional network with these channels; new random weights there."""
-    modules: dict[str, nn.Module] = {}
-    for site in sites_of(model).every:
-        width = widths.get(site.name, site.width)
-        if isinstance(site, ConvSite) and isinstance(width, ConvWidths) and width != site.width:
-            modules |= site.at_width(width)
-        elif isinstance(site, ChannelSite) and isinstance(width, int) and width != site.width:
-            modules |= site.at_width(width, output_bias=site.last.bias is not None)
-    for parameter in (each for module in modules.values() for each in module.parameters()):
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-        else:
-            nn.init.ones_(parameter)
     return replaced(model, modules).eval().requires_grad_(False)
 
 

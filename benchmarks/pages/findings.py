@@ -63,7 +63,7 @@ def convnets() -> str:
     [resnet] = [each for each in _record("convnets")["latency"] if each["model"] == "ResNet-50"]
     speed = next(row["speedup"][0] for row in resnet["rows"] if row["batch"] == 1)
     return (
-        f"Without half of what its sites compute the digits' ResNet errs by {best:.3f} with preset `best` and by "
+        f"Without half of its multiply-adds the digits' ResNet errs by {best:.3f} with preset `best` and by "
         f"{grail:.3f} with `grail`; a ResNet-50 at {resnet['macs_share']:.2f} of its multiply-adds is {speed:.2f} "
         "times as fast at batch 1."
     )

@@ -36,6 +36,13 @@ class ChannelRecovery:
         assert self.weight_OK.shape[0] == self.bias_O.shape[0], (self.weight_OK.shape, self.bias_O.shape)
 
 
+def unchanged(weight_OK: Tensor, bias_O: Tensor) -> ChannelRecovery:
+    """Where all channels stay."""
+    return ChannelRecovery(
+        weight_OK=weight_OK, bias_O=bias_O, residual=0.0, residual_uncompensated=0.0, r2=1.0, condition=1.0, ridge=0.0
+    )
+
+
 def _pruned(kept_K: Tensor, channels: int) -> Tensor:
     mask_F = torch.ones(channels, dtype=torch.bool, device=kept_K.device)
     mask_F[kept_K] = False

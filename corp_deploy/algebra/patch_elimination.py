@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .block_obs import eliminate_blocks
 from .obs import Elimination, obs
-from .patches import columns
 
 
 def eliminate_channels(
@@ -28,28 +27,6 @@ def eliminate_channels(
     return eliminate_blocks(covariance_UU, weight_OU, taps, ridge_rel=ridge_rel, group_of_C=group_of_C)
 
 
-def elimination_of_units(
-    covariance_UU: Tensor, weight_OU: Tensor, taps: int, unit_of_C: Tensor, *, ridge_rel: float
-) -> Elimination:
-    """Order channels that can only leave in whole units, groups of a norm say; `eliminate_channels` otherwise.
-
-    unit_of_C: int64 [C], from 0, equally many channels in each. order_F lists channels unit by unit; inside of a unit
-    error_F is the error at its end.
-    """
-    count_B = unit_of_C.bincount()
-    size = int(count_B[0])
-    assert bool((count_B == size).all()), count_B.tolist()
-    channel_C = unit_of_C.argsort(stable=True)
-    column_U = columns(channel_C, taps)
-    covariance_UU, weight_OU = covariance_UU[column_U[:, None], column_U], weight_OU[:, column_U]
-    of_units = eliminate_channels(covariance_UU, weight_OU, size * taps, ridge_rel=ridge_rel)
-    return Elimination(
-        order_F=channel_C[columns(of_units.order_F, size)],
-        error_F=of_units.error_F.repeat_interleave(size),
-        ridge=of_units.ridge,
-    )
-
-
 def interleaved(eliminations: Sequence[Elimination]) -> Elimination:
     """The separate eliminations of a grouped convolution's groups as one, round by round.
 
@@ -65,4 +42,17 @@ def interleaved(eliminations: Sequence[Elimination]) -> Elimination:
         order_F=(order_GC + first_G1).T.flatten(),
         error_F=cost_GC.T.flatten().cumsum(0),
         ridge=max(elimination.ridge for elimination in eliminations),
+    )
+
+
+def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
+    """The order of some of these channels, in front of them all others, each for an equal part of what they lose."""
+    is_other_F = torch.ones(channels, dtype=torch.bool, device=order.order_F.device)
+    is_other_F[order.order_F] = False
+    others = is_other_F.nonzero().squeeze(1)
+    parts = torch.arange(1, len(others) + 1, device=others.device, dtype=torch.float64) / max(len(others), 1)
+    return Elimination(
+        order_F=torch.cat((others, order.order_F)),
+        error_F=torch.cat((lost * parts, lost + order.error_F)),
+        ridge=order.ridge,
     )

@@ -145,21 +145,6 @@ RECOVERIES: Mapping[str, PatchRecovery] = MappingProxyType(
 )
 
 
-def rescaled(
-    weight_OU: Tensor, bias_O: Tensor, mean_U: Tensor, covariance_UU: Tensor, mean_O: Tensor, variance_O: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weight and bias with which every output has this mean and variance on inputs of these moments.
-
-    REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: the mean
-    and variance given are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
-    `bias_O`, the bias so far, has no part in it.
-    """
-    own_O = torch.linalg.vecdot(weight_OU @ covariance_UU, weight_OU).clamp_min(0.0)
-    whole_O = torch.maximum(weight_OU.square() @ covariance_UU.diagonal(), variance_O)
-    new_OU = _scales(own_O, variance_O, whole_O)[:, None] * weight_OU
-    return new_OU, mean_O - new_OU @ mean_U
-
-
 def rescaled_outputs(
     weight_OU: Tensor,
     bias_O: Tensor,
@@ -168,7 +153,11 @@ def rescaled_outputs(
     mean_O: Tensor,
     variance_O: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`rescaled` by the mean and variance that the outputs themselves have so far."""
+    """Weight and bias with which every output has this mean and variance, by those that it has so far.
+
+    REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: the mean
+    and variance given are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
+    """
     whole_O = torch.maximum(own_mean_O.square(), variance_O)
     scale_O = _scales(own_variance_O, variance_O, whole_O)
     return scale_O[:, None] * weight_OU, mean_O - scale_O * (own_mean_O - bias_O)

@@ -3,7 +3,7 @@
 Legend: K inputs, O outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,6 +29,25 @@ class Regression:
         shape = (self.mean_O.numel(), self.mean_K.numel())
         assert self.cross_OK.shape == shape, (self.cross_OK.shape, shape)
         assert self.target_square >= 0.0, self.target_square
+
+    def of(self, columns_k: Tensor) -> "Regression":
+        """On these inputs alone."""
+        return replace(
+            self,
+            mean_K=self.mean_K[columns_k],
+            second_KK=self.second_KK[columns_k[:, None], columns_k],
+            cross_OK=self.cross_OK[:, columns_k],
+        )
+
+    def less(self, part: "Regression", share: float) -> "Regression":
+        """Without a part that has this share of the tokens."""
+        return Regression(
+            mean_K=(self.mean_K - share * part.mean_K) / (1.0 - share),
+            second_KK=(self.second_KK - share * part.second_KK) / (1.0 - share),
+            mean_O=(self.mean_O - share * part.mean_O) / (1.0 - share),
+            cross_OK=(self.cross_OK - share * part.cross_OK) / (1.0 - share),
+            target_square=(self.target_square - share * part.target_square) / (1.0 - share),
+        )
 
     @cached_property
     def covariance_KK(self) -> Tensor:

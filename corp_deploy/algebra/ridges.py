@@ -59,6 +59,9 @@ def chosen_ridge(
     are never given less than the weakest strength.
     """
     assert len(strengths) > 0
-    choices = [tried(halves, strength, fit, error) for strength in sorted(strengths, reverse=True)]
-    best = min(choices, key=lambda choice: choice.error_held_out)
+
+    def held_out(strength: float) -> float:
+        return sum(error(fit(own, strength), other) for own, other in (halves, halves[::-1]))
+
+    best = tried(halves, min(sorted(strengths, reverse=True), key=held_out), fit, error)
     return replace(best, strength_whole=max(best.strength_whole, min(strengths)))

@@ -108,7 +108,8 @@ statistics_options = value_options(
     click.option(
         "--residual",
         is_flag=True,
-        help="Also take what reads residual streams of convolutions; reduce --residual needs it.",
+        help="With --patch-memory also take what reads residual streams, which reduce --residual needs; without "
+        "--patch-memory that is always taken.",
     ),
     click.option(
         "--active-eps",

@@ -63,7 +63,7 @@ method_options = (
         type=Number(SHARE_REMOVED),
         default=None,
         help="Share of the channels of residual streams of convolutions to remove, the same for all that write and "
-        "read a stream; needs moments of calibrate --residual.",
+        "read a stream. Moments of calibrate --patch-memory have to be of calibrate --residual too.",
     ),
     click.option(
         "--whole-heads",

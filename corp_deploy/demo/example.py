@@ -9,6 +9,7 @@ from corp_deploy.invocation.call import Pairs
 from corp_deploy.reduction.method import DEFAULT_RIDGE_REL
 
 SPARSITY = 0.5
+CONV_SPARSITY = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,9 @@ VIT = Example(
 RESNET = Example(
     folder="resnet",
     title="The digits ResNet: dense against reduced",
-    narrower="reducing to half the channels between convolutions",
+    narrower="removing two fifths of the channels between convolutions",
     reduce={
-        "conv": SPARSITY,
+        "conv": CONV_SPARSITY,
         "preset": "best",
         "select": None,
         "closed_loop": False,
@@ -62,7 +63,7 @@ RESNET = Example(
         "align": Pairs(conv=8),
         "ridge": DEFAULT_RIDGE_REL,
     },
-    method={"conv_sparsity": SPARSITY, "align_conv": 8},
+    method={"conv_sparsity": CONV_SPARSITY, "align_conv": 8},
     beside=("none", "grail"),
     max_error=0.1,
     said={"example": "resnet"},

@@ -21,7 +21,7 @@ from .bert_checkpoint import (
 )
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
-from .widths import ConvWidths, HeadWidths, Widths
+from .widths import HeadWidths, Widths
 
 
 def _unsayable(name: str, width: int | HeadWidths, first: tuple[str, int], dense: int, kind: str) -> str:
@@ -39,9 +39,8 @@ def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense encoder can't say."""
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
     head = dense.width // dense.heads
-    of_encoder = {name: width for name, width in widths.items() if not isinstance(width, ConvWidths)}
-    first = next((name, width) for name, width in of_encoder.items() if isinstance(width, int))
-    reasons = (_unsayable(name, width, first, head, kind) for name, width in of_encoder.items())
+    first = next((name, width) for name, width in widths.items() if isinstance(width, int))
+    reasons = (_unsayable(name, width, first, head, kind) for name, width in widths.items())
     if reason := next(filter(None, reasons), ""):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 

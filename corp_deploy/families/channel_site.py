@@ -13,7 +13,6 @@ from . import cost
 from .constant import Constant
 from .depthwise import Depthwise
 from .modules import fill_rows_, linear, replaced, stacked
-from .response_norm import ResponseNorm
 from .widths import HeadGeometry, Width
 
 
@@ -24,9 +23,8 @@ class ChannelSite:
     Of a plain MLP a channel is one row of `first`. A gated one (SwiGLU and its like, arXiv 2002.05202) multiplies two
     rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
     `between`: a convolution of each channel by itself that stands between the layers, None where none does. `merge`:
-    the module that merges the tokens that come here, None where none are merged. `norm`: what scales channels by their
-    norms over the image, behind the activation. `biasless`: the last layer has no bias, and gets none.
-    `multiple`: what widths are best a multiple of, where nobody says.
+    the module that merges the tokens that come here, None where none are merged. `biasless`: the last layer has no
+    bias, and gets none. `multiple`: what widths are best a multiple of, where nobody says.
     """
 
     kind: ClassVar[str] = "channels"
@@ -41,8 +39,6 @@ class ChannelSite:
     between: Depthwise | None = None
     between_name: str = ""
     merge: nn.Module | None = None
-    norm: ResponseNorm | None = None
-    norm_name: str = ""
     biasless: bool = False
     multiple: int = 1
 
@@ -82,8 +78,7 @@ class ChannelSite:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        between = (each for each in (self.between, self.norm) if each is not None)
-        return *self.firsts, *between, self.last
+        return *self.firsts, *(() if self.between is None else (self.between,)), self.last
 
     def entering(self, tokens: int) -> tuple[int, ...]:
         return tokens, self.first.in_features
@@ -99,9 +94,7 @@ class ChannelSite:
         return ChannelTaps(name=self.name, output=self.last, merge=self.merge)
 
     def listening(self) -> tuple[ChannelTaps, ...]:
-        """To the channels, and to their norms where they are scaled by those."""
-        of_norm = () if self.norm is None else (ChannelTaps(name=self.norm_name, output=self.norm.mean),)
-        return (self.taps(), *of_norm)
+        return (self.taps(),)
 
     def words(self) -> str:
         return f"hidden {self.width}"
@@ -112,14 +105,12 @@ class ChannelSite:
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, int), (self.name, width)
-        more = 0 if self.norm is None else width
-        more += 0 if self.between is None else tokens * width * self.between.taps
+        more = 0 if self.between is None else tokens * width * self.between.taps
         return more + cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         assert isinstance(width, int), (self.name, width)
-        more = 0 if self.norm is None else 2 * width
-        more += 0 if self.between is None else self.between.parameters_of(width)
+        more = 0 if self.between is None else self.between.parameters_of(width)
         return more + cost.mlp_parameters(
             dim=self.first.in_features,
             hidden=width,
@@ -148,8 +139,7 @@ class ChannelSite:
     def at_width(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Module]:
         """All that has another width, by name, its weights not yet set."""
         layers = self.empty(width, output_bias=output_bias, input_bias=input_bias)
-        of_norm = {} if self.norm is None else {self.norm_name: self.norm.empty(width)}
-        return {**layers, **of_norm, **self.between_empty(width)}
+        return {**layers, **self.between_empty(width)}
 
     def between_empty(self, width: int) -> dict[str, nn.Module]:
         """What stands between the layers at another width, its weights not yet set; nothing without channels."""
@@ -178,13 +168,12 @@ class ChannelSite:
             return {}
         if self.gated:
             return {self.name: Constant(self.last)}
-        norms: dict[str, nn.Module] = {} if self.norm is None else {self.norm_name: nn.Identity()}
-        return {self.first_name: nn.Identity(), **norms, self.last_name: Constant(self.last)}
+        return {self.first_name: nn.Identity(), self.last_name: Constant(self.last)}
 
     @property
     def reorders(self) -> bool:
-        """Whether channels can stand in another order; norms over them keep statistics of each."""
-        return self.norm is None and self.width > 0
+        """Whether channels can stand in another order."""
+        return self.width > 0
 
     @torch.no_grad()
     def reorder_(self, order_F: Tensor) -> None:
@@ -213,11 +202,9 @@ class ChannelSite:
     def of_layer(self, layer: nn.Module) -> "ChannelSite":
         first, last = (self._linear(layer, name) for name in (self.first_name, self.last_name))
         up = None if self.up is None else self._linear(layer, self.up_name)
-        norm = None if self.norm is None else layer.get_submodule(self._inside(self.norm_name))
-        assert norm is None or isinstance(norm, ResponseNorm), (self.norm_name, norm)
         between = None if self.between is None else layer.get_submodule(self._inside(self.between_name))
         assert between is None or isinstance(between, Depthwise), self.name
-        return replace(self, first=first, last=last, up=up, between=between, norm=norm)
+        return replace(self, first=first, last=last, up=up, between=between)
 
     def _linear(self, layer: nn.Module, name: str) -> nn.Linear:
         module = layer.get_submodule(self._inside(name))

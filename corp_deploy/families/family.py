@@ -21,11 +21,8 @@ from . import (
     decoder,
     own_modules,
     timm_cait,
-    timm_convnet,
-    timm_convnext,
     timm_eva,
     timm_hierarchy,
-    timm_mixer,
     timm_relative,
     timm_swin,
     timm_vit,
@@ -33,7 +30,6 @@ from . import (
 )
 from .architecture import Architecture
 from .array_inputs import batch_of_ports
-from .convolution import Convolution
 from .modules import device
 from .named_outputs import NamedOutputs, named
 from .named_sites import NamedSites
@@ -52,9 +48,6 @@ _TIMMS: tuple[Told, ...] = (
     timm_eva,
     timm_relative,
     timm_cait,
-    timm_convnet,
-    timm_convnext,
-    timm_mixer,
     timm_swin,
     timm_hierarchy,
     traced_model,
@@ -97,11 +90,10 @@ def family_of(model: nn.Module) -> Family:
             return family
     raise BadInput(
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
-        "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, ConvNeXt, MlpMixer (MLP-Mixer, "
-        "ResMLP), SwinTransformer, Hiera, MaxxVit (MaxViT, CoAtNet), TinyVit, EfficientFormer, ResNet (ResNeXt), "
-        "RegNet, EfficientNet (MobileNet V1 and V2, MNASNet), MobileNetV3 (V4), an encoder of BERT's kind or a decoder "
-        "(OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3): its blocks are built differently, so corp-deploy can't reduce it "
-        "unless its sites are named, with corp_deploy.sites(...)"
+        "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, SwinTransformer, Hiera, MaxxVit "
+        "(MaxViT, CoAtNet), TinyVit, EfficientFormer, an encoder of BERT's kind, a decoder (OPT, GPT-2, Llama, "
+        "Mistral, Qwen2, Qwen3), or a model of corp_deploy.load, which traces others; or name its sites, with "
+        "corp_deploy.sites(...)"
     )
 
 
@@ -165,12 +157,12 @@ def listened(model: nn.Module) -> nn.Module:
 
 
 def layers_of(model: nn.Module, site: Site) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The linear layers and convolutions that have a site's weights, by name in the model."""
+    """The linear layers that have a site's weights, of a program convolutions too, by name in the model."""
     if isinstance(model, TracedModule):
         return dict(traced_model.layers_of(model, site))
     names = {id(module): name for name, module in model.named_modules()}
     layers = (layer for module in site.modules for layer in module.modules())
-    return {names[id(layer)]: layer for layer in layers if isinstance(layer, nn.Linear | Convolution)}
+    return {names[id(layer)]: layer for layer in layers if isinstance(layer, nn.Linear)}
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:

@@ -8,13 +8,13 @@ from torch import nn
 from ground.errors import BadInput
 
 from .channel_site import ChannelSite
-from .conv_site import ConvSite
 from .family import sites_of
 from .head_site import HeadSite
 from .sites import Sites
 
+CONVOLUTIONS = "convolutions"
 WORDS: Mapping[str, str] = MappingProxyType(
-    {ChannelSite.kind: "MLPs", ConvSite.kind: "rows of convolutions", HeadSite.kind: "attention"}
+    {ChannelSite.kind: "MLPs", CONVOLUTIONS: "channels between convolutions", HeadSite.kind: "attention"}
 )
 """What a model without sites of a kind is said to be without."""
 
@@ -23,9 +23,9 @@ STREAMS = "traced streams"
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
         "traced channels": ChannelSite.kind,
-        "traced convolutions": ConvSite.kind,
+        "traced convolutions": CONVOLUTIONS,
         "traced queries and keys": HeadSite.kind,
-        STREAMS: ConvSite.kind,
+        STREAMS: CONVOLUTIONS,
         "traced values": HeadSite.kind,
     }
 )
@@ -38,10 +38,9 @@ def kinds_of(model: nn.Module) -> frozenset[str]:
 
 
 def require_streams(sites: Sites, name: str) -> None:
-    """Raise BadInput, with the reasons, where no stream has channels that --residual could remove."""
-    if not sites.coupled and STREAMS not in sites.kinds:
-        reasons = "".join(f"; {stream}: {reason}" for stream, reason in sites.uncoupled.items())
-        raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed{reasons}")
+    """Raise BadInput where no stream has channels that --residual could remove."""
+    if STREAMS not in sites.kinds:
+        raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed")
 
 
 def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, object]) -> None:

@@ -75,3 +75,8 @@ def fill_rows_(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None)
 def parameters(*modules: nn.Module) -> int:
     """Parameters of these modules together."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def counts_of_batches(model: nn.Module) -> dict[str, Tensor]:
+    """Of how many batches its norms met in training, which older files don't have and what is trained never reads."""
+    return {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}

@@ -5,15 +5,13 @@ its modules at other widths. What is done to a site is no business of it (see re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .channel_site import ChannelSite
-from .conv_site import ConvSite
-from .coupled_site import CoupledSite
 from .head_site import HeadSite
 from .site import LinearSite, Site
 from .widths import HeadGeometry, is_empty
@@ -32,16 +30,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """What a model offers to reduction, channel sites before head sites, each kind in the order they run.
-
-    `coupled`: streams whose channels can be removed, `uncoupled`: by the first writer of others, why not. They are
-    asked for apart: what sites cost is counted at the streams' widths.
-    """
+    """What a model offers to reduction, channel sites before head sites, each kind in the order they run."""
 
     every: tuple[Site, ...]
     refused: tuple[Refusal, ...]
-    coupled: tuple[CoupledSite, ...] = ()
-    uncoupled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -74,25 +66,15 @@ class Sites:
         return heads | {name: new for site in self.channels for name, new in site.plain().items()}
 
     @property
-    def rows(self) -> tuple[ConvSite, ...]:
-        """Of convolutions."""
-        return tuple(site for site in self.every if isinstance(site, ConvSite))
-
-    @property
     def heads(self) -> tuple[HeadSite, ...]:
         return tuple(site for site in self.every if isinstance(site, HeadSite))
 
 
-def calibration_taps(
-    model: nn.Module, sites: Sites, *, coupled: bool = False
-) -> list[ChannelTaps | HeadTaps | PatchTaps]:
-    """Where calibration listens for every site, in the order they run; not where a constant is all that is left. With
-    `coupled` to what reads streams, too.
-    """
+def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
+    """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     listened = [site for site in sites.every if not is_empty(site.width)]
     if all(site.name in order for site in listened):
         listened.sort(key=lambda site: order[site.name])
     taps = [tap for site in listened for tap in site.listening()]
-    taps += [tap for site in sites.coupled if coupled for tap in site.listening()]
     return list({tap.name: tap for tap in taps}.values())  # what reads several sites is heard once

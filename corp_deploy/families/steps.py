@@ -1,8 +1,8 @@
 """A model taken apart: the branches that sites stand in, and what lies between them.
 
 The residual stream is [B,N,C] everywhere: inputs in front, their tokens, the channels of a token. Behind a passage the
-numbers of tokens and of channels may be others than before it. What a layer wants otherwise (maps, tokens for channels)
-is made of that within its step and put back. Between a fork and its join the stream is [B,N,2C]: the channels that
+numbers of tokens and of channels may be others than before it. What a layer wants otherwise (maps) is made of
+that within its step and put back. Between a fork and its join the stream is [B,N,2C]: the channels that
 branches side by side add to, then those that all of them read.
 """
 
@@ -23,7 +23,6 @@ class Branch:
     `scale_C` is LayerScale's, or None without one. `read`: the tokens whose results count, None for all; in the last
     block those that the outputs read, elsewhere all. `mixes_tokens`: the layer is told which tokens are there.
     `shortcut`: what makes of the stream what the layer's outputs are added to, where that has other tokens or channels.
-    `turned`: the layer has tokens for its channels, so that its rows are the stream's channels: all tokens count alike.
     `forked`: it stands between a fork and its join.
     """
 
@@ -34,7 +33,6 @@ class Branch:
     read: Tensor | None = None
     mixes_tokens: bool = False
     beside: Beside | None = None
-    turned: bool = False
     behind: nn.LayerNorm | None = None
     forked: bool = False
     shortcut: nn.Module | None = None
@@ -42,9 +40,7 @@ class Branch:
     def __post_init__(self) -> None:
         plain = self.beside is None and not self.mixes_tokens
         assert plain or (self.behind is None and not self.forked), self.name
-        plain = plain and self.scale_C is None and self.read is None and self.behind is None and not self.forked
-        assert plain or not self.turned, self.name
-        assert self.shortcut is None or not (self.forked or self.turned), self.name
+        assert self.shortcut is None or not self.forked, self.name
 
     @property
     def gain_C(self) -> Tensor | None:
@@ -61,27 +57,25 @@ class Branch:
         return x_BNC.chunk(2, dim=-1)[0] if self.forked else x_BNC
 
     def rows(self, x_BNC: Tensor) -> Tensor:
-        """A stream as what the layer gives is added to it: [B,N,C], turned [B,C,N]."""
+        """A stream as what the layer gives is added to it [B,N,C]."""
         assert x_BNC.ndim == 3, (self.name, x_BNC.shape)
-        return self._turned(self.added_to(x_BNC))
-
-    def _turned(self, x_BNC: Tensor) -> Tensor:
-        return x_BNC.mT if self.turned else x_BNC
+        return self.added_to(x_BNC)
 
     def carried(self, x_BNC: Tensor) -> Tensor:
         """What of the stream the layer's outputs are added to."""
         return x_BNC if self.shortcut is None else self.shortcut(x_BNC)
 
     def entering(self, x_BNC: Tensor) -> Tensor:
-        """What of the stream enters the layer, in the layer's rows; the norm may mix tokens."""
-        return self._turned(self.norm(x_BNC.chunk(2, dim=-1)[1] if self.forked else x_BNC))
+        """What of the stream enters the layer; the norm may mix tokens."""
+        entering_BNC: Tensor = self.norm(x_BNC.chunk(2, dim=-1)[1] if self.forked else x_BNC)
+        return entering_BNC
 
     def run(self, layer: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         """What this layer in the branch's place makes of the residual stream; a token of weight 0 is not there."""
         entering_BNC = self.entering(x_BNC)
         masked = self.mixes_tokens and weights_BN is not None
         out_BNC: Tensor = layer(entering_BNC, weights_BN) if masked else layer(entering_BNC)
-        return self._turned(out_BNC)
+        return out_BNC
 
     def added(self, given_BNC: Tensor) -> Tensor:
         """What is added to the residual stream where the layer gives so much."""

@@ -24,14 +24,10 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
-from .timm_convnets import conversion_of, with_conv_blocks
 from .timm_hierarchies import Hierarchy, with_token_blocks
-from .timm_hybrid import with_conv_backbone
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
-from .timm_pointwise import with_token_mlps
-from .timm_response import with_response_norms
 from .timm_windows import with_inner_windows
 
 State = Mapping[str, Tensor]
@@ -122,9 +118,7 @@ def unused(model: nn.Module) -> tuple[str, ...]:
 
 def names_of_weights(model: nn.Module) -> Mapping[str, torch.Size]:
     """The shapes of a model's weights by timm's names, in timm's order."""
-    conversion = conversion_of(model)
-    state = (model if conversion is None else conversion.library).state_dict()
-    return {name: tensor.shape for name, tensor in state.items()}
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
@@ -223,8 +217,8 @@ def _require_configured(model: nn.Module, name: str) -> None:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built. MLPs are linear layers of tokens,
-    attention knows its positions and cuts its windows itself.
+    an unknown name or arguments, and for more parameters than are built. Attention knows its positions and cuts its
+    windows itself.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -238,5 +232,4 @@ def build(architecture: Architecture) -> nn.Module:
     model = _built(architecture).eval()
     _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
-    own = with_response_norms(with_inner_windows(with_placed_blocks(with_token_mlps(with_conv_backbone(model)))))
-    return with_conv_blocks(with_token_blocks(own, configured_size(model)), configured_size(model))
+    return with_token_blocks(with_inner_windows(with_placed_blocks(model)), configured_size(model))

@@ -1,6 +1,7 @@
 """Named outputs of timm's models that no family reads: maps as timm itself takes them, by `forward_intermediates`."""
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from .maps import map_from_tokens, tokens_from_map
 from .named_outputs import refusal_of_head
 from .outputs import Output, Outputs
 from .traced_module import Facts, TracedModule, known_of, traced_module
+
+_NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
+_STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,23 +111,21 @@ def _number(output: Output, model: nn.Module, layers: Sequence[str]) -> int | No
     elif not output.layer:
         return -1
     else:
-        places = _places(layers)
-        if output.layer in places:
-            return places[output.layer]
-        words = (f"{layer.partition('.')[0].removesuffix('s')}{layer.rpartition('.')[2]}" for layer in places)
-        reason = f"the model has no such layer; it has {', '.join(words)}"
+        names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
+        word, _, digits = output.layer.partition("s.")
+        asked = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
+        found = next((names[name] for name in asked if name in names), None)
+        if found is not None:
+            return found
+        reason = f"the model has no such layer; it has {', '.join(names)}"
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return None
 
 
-def _places(layers: Sequence[str]) -> Mapping[str, int]:
-    """Numbers by what names of outputs ask for: timm's own, and the layer, stages.1 for layers.1, layer1 or s1 too."""
-    places = {f"features.{number}": number for number in range(len(layers))}
-    for number, layer in enumerate(layers):
-        word, digits = layer.rstrip("0123456789").rstrip("."), layer[len(layer.rstrip("0123456789")) :]
-        if word in ("stages", "stage", "layers", "layer", "s"):
-            places |= {f"stages.{digits}": number, f"layers.{digits}": number}
-        elif word in ("blocks", "block"):
-            places[f"blocks.{digits}"] = number
-    return places
+def _names(layers: Sequence[str]) -> Mapping[str, int]:
+    """Numbers of layers by their own names as outputs say them: stage1 for stages.1, layer1, s1; block1 where timm
+    names the last of blocks.1. Those of `features` stand for timm's numbers alone.
+    """
+    matches = ((_NUMBERED.fullmatch(layer), number) for number, layer in enumerate(layers))
+    return {match[1] + match[2]: number for match, number in matches if match and match[1] != "feature"}

@@ -4,21 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from timm.layers import GlobalResponseNormMlp, GluMlp, Mlp, SwiGLU
+from timm.layers import GluMlp, Mlp, SwiGLU
 from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from .channel_site import ChannelSite
 from .depthwise import Depthwise, DepthwiseMlp
 from .pointwise_mlp import PointwiseMlp
-from .response_norm import ResponseNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layers:
     """The names of an MLP's linear layers. `packed`: the first one gives both numbers that a gate multiplies; `up`: it
-    gives one of them, this layer the other. `norm_between`: where its norm stands. `response`: its response norm.
-    `convolution`: of each channel by itself, between the layers.
+    gives one of them, this layer the other. `norm_between`: where its norm stands. `convolution`: of each channel by
+    itself, between the layers.
     """
 
     first: str
@@ -26,7 +25,6 @@ class _Layers:
     up: str = ""
     packed: bool = False
     norm_between: bool = True
-    response: str = ""
     convolution: str = ""
 
 
@@ -38,7 +36,6 @@ _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
         GluMlp: _Layers(first="fc1", last="fc2", packed=True),
         SwiGLU: _Layers(first="fc1_g", up="fc1_x", last="fc2"),
         GeGluMlp: _Layers(first="w0", up="w1", last="w2", norm_between=False),
-        GlobalResponseNormMlp: _Layers(first="fc1", last="fc2", norm_between=False, response="grn"),
     }
 )
 
@@ -57,15 +54,8 @@ def mlp_refusal(mlp: nn.Module) -> str:
     for name in filter(None, (layers.first, layers.up, layers.last)):
         if not isinstance(layer := mlp.get_submodule(name), nn.Linear):
             return f"{name} is {type(layer).__name__}, expected a linear layer"
-    behind = layers.response or ("norm" if layers.norm_between else "")
-    norm = mlp.get_submodule(behind) if behind else None
-    if layers.norm_between and not isinstance(norm, nn.Identity):
+    if layers.norm_between and not isinstance(norm := mlp.get_submodule("norm"), nn.Identity):
         return f"a {type(norm).__name__} between the linear layers mixes all hidden channels"
-    if layers.response and not isinstance(norm, ResponseNorm):
-        return (
-            f"{type(norm).__name__} is timm's own, whose mean over the channels can't be heard; a model that "
-            "corp-deploy builds has another one of the same function"
-        )
     for act in (each for name, each in mlp.named_children() if name.startswith("act")):
         if any(True for _ in act.parameters()):
             return f"activation {type(act).__name__} has parameters"
@@ -81,8 +71,6 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> ChannelSite:
     """The site of an MLP that is not refused."""
     layers = _LAYERS[type(mlp)]
-    norm = mlp.get_submodule(layers.response) if layers.response else None
-    assert norm is None or isinstance(norm, ResponseNorm), (name, norm)
     between = mlp.get_submodule(layers.convolution) if layers.convolution else None
     return ChannelSite(
         name=name,
@@ -96,6 +84,4 @@ def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> C
         between=between if isinstance(between, Depthwise) else None,  # the identity where no channel is left
         between_name=f"{name}.{layers.convolution}" if layers.convolution else "",
         merge=merge,
-        norm=norm,
-        norm_name=f"{name}.{layers.response}" if norm is not None else "",
     )

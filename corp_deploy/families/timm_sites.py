@@ -23,7 +23,6 @@ from .site import Site
 from .sites import Refusal, Sites
 from .steps import Branch, Fork, Join, Merge, Passage, Step
 from .timm_blocks import MergingBlock
-from .timm_hybrid import backbone_sites
 from .timm_mlps import channel_site, mlp_refusal
 from .timm_norms import have_layer_norms, layer_norm
 from .token_merging import TokenMerge
@@ -98,9 +97,8 @@ def _block_refusal(name: str, block: nn.Module) -> Refusal:
 
 
 def sites(model: nn.Module) -> Sites:
-    """Rows of convolutions in front of the tokens, the MLPs, then the attentions, dense or already reduced."""
+    """The MLPs, then the attentions, dense or already reduced."""
     vit = require_vit(model)
-    rows, kept = backbone_sites(vit)
     mlps: list[Site] = []
     attentions: list[Site] = []
     refused: list[Refusal] = []
@@ -122,7 +120,7 @@ def sites(model: nn.Module) -> Sites:
                 refused.append(Refusal(name=name, reason=reason, sites={name: ChannelSite.kind}))
             else:
                 mlps.append(channel_site(name, mlp, merge))
-    return Sites(every=(*rows, *mlps, *attentions), refused=(*kept, *refused))
+    return Sites(every=(*mlps, *attentions), refused=tuple(refused))
 
 
 def comes_apart(block: nn.Module) -> bool:

@@ -2,13 +2,16 @@
 are reduced, timm_merging.py for merged tokens, timm_library.py for what it shares with timm's other families.
 
 Blocks of one attention and one MLP, pre-norm or residual post-norm, and of several side by side are reduced where the
-attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason. What hybrids
-have in front of their tokens is of timm_hybrid.py.
+attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason. Hybrids, which
+have a network in front of their tokens, are traced.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from timm.layers import HybridEmbed
+from timm.models._features import FeatureListNet
+from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -16,7 +19,6 @@ from calib.inputs import Inputs
 
 from . import timm_library, timm_merging
 from .merging import Merging
-from .timm_hybrid import own_state as own_state
 from .timm_images import ImageSpec
 from .timm_library import build as build
 from .timm_library import classes as classes
@@ -27,13 +29,13 @@ from .timm_sites import sites as sites
 from .timm_sites import steps as steps
 
 NAME = "timm"
-# What hybrids have before their patch embedding's projection: a network of its own, to be told apart in costs.
-FIXED_PARTS = ("patch_embed.backbone",)
 
 
 def accepts(model: nn.Module) -> bool:
-    """Whether it is timm's VisionTransformer: ViT, DeiT, DeiT-III, DINO ViTs."""
-    return isinstance(model, VisionTransformer)
+    """Whether it is timm's VisionTransformer: ViT, DeiT, DeiT-III, DINO ViTs; with a ResNet in front it is traced."""
+    return isinstance(model, VisionTransformer) and not (
+        isinstance(model.patch_embed, HybridEmbed) and isinstance(model.patch_embed.backbone, FeatureListNet | ResNetV2)
+    )
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from ground.errors import BadInput
 
 from .architecture import MOST_PARAMETERS, Architecture
 from .module_facts import facts_with
-from .modules import parameters
+from .modules import counts_of_batches, parameters
 from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
@@ -83,5 +83,4 @@ def own_state(architecture: Architecture, model: nn.Module, state: Mapping[str, 
     """Weights under the names of today's torchvision, without what only training runs."""
     beside = _OF_TRAINING.get(architecture.name.removeprefix(PREFIX), ())
     renamed = {_OLD.sub(r"\1\2", name): each for name, each in state.items() if not name.startswith(beside or ("\0",))}
-    counts = {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}
-    return {**counts, **renamed}
+    return {**counts_of_batches(model), **renamed}

@@ -22,7 +22,7 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     rows: list[dict[str, Any]] = []
     for name, groups in names_of(found).items():
         words = by_name[name].words() if name in by_name else f"{groups.kind} {groups.size}"
-        own = {"parameters": shares.parameters[groups.key], "macs": shares.macs[groups.key]}
+        own = {"parameters": shares.parameters.alone[groups.key], "macs": shares.macs.alone[groups.key]}
         rows.append({"site": name, **own, "width": words, "reason": reasons.get(name, "")})
     rest = {"parameters": parameters(model), "macs": macs}
     left = {key: total - sum(row[key] for row in rows) for key, total in rest.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.site import Index, Span
+from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
 from corp_deploy.traced.narrowing.narrow import narrow, prove
 from corp_deploy.traced.programs.readers import without_biases_
@@ -23,8 +23,8 @@ from .array_inputs import random_batch
 from .modules import device
 from .traced_model import facts_of, tracing
 from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, narrowed_module
-from .traced_site import TracedSite
 from .traced_sites import names_of
+from .widths import Widths
 
 VERSIONS = ("torch", "timm")
 """Of what builds and traces a model."""
@@ -66,19 +66,37 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     return _module(model, graph, _joined(before, own, kept, biases))
 
 
-def at_width(model: nn.Module, site: TracedSite, width: int) -> nn.Module:
-    """The model with the first groups of each part of one site, as many as the width says, and nothing repaired. Raises
-    BadInput where the site can't be narrower.
+def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
+    """The model with the first groups of each part of these sites, as many as the widths say, and nothing repaired.
+    Raises BadInput where one can't be as narrow.
     """
-    own, part_G = tracing(model), site.groups.part_G
-    part_G = np.zeros(site.size, dtype=np.int64) if part_G is None else part_G
-    first_G = np.concatenate([np.flatnonzero(part_G == part)[: width // site.parts] for part in range(site.parts)])
-    given = narrow(own.found, {site.groups.key: np.sort(first_G)})
-    if given.whole:
-        raise BadInput(
-            f"{site.name}: it can't be {width} wide: {given.whole[site.groups.key]}; give a budget of --macs"
-        )
-    return _module(model, given.module, _joined(known_of(model).cut, own, {site.name: np.sort(first_G)}, ()))
+    own, sites = tracing(model), names_of(tracing(model))
+    kept = {name: first_groups(sites[name], width) for name, width in widths.items() if isinstance(width, int)}
+    new, whole = with_groups(model, kept, own.added)
+    for name in kept:
+        if reason := whole.get(sites[name].key):
+            raise BadInput(f"{name}: it can't be {widths[name]} wide: {reason}; give a budget of --macs")
+    return new
+
+
+def first_groups(site: Site, width: int, *, parts: int | None = None) -> Index:
+    """The first groups of a site, as many as the width says, the same number of each part, or of the first parts."""
+    part_G = np.zeros(site.size, dtype=np.int64) if site.part_G is None else site.part_G
+    parts = site.parts if parts is None else parts
+    return np.sort(np.concatenate([np.flatnonzero(part_G == part)[: width // parts] for part in range(parts)]))
+
+
+def with_groups(
+    model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]
+) -> tuple[nn.Module, Mapping[str, str]]:
+    """A model with these groups of its sites by name and these biases of those that it has not, its weights as they
+    are; and what it can't be without, with the reason, by the sites' keys.
+    """
+    own = tracing(model)
+    given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
+    without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
+    made_on_(given.module, torch.device("cpu"))
+    return _module(model, given.module, _joined(known_of(model).cut, own, kept, biases)), given.whole
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
@@ -177,13 +195,10 @@ def as_recorded(
         )
     if strange := [name for name in program["biases"] if name not in own.added]:
         raise BadInput(f"{where}: the model needs no bias {strange[0]!r:.100}; the file was edited, write it again")
-    given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
-    if given.whole:
-        raise BadInput(f"{where}: {next(iter(given.whole.values()))}; the file was edited, write the model again")
-    biases = tuple(program["biases"])
-    without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
-    made_on_(given.module, torch.device("cpu"))
-    return _module(model, given.module, _joined(None, own, kept, biases))
+    new, whole = with_groups(model, kept, tuple(program["biases"]))
+    if whole:
+        raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited, write the model again")
+    return new
 
 
 def _rises(kept_K: Index, size: int) -> bool:

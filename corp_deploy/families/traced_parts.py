@@ -9,7 +9,7 @@ from corp_deploy.traced.programs.program import sizes_at_one
 from ground.ports import OutputPort, Port
 
 from .traced_model import input_spec, output_ports, sites_by_segment, tracing
-from .traced_narrowing import at_width
+from .traced_narrowing import at_widths
 from .traced_segments import outline_of
 from .traced_site import TracedSite
 
@@ -33,7 +33,7 @@ def part_of(model: nn.Module, site: TracedSite, width: int) -> Part:
     known. The site has the first groups of each of its parts. Raises BadInput where it can't be narrower.
     """
     inside = [found.name for found, names in sites_by_segment(model).items() if site.name in names]
-    own = tracing(model if width == site.width else at_width(model, site, width))
+    own = tracing(model if width == site.width else at_widths(model, {site.name: width}))
     found = [each for each in own.segments if each.name in inside]
     before = found[0].before if found and found[0] is not own.segments[0] else None
     after = found[-1].after if found and found[-1] is not own.segments[-1] else None

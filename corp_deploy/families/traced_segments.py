@@ -81,7 +81,7 @@ def segments(found: Found) -> tuple[Segment, ...]:
 
 def _given(program: Program) -> fx.Node | None:
     """What the program gives where that is one tensor."""
-    (output,) = (node for node in program.nodes if node.op == "output")
+    output = program.output
     is_one = program.graph.graph._codegen.pytree_info.out_spec.is_leaf()  # type: ignore[attr-defined]
     return output.all_input_nodes[0] if is_one and sizes_at_one(output.all_input_nodes[0]) else None
 

@@ -4,7 +4,7 @@ Legend: G groups, M places of a group among a layer's inputs, X weights that wri
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from calib.sites import ChannelTaps, PatchTaps
 from corp_deploy.traced.finding.site import Index, Span
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Layer
+from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 from ground.errors import BadInput
 
 from .widths import HeadGeometry, Width
@@ -31,6 +31,11 @@ class Portion:
     rows: slice
     groups_C: Index
     columns_CM: Index
+
+    def among(self, columns: Index) -> "Portion":
+        """What it reads by these of its columns alone."""
+        is_among_C = np.isin(self.columns_CM, columns).all(axis=1)
+        return replace(self, groups_C=self.groups_C[is_among_C], columns_CM=self.columns_CM[is_among_C])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +76,16 @@ class Reading:
                 rows = slice(number * outputs, (number + 1) * outputs)
                 found.append(Portion(number=number, rows=rows, groups_C=groups_C, columns_CM=columns_CM))
         return tuple(found)
+
+    @property
+    def gained_weight(self) -> Tensor:
+        """What the layer and a batch norm right behind it multiply by, float64."""
+        weight = self.layer.weight.detach().double()
+        return (
+            weight
+            if self.gain_O is None
+            else weight * self.gain_O.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
+        )
 
     @property
     def tap(self) -> ChannelTaps | PatchTaps:
@@ -165,15 +180,15 @@ class TracedSite:
         return self
 
     def writing_GX(self) -> Tensor:
-        """The rows of weights that write each group, float64."""
-        rows = [_rows(self.program.tensor(each.name), each) for each in self.groups.writers]
+        """The rows of weights that write each group, norms behind them among them, float64."""
+        rows = [_rows(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
         return torch.cat([each for each in rows if each.shape[1] > 1] or rows, dim=1)
 
 
 def _rows(weight: Tensor, span: Span) -> Tensor:
     """What stands at each group's places along a span's axes [G,X]."""
     others = [dim for dim in range(weight.dim()) if dim not in span.axes]
-    flat = weight.detach().double().permute(*span.axes, *others).flatten(0, len(span.axes) - 1)
+    flat = weight.permute(*span.axes, *others).flatten(0, len(span.axes) - 1)
     places = torch.from_numpy(span.index_GM).to(flat.device)
     return flat[places].flatten(1)
 
@@ -191,6 +206,6 @@ class TracedConvolutions(TracedSite):
 
 
 class TracedStream(TracedSite):
-    """That several layers write and add up."""
+    """That several layers write and add up, or one between blocks without a shortcut (arXiv 1801.04381)."""
 
     kind: ClassVar[str] = "traced streams"

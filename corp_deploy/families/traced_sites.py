@@ -93,8 +93,8 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
         "groups": groups,
         "readings": tuple(readings),
         "program": tracing.program,
-        "macs_now": tracing.shares.macs[groups.key],
-        "parameters_now": tracing.shares.parameters[groups.key],
+        "macs_now": tracing.shares.macs.alone[groups.key],
+        "parameters_now": tracing.shares.parameters.alone[groups.key],
     }
     return values(tracing, named, own) if kind is TracedValues else kind(**own)
 

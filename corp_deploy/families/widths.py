@@ -21,14 +21,7 @@ EMPTY_HEADS = HeadWidths(qk=0, v=0)
 """Of an attention of which a constant stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvWidths:
-    """Channels kept between the convolutions of a row: as many numbers as there are pairs of neighbours."""
-
-    channels: tuple[int, ...]
-
-
-Width = int | HeadWidths | ConvWidths
+Width = int | HeadWidths
 Widths = Mapping[str, Width]
 
 

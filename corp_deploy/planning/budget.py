@@ -1,5 +1,6 @@
 """Widths for one budget: the knapsack over every site's cost curve, exact, and uniform widths beside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -78,16 +79,23 @@ def uniform(
 
 
 def uniform_for_share(
-    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, share: float, *, whole: int | None = None
+    model: nn.Module,
+    method: Method,
+    curves: list[CostCurve],
+    dense: int,
+    share: float,
+    *,
+    whole: int | None = None,
+    used: Callable[[Allocation], Allocation] = lambda each: each,
 ) -> tuple[float, Allocation] | None:
     """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
 
-    None where none does: measured costs need not fall with every width.
+    None where none does: measured costs need not fall with every width. `used`: with the share that widths do use.
     """
     for percent in range(100):
         even = percent / 100
         asked = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
-        uniformly = uniform(model, asked, curves, dense, whole=whole)
+        uniformly = used(uniform(model, asked, curves, dense, whole=whole))
         if uniformly.share <= share:
             return even, uniformly
     return None

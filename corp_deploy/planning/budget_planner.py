@@ -7,8 +7,10 @@ from torch import nn
 
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.families.family import family_of
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.site import Currency
+from corp_deploy.families.site_cost import SiteCosts, site_costs
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -20,6 +22,9 @@ from .curves import CostCurve, SiteCurves, cost_curves, eliminations, output_err
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
+
+_HALVINGS = 8
+"""Of what curves are allowed beyond a budget."""
 
 
 def probe_of(
@@ -63,7 +68,8 @@ def probed(name: str, probe: Probe, allocation: Allocation) -> ProbedAllocation:
 class BudgetPlanner:
     """All that a budget's plan follows from but its share: curves priced in one currency, made once for every share.
 
-    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `total` is the dense model's
+    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `costs`: of a traced model,
+    whose sites share layers, what widths save together. `total` is the dense model's
     cost in the unit of the curves' costs, `whole` that of one that merges no tokens, which shares are of. `merging_ms`:
     what merging alone takes, where latency counts and tokens are merged.
     """
@@ -76,6 +82,7 @@ class BudgetPlanner:
     whole: int
     where: LatencyTarget | None
     merging_ms: float | None = None
+    costs: SiteCosts | None = None
 
     def _planned(self, best: Allocation, share: float) -> WidthPlan:
         return WidthPlan(
@@ -86,8 +93,29 @@ class BudgetPlanner:
             eliminations=self.probe.eliminations,
         )
 
-    def _allocated(self, share: float) -> Allocation:
-        return allocate(self.curves, self.total, share, whole=self.whole)
+    def _allocated(self, share: float, curves: list[CostCurve] | None = None) -> Allocation:
+        """Curves of a traced model cost what they do at most: more is allowed until the widths use what was asked."""
+        curves = self.curves if curves is None else curves
+        if self.costs is None:
+            return allocate(curves, self.total, share, whole=self.whole)
+        best, low, high = self._exactly(curves, max(share, self._narrowest())), share, 1.0
+        if best.share > share:
+            return allocate(curves, self.total, share, whole=self.whole)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            more = self._exactly(curves, max(middle, self._narrowest()))
+            low, high, best = (middle, high, more) if more.share <= share else (low, middle, best)
+        return best
+
+    def _exactly(self, curves: list[CostCurve], share: float) -> Allocation:
+        """Allocated by curves, with the share that the widths do use."""
+        return self._used_by(allocate(curves, self.total, share, whole=self.whole))
+
+    def _used_by(self, allocation: Allocation) -> Allocation:
+        if self.costs is None:
+            return allocation
+        saved = self.costs.saved(sites_of(self.probe.model).every, allocation.widths)
+        return replace(allocation, share=(self.total - saved) / self.whole)
 
     def widths_at(self, share: float) -> WidthPlan:
         """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
@@ -98,23 +126,24 @@ class BudgetPlanner:
         a quarter of the inputs is looked at, as both are tried on all of them.
         """
         errors = output_errors(self.probe.fewer.fewer, self.own, around=narrowed)
-        curves = [replace(curve, errors=errors[curve.site]) for curve in self.curves]
-        return allocate(curves, self.total, share, whole=self.whole)
+        return self._allocated(share, [replace(curve, errors=errors[curve.site]) for curve in self.curves])
 
     def tried_at(self, share: float) -> WidthPlan:
         """Two allocations tried on the probe's images, the second by what sites lose beside the first one's losses, and
-        the better of them; uniform widths of the same budget, where there are any, are told beside them.
+        the better of them; one of a traced model, of which that isn't known. Uniform widths of the same budget, where
+        there are any, are told beside them.
         """
         first = self._allocated(share)
         narrowed = self.probe.carried_out(first.widths)
         ways = {"by site": first}
         tried = [told("by site", first, self.probe.effect_of(narrowed))]
-        if (again := self._again(narrowed, share)).widths != first.widths:
+        is_traced = isinstance(self.probe.model, TracedModule)
+        if not is_traced and (again := self._again(narrowed, share)).widths != first.widths:
             ways["by site, allocated again"] = again
             tried.append(probed("by site, allocated again", self.probe, again))
         best = min(tried, key=lambda way: way.measured_error)
         uniform = uniform_for_share(
-            self.probe.model, self.probe.method, self.curves, self.total, share, whole=self.whole
+            self.probe.model, self.probe.method, self.curves, self.total, share, whole=self.whole, used=self._used_by
         )
         if uniform is not None:
             sparsity, allocated = uniform
@@ -123,6 +152,10 @@ class BudgetPlanner:
 
     def narrowest(self) -> float:
         """The least share that any widths keep."""
+        least = self._narrowest()
+        return least if self.costs is None else self._exactly(self.curves, least).share
+
+    def _narrowest(self) -> float:
         fixed = self.total - sum(curve.cost_now for curve in self.curves)
         return (fixed + sum(curve.costs[0] for curve in self.curves)) / self.whole
 
@@ -161,6 +194,7 @@ def budget_planner(
     own = site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(
+            costs=site_costs(dense.model, currency) if isinstance(dense.model, TracedModule) else None,
             probe=probe,
             currency=currency,
             own=own,

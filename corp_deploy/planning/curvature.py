@@ -48,12 +48,12 @@ class Tangent:
         return behind_BNC
 
 
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     drawn = torch.randint(0, 2, like.shape, generator=generator, device=generator.device)
     return (2 * drawn - 1).to(like)
 
 
-def _joined(outputs: Sequence[Tensor]) -> Tensor:
+def joined(outputs: Sequence[Tensor]) -> Tensor:
     """Several as one [B,F], each with the same energy, so that all count alike; one as it is."""
     if len(outputs) == 1:
         return outputs[0]
@@ -73,9 +73,9 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
         if isinstance(step, Branch):
             entering[step.name] = before._replace(x=before.x.detach())
             behind[step.name] = walk.tokens.x
-    outputs = _joined(answers(model, walk, inputs))
+    outputs = joined(answers(model, walk, inputs))
     moved = [
-        torch.autograd.grad(outputs, tuple(behind.values()), _signs(outputs, generator), retain_graph=True)
+        torch.autograd.grad(outputs, tuple(behind.values()), signs(outputs, generator), retain_graph=True)
         for _ in range(directions)
     ]
     gradients = {name: torch.stack(of_branch) for name, of_branch in zip(behind, zip(*moved, strict=True), strict=True)}

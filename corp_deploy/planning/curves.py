@@ -61,7 +61,9 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
         kind = kind_of(site)
         return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
 
-    sites = [site for site in narrowable(model) if kind_of(site).eliminates]
+    sites = [
+        each for each in narrowable(model) if kind_of(each).eliminates and len(kind_of(each).offers(each, method)) > 1
+    ]
     orders = zip(sites, pool.each(at_site, sites, where), strict=True)
     return {site.name: order for site, order in orders if order is not None}
 

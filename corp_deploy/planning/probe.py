@@ -19,6 +19,8 @@ from corp_deploy.families.family import answers, family_of, sites_of, steps_to_o
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import device, with_modules
 from corp_deploy.families.steps import Branch, Step, Walk
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.closed_loop import Loop
@@ -26,8 +28,10 @@ from corp_deploy.reduction.kind import Order, Reduced
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
 
 from .curvature import linear_effects
+from .program_effects import effects_of_changes
 
 Trial = tuple[str, Width]
 
@@ -131,8 +135,11 @@ class Probe:
 
     def linear_effects(self, trials: Sequence[Trial], *, around: nn.Module | None = None) -> dict[Trial, float]:
         """`effects` to first order, at the cost of a few passes however many trials there are (see curvature.py); exact
-        ones of sites that stand in no branch. `around`: a narrowed model whose streams and gradients count instead.
+        ones of sites that stand in no branch. `around`: a narrowed model whose streams and gradients count instead, but
+        of a traced one.
         """
+        if isinstance(self.model, TracedModule):
+            return self._effects_of_program(trials)
         inside = {step.name: step for step in family_of(self.model).steps(self.model) if isinstance(step, Branch)}
         walked = [trial for trial in trials if trial[0] in inside]
         effects = self.effects([trial for trial in trials if trial[0] not in inside])
@@ -143,6 +150,19 @@ class Probe:
         found = linear_effects(around or self.model, self.inputs, layers, whole=whole)
         by_site = {name: iter(values) for name, values in found.items()}
         return effects | {trial: next(by_site[trial[0]]) for trial in walked}
+
+    def _effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+        """To first order where layers that read a site change alone, exactly where rows that write it are mixed too."""
+        changes: dict[Trial, Mapping[str, Tensor]] = {}
+        program = tracing(self.model).program
+        for trial, new in zip(trials, self._reduced(trials), strict=True):
+            assert isinstance(new, TracedReduced), trial
+            if not new.mapped and not new.selected:
+                tensors = tensors_of({trial[0]: new})
+                changes[trial] = {name: each - program.tensor(name).double() for name, each in tensors.items()}
+        linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
+        exact = self.effects([trial for trial in trials if trial not in changes])
+        return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _start(self) -> Walk:
         family = family_of(self.model)

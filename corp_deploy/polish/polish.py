@@ -11,7 +11,6 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from corp_deploy.families.coupled_site import CoupledSite
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.steps import Branch, Passage
@@ -87,9 +86,8 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
         )
 
 
-def _streams(model: nn.Module) -> list[CoupledSite | TracedStream]:
-    own = sites_of(model)
-    return [*own.coupled, *(site for site in own.every if isinstance(site, TracedStream))]
+def _streams(model: nn.Module) -> list[TracedStream]:
+    return [site for site in sites_of(model).every if isinstance(site, TracedStream)]
 
 
 def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
@@ -114,14 +112,9 @@ def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOption
     rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name]
     rows = in_rows(reduced, rows) if isinstance(reduced, TracedModule) else rows
     reasons = {
-        "are rows of convolutions": rows if options.how == "layer" else [],
+        "have convolutions of several places": rows if options.how == "layer" else [],
         "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
-        "have a norm of their hidden channels": [
-            site.name
-            for site in sites_of(reduced).channels
-            if site.norm is not None and site.name in narrower and options.how == "layer"
-        ],
         "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
         "have heads that talk to each other": [site.name for site in heads if site.talk is not None],
     }

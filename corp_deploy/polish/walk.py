@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
-from corp_deploy.families.conv_block import ConvRow
 from corp_deploy.families.family import answers, family_of
 from corp_deploy.families.steps import Branch, Fork, Passage, Step, Walk
 from corp_deploy.families.token_merging import Tokens
@@ -37,11 +36,11 @@ class Block:
 
 def _owner(step: Step) -> str | None:
     """The block that a branch is of: `blocks.3` for `blocks.3.mlp`, and for `blocks.3.ffns.0.mlp` behind a fork, itself
-    for a row of convolutions and for a block that is one step; None for what is no branch.
+    for a block that is one step; None for what is no branch.
     """
     if isinstance(step, Passage) and step.sites:
         return step.name
-    if isinstance(step, Fork) or (isinstance(step, Branch) and isinstance(step.layer, ConvRow)):
+    if isinstance(step, Fork):
         return step.name
     return step.name.rsplit(".", 3 if step.forked else 1)[0] if isinstance(step, Branch) else None
 

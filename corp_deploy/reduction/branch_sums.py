@@ -27,7 +27,6 @@ from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.head_site import HeadSite
-from corp_deploy.families.response_norm import ResponseNorm
 from corp_deploy.families.steps import Branch
 from ground.errors import BadInput
 
@@ -232,17 +231,6 @@ def channel_sums(branch: Branch, site: ChannelSite, streams: Streams) -> tuple[C
         x, lacking = gram_uncentred(x), lacking.each(regression_uncentred)
     moments = ChannelMoments(tokens=x.tokens, eps=ACTIVE_EPS, sum_F=x.sum_K, gram_FF=x.gram_KK, active_F=active_F)
     return moments, lacking
-
-
-def norm_moments(branch: Branch, norm: ResponseNorm, streams: Streams) -> ChannelMoments:
-    """Of the norms of the hidden channels of the branch's layer, one of each an image; `norm` is that layer's."""
-    norms = Gram.empty(norm.channels, streams.device)
-    with _entering(branch, branch.layer, norm.mean) as entering:
-        for pair in streams:
-            norms.add(entering(pair))
-    refuse_nonfinite(branch.name, norms.sum_K)
-    zeros_F = torch.zeros_like(norms.sum_K)
-    return ChannelMoments(tokens=norms.tokens, eps=0.0, sum_F=norms.sum_K, gram_FF=norms.gram_KK, active_F=zeros_F)
 
 
 def halves_of(moments: ChannelMoments, sums: Halves[RegressionSums]) -> tuple[ChannelMoments, ChannelMoments]:

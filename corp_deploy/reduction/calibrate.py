@@ -26,7 +26,7 @@ from corp_deploy.store.inputs import lineage_for_moments
 from ground.errors import BadInput
 
 from .kept_dims import narrower
-from .patch_memory import within_memory
+from .patch_memory import within_memory, without_streams
 
 PIXEL_RANGE = "pixel_range"
 
@@ -51,10 +51,9 @@ def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
 class Statistics:
     """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
-    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `residual`: of what reads
-    streams of coupled channels, too. `patch_bytes`: of all sums, kept to by summing
-    the patches of fewer channels where convolutions are largest. `active_eps`: the magnitude above which an entry
-    counts as active.
+    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `patch_bytes`: of all sums,
+    kept to by summing the patches of fewer channels where convolutions are largest; what reads streams is left out
+    then, unless `residual`. `active_eps`: the magnitude above which an entry counts as active.
     """
 
     patterns: tuple[str, ...] = ()
@@ -69,10 +68,10 @@ class Statistics:
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
-    asked = statistics.attention_system or statistics.kept is not None
-    refuse_idle_options(checkpoint.model, "heads", {"--attention-system": asked})
+    restricts = statistics.attention_system or statistics.kept is not None
+    refuse_idle_options(checkpoint.model, "heads", {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
-    every = calibration_taps(checkpoint.model, sites, coupled=statistics.residual)
+    every = calibration_taps(checkpoint.model, sites)
     if statistics.residual:
         require_streams(sites, type(checkpoint.model).__name__)
     if not every:
@@ -87,7 +86,8 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     ]
     if statistics.patch_bytes is None:
         return named
-    return within_memory(checkpoint.model, named, statistics.patch_bytes)
+    asked = named if statistics.residual else without_streams(checkpoint.model, named)
+    return within_memory(checkpoint.model, asked, statistics.patch_bytes)
 
 
 def memory_needed(

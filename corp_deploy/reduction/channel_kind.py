@@ -14,7 +14,7 @@ from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import aligned_width, aligned_widths, is_empty
 
-from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums, norm_moments
+from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
 from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, kept_channels, output_energy
@@ -25,7 +25,6 @@ from .linear_loop import OnStreams, fitted_linear
 from .loop import Loop
 from .method import Method
 from .report import SiteReport
-from .response_norms import norm_moments_of, with_norm
 from .statistics import statistics_at
 from .streams import Streams
 from .uncentred import channels_uncentred
@@ -63,8 +62,6 @@ class ChannelKind:
     def refusal(self, site: ChannelSite, method: Method) -> str:
         if method.merges and site.gated:
             return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
-        if method.merges and site.norm is not None:
-            return "folding takes means of rows, and a mean's norm over the image is not the mean of norms"
         if method.merges and site.between is not None:
             return "folding takes means of rows, and each channel has a convolution of its own behind its row"
         return ""
@@ -100,13 +97,6 @@ class ChannelKind:
         new = channels_at_site(moments, layers_of(site), method, width, known, halves)
         return built(site, new, moments, method, held_out)
 
-    def completed(
-        self, site: ChannelSite, new: LinearReduced, moments: Moments, method: Method, where: torch.device
-    ) -> LinearReduced:
-        if site.norm is None:
-            return new
-        return with_norm(site, new, norm_moments_of(site, moments, where))
-
     def elimination(self, site: ChannelSite, moments: ChannelMoments, method: Method) -> Elimination:
         return elimination(moments, layers_of(site), method)
 
@@ -126,7 +116,7 @@ class ChannelKind:
         moments, _ = channel_sums(branch, site, streams)
         if method.merges:
             return _merged(branch, site, moments, streams, method, width)
-        return _with_norm(branch, site, streams, self.reduced(site, moments, method, width))
+        return self.reduced(site, moments, method, width)
 
     def fitted(
         self, step: Branch, site: ChannelSite, streams: Streams, method: Method, width: int, loop: Loop
@@ -144,17 +134,11 @@ class ChannelKind:
         *,
         refit: Sequence[float] | None = None,
     ) -> OnStreams:
-        """The channels that stay are some of those summed; merged ones are new, and what a norm makes of those that
-        stay, so that layer is run once more.
-        """
+        """The channels that stay are some of those summed; merged ones are new, so that layer is run once more."""
         energy = dense_advanced(step, streams)
         moments, on_all = channel_sums(branch, site, streams)
         if method.merges:
             new = _merged(branch, site, moments, streams, method, width)
-            layer = with_modules(branch.layer, site.name, new.modules)
-            return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
-        if site.norm is not None:
-            new = _with_norm(branch, site, streams, self.reduced(site, moments, method, width))
             layer = with_modules(branch.layer, site.name, new.modules)
             return OnStreams(new=new, lacking=inputs_sums(branch, layer, new.last, streams), energy=energy)
         if width == 0:
@@ -173,13 +157,6 @@ class ChannelKind:
 
 def _multiple(site: ChannelSite, method: Method) -> int:
     return method.align_hidden if method.aligned else max(method.align_hidden, site.multiple)
-
-
-def _with_norm(branch: Branch, site: ChannelSite, streams: Streams, new: LinearReduced) -> LinearReduced:
-    """With the norm of the channels that stay, where the site has one, by what the reduced stream gives."""
-    if site.norm is None:
-        return new
-    return with_norm(site, new, norm_moments(branch, site.norm, streams))
 
 
 def _merged(

@@ -40,7 +40,7 @@ class Coverage:
 
 
 def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
-    """What these widths do to the sites that were to shrink, streams of coupled channels among them: all of them by a
+    """What these widths do to the sites that were to shrink: all of them by a
     budget (`by_site`), else those that a sparsity asks for, or where none does, all.
     """
     asks_nothing = not method.asks_to_remove
@@ -50,9 +50,6 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
 
     refused = {name: each.reason for each in sites.refused for name, kind in each.sites.items() if counts(KINDS[kind])}
     reduced, left = list[str](), list[str]()
-    for stream in sites.coupled if method.residual_sparsity else ():
-        kept = stream.kept(method.residual_kept, method.align_conv)
-        (reduced if kept < stream.width else left).append(stream.name)
     for site in sites.every:
         kind = kind_of(site)
         if widths.get(site.name, site.width) != site.width:

@@ -155,11 +155,6 @@ class HeadKind:
         )
         return replace(new, reports=[fewer.report, *new.reports])
 
-    def completed(
-        self, site: HeadSite, new: LinearReduced, moments: Moments, method: Method, where: torch.device
-    ) -> LinearReduced:
-        return new
-
     def elimination(self, site: HeadSite, moments: HeadMoments, method: Method) -> None:
         """Dimensions are ranked by one look at the moments, at any width."""
 

@@ -56,10 +56,10 @@ class ErrorCurve:
         assert all(place < len(self.errors) for place in self.places), self
 
 
-Order = Elimination | tuple[Elimination, ...]
-"""Of removal: of a site's channels, or at each place of a row of convolutions."""
-Choice = Chosen | tuple[Chosen, ...] | HeadsChosen
-"""What stays: of a site's channels, at each place of a row of convolutions, or of an attention."""
+Order = Elimination
+"""Of removal: of a site's channels."""
+Choice = Chosen | HeadsChosen
+"""What stays: of a site's channels, or of an attention."""
 
 
 class Kind(Protocol):
@@ -121,10 +121,6 @@ class Kind(Protocol):
         `held_out`, moments of other inputs, judges it again; `halves`, the moments of either half of the images, choose
         how strong ridges are.
         """
-        ...
-
-    def completed(self, site: Any, new: Any, moments: Moments, method: Method, where: torch.device) -> Reduced:
-        """With what else of the site is fitted, by statistics of its own."""
         ...
 
     def elimination(self, site: Any, moments: Any, method: Method) -> Order | None:

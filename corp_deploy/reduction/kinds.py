@@ -7,7 +7,6 @@ from corp_deploy.families.site import Site
 from corp_deploy.families.traced_site import TracedSite
 
 from .channel_kind import ChannelKind
-from .conv_kind import ConvKind
 from .head_kind import HeadKind
 from .kind import Kind
 from .traced_kind import TracedKind
@@ -17,7 +16,6 @@ from .traced_values_kind import TracedValuesKind
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "channels": ChannelKind(),
-        "convolutions": ConvKind(),
         "heads": HeadKind(),
         "traced channels": TracedKind[TracedSite]("channels"),
         "traced convolutions": TracedKind[TracedSite]("convolutions"),

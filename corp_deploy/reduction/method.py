@@ -136,16 +136,6 @@ class Method:
         return 1.0 - (self.attention_sparsity or 0.0)
 
     @property
-    def conv_kept(self) -> float:
-        """Share of the channels between convolutions that stay."""
-        return 1.0 - (self.conv_sparsity or 0.0)
-
-    @property
-    def residual_kept(self) -> float:
-        """Share of the coupled channels of streams that stay."""
-        return 1.0 - (self.residual_sparsity or 0.0)
-
-    @property
     def heads_kept(self) -> float:
         """Share of the heads that stay."""
         return 1.0 - (self.heads_sparsity or 0.0)

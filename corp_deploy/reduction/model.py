@@ -4,7 +4,7 @@ Selections and recoveries say what to do; here it is done, once, on new modules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,6 @@ from corp_deploy.families.widths import Width, Widths
 from ground.effort import Stopwatch, turn
 
 from . import pool
-from .coupled_channels import with_fewer_coupled
 from .coverage import Coverage, coverage
 from .folded import merged_sites
 from .kind import Choice, Order, Reduced
@@ -27,7 +26,7 @@ from .kinds import kind_of
 from .method import Method
 from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
-from .rescaling import SAID, require_rescalable, rescaled
+from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
 from .traced_kind import TracedReduced
 from .traced_reduction import carried_out
@@ -72,9 +71,7 @@ def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:
 
 def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
     """What stays as it is although something was asked of it, and why."""
-    streams = sites.uncoupled if method.residual_sparsity else {}
-    notes = [f"the stream of {name} kept as it is: {reason}" for name, reason in streams.items()]
-    notes += [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
+    notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
     own = (kind_of(site).note(site, method, widths.get(site.name)) for site in sites.every)
     notes += [note for note in own if note is not None]
     if method.attention_sparsity and method.qk_recovery == "keep":
@@ -97,8 +94,7 @@ def reduced_site(
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
     halves = halves_at(site, moments, own, where)
-    new = kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
-    return kind_of(site).completed(site, new, moments, method, where)
+    return kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
 
 
 def _chosen(
@@ -133,7 +129,7 @@ def reduce(
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
-    Streams lose their share of coupled channels first. `widths` by site replaces the uniform ones of the method; a site
+    `widths` by site replaces the uniform ones of the method; a site
     not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
     moments of other images, judges every site again. `images` are looked at where channels are merged, the calibration
     images and those held out, told apart by their content, and where convolutions are rescaled, all of them. `done` is
@@ -146,9 +142,7 @@ def reduce(
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
-    dense, shown = model, require_rescalable(model, images) if method.rescales else None
-    dense_streams = sites_of(model).coupled
-    model, of_streams, kept = with_fewer_coupled(model, moments, method, watch)
+    shown = require_rescalable(model, images) if method.rescales else None
     asked = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
     modules: dict[str, nn.Module] = {}
@@ -170,24 +164,21 @@ def reduce(
         every.append(new)
         modules |= new.modules
         reports += new.reports
-        kept |= new.kept
         if done is not None:
             done(finished)
-    reports = [*of_streams, *(reports if widths is None else as_allocated(reports))]
+    reports = list(reports if widths is None else as_allocated(reports))
     found = {site.name: new for site, new in zip(affected, every, strict=True) if isinstance(new, TracedReduced)}
     if found:
-        reduced, whole = carried_out(model, found)
+        reduced, whole = carried_out(model, found, shown)
         reports = [report for report in reports if report.site not in whole]
         few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in whole.items()))
     else:
         reduced = replaced(model, modules).eval().requires_grad_(False)
-    if shown is not None:
-        reduced = rescaled(dense, reduced, shown, kept=kept)
     return Reduction(
         model=reduced,
         method=method,
         sites=tuple(reports),
-        coverage=coverage(replace(sites, coupled=dense_streams), method, asked, by_site=widths is not None),
+        coverage=coverage(sites, method, asked, by_site=widths is not None),
         notes=(*notes_on(sites, method, asked), *few),
         said=() if shown is None else (SAID,),
     )

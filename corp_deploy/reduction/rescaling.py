@@ -1,32 +1,32 @@
 """Convolutions of a reduced model that give the dense ones' means and variances again: REPAIR (Jordan et al. 2022,
 arXiv 2211.08403), which GRAIL calls re-estimating its BatchNorms.
 
-One convolution after the other in the order they run, so that each meets what those in front of it give by then. No
-label is looked at and nothing is solved; weights and biases take the scale, so that it costs nothing at run time.
+One convolution after the other in the order of the program, so that each meets what those in front of it give by then.
+No label is looked at and nothing is solved; weights and biases take the scale, so that it costs nothing at run time.
 
-Legend: B images of a piece, N tokens, C channels, O outputs of a convolution.
+Legend: B images of a piece, C channels, O outputs of a convolution, U columns of its weight, X places.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
-from corp_deploy.families.convolution import Convolution
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.steps import Merge
+from corp_deploy.families.modules import device
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_module import TracedModule, Tracing
+from corp_deploy.families.traced_sites import names_of
+from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
-from .streams import Streams, embedded
+from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 
-Run = Callable[[Tensor], Tensor]
 SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"
 
 
@@ -52,83 +52,81 @@ class OutputSums:
         return (self._square_O / self._count - self.mean_O.square()).clamp_min(0.0)
 
 
-def convolutions(model: nn.Module) -> dict[str, Convolution]:
-    """By their paths in the model."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, Convolution)}
-
-
-@contextmanager
-def _summing(convs: Mapping[str, Convolution]) -> Iterator[dict[str, OutputSums]]:
-    """Within it: the sums of those that have run, in the order they ran first."""
-    sums: dict[str, OutputSums] = {}
-
-    def hear(path: str, conv: nn.Module, _: tuple[Tensor, ...], y_BOHW: Tensor) -> None:
-        sums.setdefault(path, OutputSums(y_BOHW.shape[1], y_BOHW.device)).add(y_BOHW)
-
-    with ExitStack() as stack:
-        for path, conv in convs.items():
-            stack.callback(conv.register_forward_hook(partial(hear, path)).remove)
-        yield sums
-
-
-def _runs(model: nn.Module) -> list[Run]:
-    """The model's steps, and what stands behind the last one."""
-    family = family_of(model)
-    steps = list(family.steps(model))
-    runs: list[Run] = [step for step in steps if not isinstance(step, Merge)]
-    assert len(runs) == len(steps), type(model)
-    return [*runs, partial(family.normed, model)]
-
-
-def _rescale_(conv: Convolution, own: OutputSums, mean_O: Tensor, variance_O: Tensor) -> None:
-    """To a mean and variance of each output, where it doesn't have them."""
-    if torch.equal(own.mean_O, mean_O) and torch.equal(own.variance_O, variance_O):
-        return
-    assert conv.bias is not None, conv
-    weight_OIHW = conv.weight.double()
-    new_OU, bias_O = rescaled_outputs(
-        weight_OIHW.flatten(1), conv.bias.double(), own.mean_O, own.variance_O, mean_O, variance_O
-    )
-    conv.fill_(new_OU.view_as(weight_OIHW), bias_O)
+def convolutions(program: Program) -> Iterator[Called]:
+    """In order of the program, but for those that are called several times."""
+    every = [layer for layer in every_layer(program) if layer.node.target is CONV2D]
+    calls = Counter(name for layer in every for name in (layer.weight, layer.bias))
+    return (layer for layer in every if calls[layer.weight] == calls[layer.bias] == 1)
 
 
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
-    """The images. Raises BadInput without any, and for a model without such convolutions."""
-    if not convolutions(model):
-        raise BadInput(f"--rescale: {type(model).__name__} has no rows of convolutions to rescale; leave it away")
+    """The images. Raises BadInput without any, and for a model in which no such convolutions are found."""
+    if not isinstance(model, TracedModule) or next(convolutions(tracing(model).program), None) is None:
+        raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it away")
     if images is None:
         raise BadInput("--rescale takes means and variances on the calibration images; give them: --images")
     return images
 
 
-@torch.no_grad()
 def rescaled(
-    dense: nn.Module, reduced: nn.Module, images: InputSet, *, kept: Mapping[str, Tensor], batch_size: int = 32
-) -> nn.Module:
-    """A copy of the reduced model whose convolutions give the dense ones' means and variances on these images.
-
-    `kept`: by paths, the dense outputs that stay where not all do. Each convolution takes one run of its step, and the
-    dense model one of the whole; the memory is a closed loop's (see Streams).
+    model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor], images: InputSet
+) -> dict[str, Tensor]:
+    """The weights and biases that change, of dense sizes, where these groups of sites are kept and `tensors` change
+    already.
     """
-    own = replaced(reduced, {})
-    own_convs = convolutions(own)
-    with evaluating(dense):
-        both = [Streams(embedded(model, images, batch_size), held_out_every=1) for model in (dense, own)]
-        for dense_run, own_run in zip(_runs(dense), _runs(own), strict=True):
-            with _summing(convolutions(dense)) as wanted:
-                _advance(both[0], dense_run)
-            for path, sums in wanted.items():
-                stay = kept.get(path, slice(None))
-                with _summing({path: own_convs[path]}) as given:
-                    for pair in both[1]:
-                        own_run(pair.reduced)
-                refuse_nonfinite(path, given[path].variance_O)
-                _rescale_(own_convs[path], given[path], sums.mean_O[stay], sums.variance_O[stay])
-            _advance(both[1], own_run)
-    return own.eval().requires_grad_(False)
+    dense = tracing(model)
+    student, names = Student.of(dense), names_of(dense)
+    student.set_(tensors)
+    student.keep_({names[name].key: groups for name, groups in kept.items()})
+    rescale_(dense, student, images)
+    return student.changed(dense.program)
 
 
-def _advance(streams: Streams, run: Run) -> None:
-    streams.gather()
-    for pair in streams:
-        pair.dense = pair.reduced = run(pair.reduced)
+@torch.no_grad()
+def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: int = 16) -> None:
+    """What a student gives by its convolutions on these images becomes like what the dense model gives. Each
+    convolution takes a run from the cut in front of it, the dense model one of the whole. Of rows that are gone nobody
+    hears what they become.
+    """
+    where = device(dense.program.graph)
+    pieces = list(pieces_of(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
+    left = list(convolutions(dense.program))
+    for segment in segments_of(dense, student):
+        inside = set(segment.up_to([segment.after or dense.program.output]))
+        own = [layer for layer in left if layer.node in inside]
+        for layer, wanted in _dense_sums(segment, own, pieces).items():
+            _rescale_(student, layer, _student_sums(segment, layer, pieces), wanted)
+        segment.advance_(pieces, with_dense=True)
+
+
+def _dense_sums(segment: Segment, layers: Sequence[Called], pieces: Sequence[Piece]) -> dict[Called, OutputSums]:
+    sums, nodes = {layer: _empty(segment, layer) for layer in layers}, segment.up_to([each.node for each in layers])
+    for piece in pieces:
+        values = segment.run_dense(piece, nodes)
+        for layer, own in sums.items():
+            own.add(values[layer.node])
+    return sums
+
+
+def _student_sums(segment: Segment, layer: Called, pieces: Sequence[Piece]) -> OutputSums:
+    sums, nodes = _empty(segment, layer), segment.up_to([layer.node])
+    for piece in pieces:
+        sums.add(segment.run_student(piece, nodes)[layer.node])
+    refuse_nonfinite(layer.name, sums.variance_O)
+    return sums
+
+
+def _empty(segment: Segment, layer: Called) -> OutputSums:
+    weight = segment.dense.program.tensor(layer.weight)
+    return OutputSums(len(weight), weight.device)
+
+
+def _rescale_(student: Student, layer: Called, own: OutputSums, wanted: OutputSums) -> None:
+    """To a mean and variance of each output, where it doesn't have them."""
+    if torch.equal(own.mean_O, wanted.mean_O) and torch.equal(own.variance_O, wanted.variance_O):
+        return
+    weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))
+    new_OU, bias_O = rescaled_outputs(
+        weight.double().flatten(1), bias.double(), own.mean_O, own.variance_O, wanted.mean_O, wanted.variance_O
+    )
+    student.set_({layer.weight: new_OU.view_as(weight), layer.bias: bias_O})

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from calib.patches import patches
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.convolution import Convolution
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_layers import ProgramLayer
 from corp_deploy.store.sparse_layers import rows_of_weight
@@ -83,7 +82,7 @@ class SparsePlace:
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
-        u_BNGU = patches(x, layer, layer.edges if isinstance(layer, Convolution) else None)
+        u_BNGU = patches(x, layer)
         u_GXU = u_BNGU.flatten(0, 1).transpose(0, 1)
         return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 
@@ -116,7 +115,6 @@ def sparse_places(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> Ite
     for heads in sites.heads:
         every += [("head", first, 0, None) for first in heads.firsts]
         every.append(("head", heads.last, heads.v, heads.reorder_ if heads.reorders else None))
-    every += [("conv", conv, 0, None) for row in sites.rows for conv in row.block.convolutions.values()]
     for kind, layer, block, reorder_ in every:
         if kind in kinds and id(layer) in names:
             name = names[id(layer)]

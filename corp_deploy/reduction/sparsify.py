@@ -229,8 +229,9 @@ def sparsified(
                 reports[name] = _reported(place, sums, made, how, reordered, count)
                 if done is not None:
                     done(len(reports))
-            if waiting:
-                advance_(pairs, step)
+            if not waiting:
+                break
+            advance_(pairs, step)
     listed = [
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places

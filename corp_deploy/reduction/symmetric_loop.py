@@ -23,7 +23,7 @@ from .kinds import kind_of
 from .method import Method
 from .model import Reduction, notes_on, uniform_widths
 from .report import as_allocated
-from .rescaling import SAID, require_rescalable, rescaled
+from .rescaling import require_rescalable
 from .streams import Streams, embedded
 
 
@@ -44,7 +44,7 @@ def reduce_symmetric_loop(
     family = family_of(model)
     sites = family.sites(model)
     if method.rescales:
-        require_rescalable(model, images)
+        require_rescalable(model, images)  # which a model that is walked through by branches never is
     asked = uniform_widths(model, method) if widths is None else widths
     steps = list(family.steps(model))
     if whole := asked.keys() - {step.name for step in steps}:
@@ -66,16 +66,11 @@ def reduce_symmetric_loop(
     reports = [report for each in rebuilt for report in each.reports]
     modules = {name: module for each in rebuilt for name, module in each.modules.items()}
     reduced = replaced(model, modules).eval().requires_grad_(False)
-    said = ["symmetric closed loop: every site is fitted to its dense weights on the model as reduced so far"]
-    if method.rescales:
-        kept = {path: kept_K for each in rebuilt for path, kept_K in each.kept.items()}
-        reduced = rescaled(model, reduced, images, kept=kept, batch_size=batch_size)
-        said.append(SAID)
     return Reduction(
         model=reduced,
         method=method,
         sites=tuple(reports if widths is None else as_allocated(reports)),
         coverage=coverage(sites, method, asked, by_site=widths is not None),
         notes=notes_on(sites, method, asked),
-        said=tuple(said),
+        said=("symmetric closed loop: every site is fitted to its dense weights on the model as reduced so far",),
     )

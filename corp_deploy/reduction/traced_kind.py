@@ -230,11 +230,6 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
             held_out=judged,
         )
 
-    def completed(
-        self, site: OfSite, new: TracedReduced, moments: Moments, method: Method, where: torch.device
-    ) -> TracedReduced:
-        return new
-
     def elimination(self, site: OfSite, moments: tuple[Read, ...], method: Method) -> Elimination | None:
         return self._order(site, moments, method)
 
@@ -264,7 +259,7 @@ def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[Read, ...
     pairs = list(zip(changes, others, strict=True))
     return HeldOut(
         energy=sum(other.energy for _, other in pairs),
-        error=sum(error_of(change.read, change.recovery, kept_K, other) for change, other in pairs),
+        error=sum(error_of(change.recovery, kept_K, other) for change, other in pairs),
     )
 
 

@@ -26,7 +26,6 @@ from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
 from .branch_sums import StreamEnergy, refuse_nonfinite
-from .conv_sums import regressions
 from .traced_streams import Piece, Segment, Values
 from .traced_targets import Lacking, Target, rows_of
 
@@ -113,10 +112,26 @@ class _OfPatches:
         return replace(self._all(), channels_GR=None, cross_GPU=None)
 
     def regressions(self) -> list[RegressionSums]:
-        return regressions(self._all())
+        return _regressions(self._all())
 
     def _all(self) -> PatchMoments:
         return on_device(self.sums.moments(), self.where)
+
+
+def _regressions(moments: PatchMoments) -> list[RegressionSums]:
+    """Of what is lacking on patches, for each group."""
+    assert moments.cross_GPU is not None, moments.taps
+    groups = len(moments.sum_GU)
+    sums_GP, squares_GP = moments.target_sum_O.view(groups, -1), moments.target_square_O.view(groups, -1)
+    return [
+        RegressionSums(
+            x=Gram(tokens=moments.tokens, sum_K=moments.sum_GU[group], upper_KK=moments.gram_GUU[group]),
+            t_O=sums_GP[group],
+            tx_OK=moments.cross_GPU[group],
+            tt=squares_GP[group].sum(),
+        )
+        for group in range(groups)
+    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +221,6 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
                 tracing.heard[2][name](values[tracing.by_node[name]])
         own.flush()
     fit, held_out = (
-        on_device(sums[each].moments(), segment.student.gone.device) if each in filled else None
-        for each in (False, True)
+        on_device(sums[each].moments(), segment.student.where) if each in filled else None for each in (False, True)
     )
     return Halved(fit=fit, held_out=held_out)

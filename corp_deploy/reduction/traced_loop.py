@@ -10,7 +10,6 @@ Legend: G groups of a convolution, P outputs of a group, K columns of a layer, O
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_sites import names_of, traced_sites
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Widths
-from corp_deploy.traced.finding.choice import gone
-from corp_deploy.traced.finding.cuts import cuts, without_values
+from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, groups_of, layers
 from ground.errors import BadInput
@@ -43,12 +41,13 @@ from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import counts_all
 from .report import LoopFit, SiteReport, as_allocated
+from .rescaling import SAID, require_rescalable, rescale_
 from .traced_kind import TracedReduced, tensors_of
 from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
 from .traced_order import Step, steps_of, whole_sites
 from .traced_read_tokens import places_read
 from .traced_reduction import left_of
-from .traced_streams import Piece, Segment, Student, pieces_of
+from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
 
 Done = Callable[[int], None] | None
@@ -70,15 +69,16 @@ def reduce_traced(
 
     Raises BadInput for too few images and for what has no meaning for a traced model.
     """
-    if method.rescales:
+    if method.rescales and loop is not None:
         raise BadInput(RESCALED)
+    if method.rescales:
+        require_rescalable(model, images)
     dense = tracing(model)
     sites = traced_sites(dense)
     every = uniform_widths(model, method) if widths is None else dict(widths)
     whole = whole_sites(dense, sites, every, method)
     asked = {name: width for name, width in every.items() if name not in whole}
-    names = {name for layer in layers(dense.program, in_groups=True) for name in (layer.weight, layer.bias)}
-    student = Student.of(dense, names)
+    student = Student.of(dense)
     half_ids = _half_ids(images, loop)
     pieces = pieces_of(
         images,
@@ -99,8 +99,10 @@ def reduce_traced(
         both_ways=half_ids is not None,
     )
     with evaluating(model):
-        for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found)), None]):
-            making.pass_(Segment(dense=dense, student=student, before=before, after=after), done)
+        for segment in segments_of(dense, student):
+            making.pass_(segment, done)
+    if method.rescales:
+        rescale_(dense, student, images, batch_size=batch_size)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
     kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in whole.items())
     return Reduction(
@@ -112,6 +114,7 @@ def reduce_traced(
         said=(
             f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
             *_said_of_places(dense, read),
+            *((SAID,) if method.rescales else ()),
         ),
     )
 
@@ -192,13 +195,11 @@ class _Making:
             sums = layer_sums(segment, self.pieces, targets)
         before = {layer: self._weights(layer) for layer in readers}
         new = self._reduced(segment, step, sums)
-        for name, tensor in tensors_of({site.name: new}).items():
-            self.student.program.tensor(name).copy_(tensor)
+        self.student.set_(tensors_of({site.name: new}))
         # With heads gone already, dimensions of those left go.
         self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
-        found, keys = self.student.tracing.found, names_of(self.student.tracing)
-        left = {keys[name].key: groups for name, groups in left_of(self.new).items()}
-        self.student.remove_(gone(found.flow, found.sites, left))
+        keys = names_of(self.student.tracing)
+        self.student.keep_({keys[name].key: groups for name, groups in left_of(self.new).items()})
         fits = []
         for layer in readers if loop is not None else ():
             if layer.node in later or is_mean(layer.weight):
@@ -216,7 +217,7 @@ class _Making:
         return replace(target_of(layer.node, self.constants), read_P=self.read.get(layer.node))
 
     def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
-        site, where = step.site, self.student.gone.device
+        site, where = step.site, self.student.where
         if isinstance(site, TracedValues) and site.name in self.new:
             site = site.of_heads(self.new[site.name].kept_K)
         kind = kind_of(site)
@@ -280,10 +281,8 @@ class _Making:
         for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
             weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
             bias_GP[group] += divided_by_scale(change_P, gain_GP[group])
-        program = self.student.program
-        program.tensor(layer.weight).copy_(weight_GPK.view_as(program.tensor(layer.weight)))
-        program.tensor(layer.bias).copy_(bias_GP.flatten())
-        self.student.is_changed = True
+        weight = self.student.program.tensor(layer.weight)
+        self.student.set_({layer.weight: weight_GPK.view_as(weight), layer.bias: bias_GP.flatten()})
         return fit
 
     def _columns(self, layer: Called, weight_GPK: Tensor) -> list[Tensor]:
@@ -302,11 +301,6 @@ class _Making:
         if whole:
             name, reason = next(iter(whole.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")
-        program, dtype = self.student.program, next(model.parameters()).dtype
-        names = {name for every in self.called.values() for layer in every for name in (layer.weight, layer.bias)}
-        changed = {
-            name: program.tensor(name).to(dtype)
-            for name in sorted(names)
-            if not torch.equal(program.tensor(name), dense.program.tensor(name))
-        }
-        return narrowed(model, kept, changed)
+        dtype = next(model.parameters()).dtype
+        changed = self.student.changed(dense.program)
+        return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in changed.items()})

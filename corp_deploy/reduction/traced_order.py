@@ -5,11 +5,11 @@ of those left.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.traced_module import Tracing
+from corp_deploy.families.traced_narrowing import first_groups
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_sites import names_of
 from corp_deploy.families.traced_values import TracedValues
@@ -85,7 +85,6 @@ def _first(site: object, width: object, method: Method) -> TracedReduced:
     assert isinstance(site, TracedSite), site
     assert isinstance(width, int), (site.name, width)
     left = _heads_left(site, method)
-    part_G = np.zeros(site.width, dtype=int) if site.groups.part_G is None else site.groups.part_G
-    kept = np.concatenate([np.flatnonzero(part_G == part)[: width // left] for part in range(left)])
+    kept = first_groups(site.groups, width, parts=left)
     beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
     return TracedReduced(modules={}, reports=[], kept_K=torch.from_numpy(kept), beside=beside)

@@ -103,11 +103,6 @@ class TracedPairsKind(WithoutBranch):
             mapped=mapped if narrower else (),
         )
 
-    def completed(
-        self, site: TracedPairs, new: TracedReduced, moments: Moments, method: Method, where: torch.device
-    ) -> TracedReduced:
-        return new
-
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
         """There is none."""
 

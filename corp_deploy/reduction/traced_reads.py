@@ -7,12 +7,14 @@ Legend: C groups, M inputs of each, F = C M, T places, U = F T columns, O output
 k inputs kept, P parts that keep as many each.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,13 +25,16 @@ from corp_deploy.algebra import channels, patches, scores
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.coupled import eliminate_coupled
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved
+from corp_deploy.algebra.patch_elimination import eliminate_channels, interleaved, others_first
 from corp_deploy.algebra.patches import PatchStatistics, columns
 from corp_deploy.algebra.quadratic import output_error, variance
+from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.algebra.swap import swap
 from corp_deploy.families.traced_site import Portion, Reading, TracedSite
 from ground.errors import BadInput
+
+from .traced_chosen import fitted, target_of, without_patches
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
@@ -59,10 +64,11 @@ _SCORES: Mapping[str, Callable[["Read"], Tensor]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that its energy can be kept
 class Read:
     """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens. A batch norm
-    right behind it is one with its weight and bias, but for what it adds.
+    right behind it is one with its weight and bias, but for what it adds. `target`: what the layer gave, where patches
+    were summed of some channels alone: its columns are theirs then.
     """
 
     reading: Reading
@@ -72,6 +78,7 @@ class Read:
     weight_OU: Tensor
     bias_O: Tensor
     active_C: Tensor
+    target: Regression | None = None
 
     @property
     def second_U(self) -> Tensor:
@@ -101,10 +108,14 @@ class Read:
         """Its inputs of groups that stay."""
         return columns(torch.isin(self.groups_C, kept_K).nonzero()[:, 0], self.joined)
 
-    @property
+    @cached_property
     def energy(self) -> float:
-        """Variance of what the layer makes of these columns."""
-        return variance(self.weight_OU, self.stats.covariance_UU)
+        """Variance of what the layer makes of the site."""
+        return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
+
+    def is_whole(self, kept_K: Tensor) -> bool:
+        """Whether all groups of the site stay."""
+        return len(kept_K) == len(self.reading.columns_GM)
 
     @property
     def is_of_maps(self) -> bool:
@@ -143,30 +154,37 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
 
 def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
     """The columns of a group stand side by side."""
-    layer, index_F = reading.layer, torch.from_numpy(portion.columns_CM).flatten().to(reading.layer.weight.device)
-    weight = layer.weight.detach()[portion.rows].double()
-    weight_OFT = weight.reshape(*weight.shape[:2], -1)[:, index_F]
+    layer, where = reading.layer, reading.layer.weight.device
+    portion, places_F = _summed(portion, moments)
+    index_F, places_F = torch.from_numpy(portion.columns_CM).flatten().to(where), places_F.to(where)
+    weight = reading.gained_weight[portion.rows]
     assert layer.bias is not None, reading.name
     bias_O = layer.bias.detach()[portion.rows].double()
-    if reading.gain_O is not None:
-        gain_O = reading.gain_O.to(bias_O.device)[portion.rows]
-        weight_OFT, bias_O = weight_OFT * gain_O[:, None, None], bias_O * gain_O
+    gain_O = torch.ones_like(bias_O) if reading.gain_O is None else reading.gain_O.to(where)[portion.rows]
+    stats, active_F = _statistics(moments, portion.number, index_F, places_F)
+    is_of_some = isinstance(moments, PatchMoments) and moments.channels_GR is not None
+    return Read(
+        reading=reading,
+        portion=portion,
+        tokens=float(moments.tokens),
+        stats=stats,
+        weight_OU=weight.reshape(*weight.shape[:2], -1)[:, index_F].flatten(1),
+        bias_O=bias_O * gain_O,
+        active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
+        target=target_of(moments, portion, places_F, gain_O, stats) if is_of_some else None,  # type: ignore[arg-type]
+    )
+
+
+def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor) -> tuple[PatchStatistics, Tensor]:
+    """Of these channels of a group, and how often each is active; `places_F`: among those that have patches."""
     if isinstance(moments, ChannelMoments):
         second_UU, mean_U, taps = moments.second_FF[index_F[:, None], index_F], moments.mean_F[index_F], 1
         second_FF, mean_F, active_F = second_UU, mean_U, moments.active_share_F[index_F]
     else:
-        if moments.channels_GR is not None:
-            raise BadInput(
-                f"{reading.name}: of a traced model patches of all channels count; calibrate without a limit"
-            )
-        own, taps = portion.number, moments.taps
-        index_U = columns(index_F, taps)
-        second_UU, mean_U = moments.second_GUU[own][index_U[:, None], index_U], moments.mean_GU[own][index_U]
-        second_FF, mean_F = (
-            moments.map_second_GCC[own][index_F[:, None], index_F],
-            moments.map_mean_GC[own][index_F],
-        )
-        active_F = moments.active_share_GC[own][index_F]
+        index_U, taps = columns(places_F, moments.taps), moments.taps
+        second_UU, mean_U = moments.second_GUU[number][index_U[:, None], index_U], moments.mean_GU[number][index_U]
+        second_FF = moments.map_second_GCC[number][index_F[:, None], index_F]
+        mean_F, active_F = moments.map_mean_GC[number][index_F], moments.active_share_GC[number][index_F]
     stats = PatchStatistics(
         mean_U=mean_U,
         second_UU=_above_rounding(second_UU, mean_U),
@@ -174,15 +192,16 @@ def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
         second_CC=_above_rounding(second_FF, mean_F),
         taps=taps,
     )
-    return Read(
-        reading=reading,
-        portion=portion,
-        tokens=float(moments.tokens),
-        stats=stats,
-        weight_OU=weight_OFT.flatten(1),
-        bias_O=bias_O,
-        active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
-    )
+    return stats, active_F
+
+
+def _summed(portion: Portion, moments: Moment) -> tuple[Portion, Tensor]:
+    """What it reads of the channels that have patches, and where those stand among them."""
+    if isinstance(moments, ChannelMoments) or moments.channels_GR is None:
+        return portion, torch.from_numpy(portion.columns_CM).flatten()
+    chosen_R = moments.channels_GR[portion.number].cpu().numpy()
+    left = portion.among(chosen_R)
+    return left, torch.from_numpy(np.searchsorted(chosen_R, left.columns_CM.flatten()))
 
 
 def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
@@ -210,7 +229,10 @@ def rest_of(own: Read, half: Read) -> Read:
         second_CC=left(own.stats.second_CC, half.stats.second_CC),
         taps=own.stats.taps,
     )
-    return replace(own, tokens=tokens, stats=stats, active_C=left(own.active_C, half.active_C))
+    target = None
+    if own.target is not None and half.target is not None:
+        target = own.target.less(half.target, half.tokens / own.tokens)
+    return replace(own, tokens=tokens, stats=stats, active_C=left(own.active_C, half.active_C), target=target)
 
 
 def of_places(reads: Sequence[Read]) -> tuple[Read, ...]:
@@ -228,8 +250,12 @@ def _stacked(reads: Sequence[Read]) -> list[Read]:
 
 
 def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
-    """The whole order of backward elimination over all layers, as many of each part at a time."""
+    """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
+    go first.
+    """
     stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
+    if any(read.target is not None for read in stacked):
+        return _among_chosen(stacked, part_C, ridge_rel)
     if len(stacked) == 1:
         (read,) = stacked
         return eliminate_channels(
@@ -240,6 +266,15 @@ def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: floa
     seen = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
     covariances, weights, joined = zip(*seen, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
+
+
+def _among_chosen(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+    """Of columns refitted to all that the layer gave."""
+    every = [(read, read.target) for read in stacked if read.target is not None]
+    refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
+    among = [replace(read, weight_OU=refit.weight_OK) for (read, _), refit in zip(every, refits, strict=True)]
+    order, groups = _by_portions(among, part_C, ridge_rel), len(stacked[0].reading.columns_GM)
+    return others_first(order, groups, sum(refit.residual for refit in refits))
 
 
 def _by_portions(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: float) -> Elimination:
@@ -290,6 +325,10 @@ def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Te
             so_far_C = by_layer.setdefault(read.sees, writing_CX.new_zeros(len(writing_CX)))
             so_far_C.index_add_(0, read.groups_C, _SCORES[selection](read))
         score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer.values()])
+    has_patches_C = torch.zeros_like(score_C, dtype=torch.bool)
+    for read in of_places(reads):
+        has_patches_C[read.groups_C] = True
+    score_C = score_C.masked_fill(~has_patches_C, -math.inf)
     if part_C is None:
         return scores.kept_from_scores(score_C, width)
     parts = int(part_C.max()) + 1
@@ -299,7 +338,9 @@ def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Te
 
 
 def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
-    """What one layer becomes on the groups that stay."""
+    """What one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
+    if read.target is not None:
+        return _fitted(read, recovery, kept_K, ridge_rel)
     stats, kept_k = read.stats, read.kept_k(kept_K)
     if read.is_of_maps:
         return _OF_MAPS[recovery](stats, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel)
@@ -310,6 +351,18 @@ def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) ->
     return new
 
 
+def _fitted(read: Read, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
+    """To what the layer gave."""
+    assert read.target is not None, read.reading.name
+    kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
+    if read.is_whole(kept_K):
+        return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
+    if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
+        every = len(read.reading.columns_GM)
+        raise without_patches(len(read.groups_C) * parts, every, len(kept_K), recovery)
+    return fitted(read.target.of(kept_U), read.weight_OU[:, kept_U], read.bias_O, ridge_rel=ridge_rel)
+
+
 def mean_of_kept(read: Read, kept_K: Tensor) -> ChannelRecovery:
     """Of a mean over all groups that they are divided by, told of those that stay alone."""
     kept_k = read.kept_k(kept_K)
@@ -318,7 +371,19 @@ def mean_of_kept(read: Read, kept_K: Tensor) -> ChannelRecovery:
     return replace(own, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
-def error_of(read: Read, recovery: ChannelRecovery, kept_K: Tensor, other: Read) -> float:
-    """E||y - y'||^2 of a recovered layer on other statistics of what it read."""
-    change_OU = read.weight_OU - read.as_dense_OU(recovery, kept_K)
-    return output_error(other.stats.mean_U, other.stats.second_UU, change_OU, read.bias_O - recovery.bias_O)
+def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: Read) -> float:
+    """E||y - y'||^2 of a recovered layer on other statistics of what it read. Raises BadInput where those have no
+    patches of what is kept.
+    """
+    if other.target is not None and other.is_whole(kept_K):
+        return 0.0
+    if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:
+        raise BadInput(
+            f"{other.reading.name}: the moments that judge it have patches of other channels; calibrate both with the "
+            "same --patch-memory"
+        )
+    weight_OU = other.as_dense_OU(recovery, kept_K)
+    if other.target is not None:
+        return other.target.error(weight_OU, recovery.bias_O)
+    change_OU = other.weight_OU - weight_OU
+    return output_error(other.stats.mean_U, other.stats.second_UU, change_OU, other.bias_O - recovery.bias_O)

@@ -5,17 +5,25 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
+from calib.input_set import InputSet
 from corp_deploy.families.traced_narrowing import narrowed, provable
 from corp_deploy.traced.finding.site import Index
 
+from .rescaling import rescaled
 from .traced_kind import TracedReduced, tensors_of
 
 
-def carried_out(model: nn.Module, new: Mapping[str, TracedReduced]) -> tuple[nn.Module, dict[str, str]]:
-    """The narrower model, and sites that had to be kept as they are, with the reason."""
+def carried_out(
+    model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
+) -> tuple[nn.Module, dict[str, str]]:
+    """The narrower model, and sites that had to be kept as they are, with the reason. `images`: where convolutions are
+    rescaled on them.
+    """
     narrower = {name: each for name, each in new.items() if each.is_narrower}
     kept, whole = provable(model, left_of(narrower))
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
+    if images is not None:
+        tensors = rescaled(model, kept, tensors, images)
     dtype = next(model.parameters()).dtype
     return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), whole
 

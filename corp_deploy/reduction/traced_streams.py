@@ -6,6 +6,7 @@ it, and weights change in place in the student's own copies of them.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, fx
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved, named
 from corp_deploy.families.traced_module import Tracing
-from corp_deploy.traced.finding.cuts import needed
+from corp_deploy.traced.finding.choice import Kept, gone
+from corp_deploy.traced.finding.cuts import cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
-from corp_deploy.traced.programs.program import Program, number_of, operation
-from corp_deploy.traced.programs.readers import with_tensors
+from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
+from corp_deploy.traced.programs.readers import every_layer, with_tensors
 from ground.errors import BadInput
 
 Values = dict[fx.Node, Any]
@@ -58,9 +60,12 @@ def run(
 
 
 def called(node: fx.Node, values: Values) -> Any:
-    """What a node gives for what enters it."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+    """What a node gives for what enters it, which stays as it is."""
+    entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+    args, kwargs = entering
     assert callable(node.target), node
+    if changes_in_place(node):
+        args = (args[0].clone(), *args[1:])
     return node.target(*args, **kwargs)
 
 
@@ -125,30 +130,51 @@ def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class Student:
-    """`tracing`: the dense program with layers' weights of its own. `gone` [labels]: what is removed by now."""
+    """`tracing`: the dense program with weights and biases of its own in its layers, `owned`. `gone` [labels]: what is
+    removed by now.
+    """
 
     tracing: Tracing
+    owned: frozenset[str]
     gone: Tensor
     is_changed: bool = False
     masks: Mapping[fx.Node, Sequence[Mask]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, dense: Tracing, names: Collection[str]) -> Self:
-        """With copies of the tensors of these names."""
-        program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in names})
+    def of(cls, dense: Tracing) -> Self:
+        """The dense model itself, as yet."""
+        owned = frozenset(name for layer in every_layer(dense.program) for name in (layer.weight, layer.bias))
+        program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
         tracing = replace(dense, program=program)
         vars(tracing).update(found=replace(dense.found, program=program), shares=dense.shares)
-        return cls(tracing=tracing, gone=torch.zeros(dense.found.flow.groups.count, dtype=torch.bool))
+        return cls(tracing=tracing, owned=owned, gone=torch.zeros(dense.found.flow.groups.count, dtype=torch.bool))
 
     @property
     def program(self) -> Program:
         return self.tracing.program
 
-    def remove_(self, gone: Tensor) -> None:
-        """These labels too."""
-        self.gone |= gone
+    @property
+    def where(self) -> torch.device:
+        return next(self.program.tensor(name).device for name in self.owned)
+
+    def set_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Weights and biases of layers."""
+        assert self.owned.issuperset(tensors), sorted(tensors)
+        for name, tensor in tensors.items():
+            self.program.tensor(name).copy_(tensor)
         self.is_changed = True
-        self.masks = masks(self.tracing.found, self.gone)
+
+    def keep_(self, kept: Kept) -> None:
+        """These groups of sites alone."""
+        found = self.tracing.found
+        self.gone |= gone(found.flow, found.sites, kept)
+        self.is_changed = True
+        self.masks = masks(found, self.gone)
+
+    def changed(self, dense: Program) -> dict[str, Tensor]:
+        """Its tensors that differ from the dense ones."""
+        tensors = {name: self.program.tensor(name) for name in sorted(self.owned)}
+        return {name: tensor for name, tensor in tensors.items() if not torch.equal(tensor, dense.tensor(name))}
 
     def kept_inputs(self, layer: fx.Node) -> Tensor | None:
         """Which channels of what a layer reads are left, bool; None for all."""
@@ -192,3 +218,9 @@ class Segment:
                 piece.dense = piece.student
             elif with_dense:
                 piece.dense = (self.run_dense(piece, nodes)[self.after],)
+
+
+def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
+    """From the inputs to the outputs, cut by cut."""
+    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found)), None]):
+        yield Segment(dense=dense, student=student, before=before, after=after)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
@@ -29,24 +28,30 @@ def _description(folder: Path) -> str:
 
 
 def _has_rows(model: str, folder: Path) -> tuple[bool, bool]:
-    """Whether rows of convolutions are among the sites, and whether anything else is."""
-    if folder.is_dir() and is_ours(config_of_directory(folder)):
-        keys = {key for entry in load_model_config(folder).sites.values() for key in entry}
-        return "channels" in keys, not keys or not keys <= {"channels", "coupled"}
+    """Whether convolutions are among the sites, and whether anything else is; a directory's that timm didn't build are
+    none.
+    """
+    architecture = Architecture(name=model)
+    if folder.is_dir():
+        config = config_of_directory(folder)
+        if not is_ours(config):
+            name, kwargs, _ = model_of_snapshot(folder, config)
+            architecture = Architecture(name=name, kwargs=kwargs)
+        elif (ours := load_model_config(folder)).family == "timm":
+            architecture = Architecture(name=ours.built.name, kwargs=ours.built.kwargs)
+        else:
+            return False, True
     import torch
 
     from corp_deploy.families.channel_site import ChannelSite
-    from corp_deploy.families.conv_site import ConvSite
     from corp_deploy.families.head_site import HeadSite
-    from corp_deploy.families.idle_options import kinds_of
+    from corp_deploy.families.idle_options import CONVOLUTIONS, kinds_of
     from corp_deploy.store.checkpoint import dense_from_architecture
 
-    name, kwargs = model, dict[str, Any]()
-    if folder.is_dir():
-        name, kwargs, _ = model_of_snapshot(folder, config_of_directory(folder))
     with torch.device("meta"):
-        kinds = kinds_of(dense_from_architecture(Architecture(name=name, kwargs=kwargs)))
-    return ConvSite.kind in kinds, not kinds or bool(kinds & {ChannelSite.kind, HeadSite.kind})
+        dense = dense_from_architecture(architecture)
+    kinds = kinds_of(dense)
+    return CONVOLUTIONS in kinds, not kinds or bool(kinds & {ChannelSite.kind, HeadSite.kind})
 
 
 def _require_timm_name(model: str) -> None:

@@ -20,6 +20,7 @@ from corp_deploy.families.family import dense_model, family_of, outputs_of, site
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.timm_folded import as_program, is_of_widths
 from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
@@ -142,12 +143,10 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
 
 
 def _widths(model: nn.Module) -> dict[str, Any]:
-    """As config.json has them; those of streams too."""
+    """As config.json has them."""
     if isinstance(model, TracedModule):
         return sites_record(model)
-    sites = sites_of(model)
-    streams = {stream.name: stream.as_json() for stream in sites.coupled}
-    return streams | {site.name: site.as_json() for site in sites.every}
+    return {site.name: site.as_json() for site in sites_of(model).every}
 
 
 def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
@@ -156,9 +155,6 @@ def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
     if isinstance(model, TracedModule):
         program = config.program
         return model if program is None else as_recorded(model, recorded, asdict(program), where=where)
-    for stream in sites_of(model).coupled:
-        own = next(each for each in sites_of(model).coupled if each.name == stream.name)
-        model = replaced(model, own.recorded(recorded[stream.name])) if stream.name in recorded else model
     modules: dict[str, nn.Module] = {}
     for site in sites_of(model).every:
         if site.name not in recorded:
@@ -221,6 +217,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         if config.merging is not None:
             model = _merging(model, config.merging, where)
     read = read_weights(weights)
+    if isinstance(model, TracedModule) and is_of_widths(config.sites):
+        model, state = as_program(model, config.sites, read.state, where=where)
+        read = replace(read, state=state)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)

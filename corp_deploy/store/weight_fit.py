@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families.family import timm_family_of
+from corp_deploy.families.modules import counts_of_batches
 from ground.errors import BadInput
 
 from .weights import State, Weights, first_names
@@ -148,15 +149,16 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
 
     Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
     """
-    expected = model.state_dict()
-    before = _misfit(weights.state, expected)
+    expected, counts = model.state_dict(), counts_of_batches(model)
+    whole = {**counts, **weights.state}
+    before = _misfit(whole, expected)
     if not before:
-        return weights.state, ()
+        return whole, ()
     if foreign := foreign_format(weights.state):
         raise BadInput(f"{weights.path}: {foreign}")
-    state = _adapted(model, weights, before.words(weights.state, expected))
+    state = _adapted(model, weights, before.words(whole, expected))
     notes = _notes(weights.state, state)
-    state = under_own_names(model, replace(weights, state=state))
+    state = {**counts, **under_own_names(model, replace(weights, state=state))}
     without = [name for name in state if name not in expected and name.startswith(timm_family_of(model).unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}

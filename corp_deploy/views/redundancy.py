@@ -11,10 +11,11 @@ Entry = ChannelRedundancy | HeadRedundancy
 
 
 def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
-    """The paper's Table 9 for MLPs, the same for convolutions and for Q/K (largest head); none of what the model
-    hasn't."""
+    """The paper's Table 9 for linear layers, as MLPs have them, the same for convolutions and for Q/K (largest head);
+    none of what the model hasn't.
+    """
     columns = ("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity")
-    channels = {"mlp": Table(*columns, title="MLP"), "convolution": Table(*columns, title="Convolutions")}
+    channels = {"mlp": Table(*columns, title="Linear layers"), "convolution": Table(*columns, title="Convolutions")}
     heads = Table("site", "head dim", "effective rank", "95 % of logit energy", "99 %", title="Q/K, largest head")
     for entry in entries:
         if isinstance(entry, ChannelRedundancy):

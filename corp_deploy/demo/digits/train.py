@@ -127,7 +127,6 @@ class Training:
 
 EXAMPLES: Mapping[str, Training] = {
     "vit": Training(make=lambda: dense_from_architecture(VIT), epochs=50, rate=1e-3, save=_save_vit),
-    # with its norms, which the model that is reduced has in its convolutions
     "resnet": Training(make=lambda: built(RESNET.name, dict(RESNET.kwargs)), epochs=20, rate=2e-3, save=_save_snapshot),
 }
 

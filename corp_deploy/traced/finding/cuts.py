@@ -122,7 +122,7 @@ def between(program: Program, before: fx.Node | None, after: fx.Node | None) -> 
         nodes[before] = graph.placeholder(before.name)
         nodes[before].meta = dict(before.meta)
         batch = graph.call_function(_SIZE, (nodes[before], 0))
-    ends = [after or next(node for node in program.nodes if node.op == "output")]
+    ends = [after or program.output]
     for node in needed(program, before, ends):
         if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
             nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))

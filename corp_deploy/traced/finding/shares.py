@@ -1,12 +1,16 @@
 """What goes with each site: multiply-adds and parameters, those of a layer between two sites half with either."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+
+from corp_deploy.traced.programs.program import operation
 
 from .choice import labels_of
 from .flow import Flow, Use
@@ -14,16 +18,44 @@ from .labels import Marks, compact
 from .sites import Found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """By a site's key, of one input.
-
-    A layer that one site writes and another reads costs the product of what is left of both, never more than the mean:
-    so costs that are added up are never too low.
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
+class Layers:
+    """What layers cost, with which shares of each of their sides are of which sites: `every` (cost, by side, by site's
+    key); `streams`: the keys of streams.
     """
 
-    macs: Mapping[str, int]
-    parameters: Mapping[str, int]
+    every: tuple[tuple[int, tuple[Mapping[str, float], ...]], ...]
+    streams: frozenset[str]
+
+    @cached_property
+    def alone(self) -> Counter[str]:
+        """By site what goes with it: all of a layer that a stream is on the other side of, half of one between two
+        others, which costs the product of what is left of both, never more than the mean. So what is added up of sites
+        but streams is never too low.
+        """
+        totals: dict[str, float] = defaultdict(float)
+        for cost, sides in self.every:
+            counted = [side for side in sides if not side.keys() <= self.streams] or sides
+            for side in counted:
+                for key, share in side.items():
+                    totals[key] += cost / len(counted) * share
+        return Counter({key: int(total) for key, total in totals.items()})
+
+    def saved(self, left: Mapping[str, float]) -> float:
+        """What goes where so much is left of sites by their keys, all of others."""
+
+        def left_of(side: Mapping[str, float]) -> float:
+            return 1.0 - sum(share * (1.0 - left.get(key, 1.0)) for key, share in side.items())
+
+        return sum(cost * (1.0 - math.prod(map(left_of, sides))) for cost, sides in self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What goes with sites, of one input."""
+
+    macs: Layers
+    parameters: Layers
 
 
 def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
@@ -37,30 +69,37 @@ def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
     for use in flow.every_use:
         if use.is_of_constant and use.name in parameters and use.name not in aside:
             of_constants[use.name].append(use)
-    costs = [(cost, _sides(flow, node)) for node, cost in found.costs.items() if cost]
+    costs = [each for node, cost in found.costs.items() if cost for each in _products(flow, node, cost)]
     sizes = [(parameters[name].numel(), _largest(uses)) for name, uses in of_constants.items()]
+    return Shares(macs=_layers(found, owner, costs), parameters=_layers(found, owner, sizes))
+
+
+def _layers(found: Found, owner: Tensor, costs: Iterable[tuple[int, list[Tensor]]]) -> Layers:
+    """By the labels on the sides of each cost that are of any site."""
     keys = [site.key for site in found.sites]
-    return Shares(macs=_summed(flow, owner, keys, costs), parameters=_summed(flow, owner, keys, sizes))
-
-
-def _summed(
-    flow: Flow, owner: Tensor, keys: Sequence[str], costs: Iterable[tuple[int, list[Tensor]]]
-) -> dict[str, int]:
-    """By site its share of every cost, by the labels on the sides of each that are of any site."""
-    totals = torch.zeros(len(keys), dtype=torch.float64)
+    every = []
     for cost, sides in costs:
-        owners = [owner[flow.groups.of(labels.reshape(-1))] for labels in sides]
-        counts = [torch.bincount(each[each >= 0], minlength=len(keys)).double() for each in owners]
-        counted = [count / len(each) for count, each in zip(counts, owners, strict=True) if bool(count.any())]
-        for shares in counted:
-            totals += cost / len(counted) * shares
-    return dict(zip(keys, totals.long().tolist(), strict=True))
+        owners = [owner[found.flow.groups.of(labels.reshape(-1))] for labels in sides]
+        counts = [torch.bincount(each[each >= 0], minlength=len(keys)).double() / len(each) for each in owners]
+        shared = [{keys[at]: float(count[at]) for at in count.nonzero()[:, 0].tolist()} for count in counts]
+        every.append((cost, tuple(side for side in shared if side)))
+    streams = frozenset(site.key for site in found.sites if site.kind == "stream")
+    return Layers(every=tuple(every), streams=streams)
+
+
+def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:
+    """What a node costs with its sides; an attention is two products, one of queries and keys and one of values."""
+    sides = _sides(flow, node)
+    if operation(node) != "scaled_dot_product_attention" or not sides:
+        return [(cost, sides)]
+    return [(cost // len(sides), [side]) for side in sides]
 
 
 def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
     """The labels of a contraction's weight, else of what it gives and what it sums over."""
-    if sides := _largest(flow.constants_of(node)):
-        return sides
+    if uses := flow.constants_of(node):
+        weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
+        return _largest(use for use in uses if use.name == weight)
     value = flow.values[node]
     given = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
     return given + [use.labels for use in flow.uses.get(node, ())][:1]

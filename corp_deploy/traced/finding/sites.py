@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import Program, module_of
+from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 
 from .choice import holders, stuck
 from .cost import macs
@@ -16,6 +18,8 @@ from .flow import Flow, Role, Use
 from .labels import Marks, compact
 from .site import Index, Kind, Site, Span, Stay
 from .walk import walked
+
+_PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_pool2d", "adaptive_avg_pool2d", "mean"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,7 +177,44 @@ def _kind(flow: Flow, met: _Met, each: _Alike) -> Kind:
         return "gated channels"
     if sum(rank > 1 for rank in ranks.values()) > 1 and met.added[group]:
         return "stream"
-    return "convolution channels" if max(ranks.values()) > 2 else "channels"
+    if max(ranks.values()) < 3 or _is_pointwise(flow, each):
+        return "channels"
+    is_activated = any(_is_activated(use.node) for use in each.uses if use.role == "sums")
+    return "convolution channels" if is_activated else "stream"
+
+
+def _is_pointwise(flow: Flow, each: _Alike) -> bool:
+    """Whether they are an MLP's that is spelled as convolutions of one place, with an activation between."""
+    for use in each.uses:
+        if use.role in ("writes", "reads", "between"):
+            if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
+                return False
+        elif not _is_activated(use.node) or _reads_pooled(use.node):
+            return False
+    return True
+
+
+def _is_plain(node: fx.Node) -> bool:
+    by_constants = all(each.op == "get_attr" for each in node.all_input_nodes[1:])
+    return operation(node) in _PLAIN or (operation(node) == "mul" and by_constants) or _is_grouped(node)
+
+
+def _reads_pooled(reader: fx.Node) -> bool:
+    """Whether it reads one place of each map, as squeezes do, and is no norm's mean over channels."""
+    source, weight = reader.all_input_nodes[:2]
+    return source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    return node.target is CONV2D and groups_of(node) > 1
+
+
+def _is_activated(reader: fx.Node) -> bool:
+    """Whether there is more than norms, gains and convolutions of each channel between a layer and that before it."""
+    node = reader.all_input_nodes[0]
+    while _is_plain(node):
+        node = node.all_input_nodes[0]
+    return node.target not in (LINEAR, CONV2D)
 
 
 def _parts(flow: Flow) -> Tensor:

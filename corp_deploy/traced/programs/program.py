@@ -44,6 +44,11 @@ class Program:
         """In order of the program."""
         return iter(self.graph.graph.nodes)
 
+    @property
+    def output(self) -> fx.Node:
+        (output,) = (node for node in self.nodes if node.op == "output")
+        return output
+
     def tensor(self, name: str) -> Tensor:
         """A parameter or constant by its name."""
         owner, _, last = name.rpartition(".")
@@ -70,6 +75,11 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     path, kind = stack[-1]
     kind = kind if isinstance(kind, str) else kind.__name__
     return str(path).split("@")[0], kind.rpartition(".")[2]
+
+
+def changes_in_place(node: fx.Node) -> bool:
+    """Whether a call changes its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def sizes_at_one(node: fx.Node) -> Any:

@@ -34,10 +34,8 @@ class Called:
         return self.weight.removesuffix(".weight")
 
 
-def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
-    """Those whose weight is a parameter, in order of the program; `in_groups`: also convolutions of which each group of
-    outputs reads channels of its own, but for those that read one alone.
-    """
+def every_layer(program: Program) -> Iterator[Called]:
+    """Those whose weight is a parameter, in order of the program."""
     for node in program.nodes:
         if node.op != "call_function" or node.target not in (LINEAR, CONV2D):
             continue
@@ -45,8 +43,16 @@ def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
         held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
         if not held[0] or not (held[1] or bias is None):
             continue
-        if groups_of(node) == 1 or (in_groups and weight.meta["val"].shape[1] > 1):  # type: ignore[union-attr]
-            yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
+        yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
+
+
+def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
+    """Those that sum over all channels; `in_groups`: also convolutions of which each group of outputs reads channels of
+    its own, but for those that read one alone.
+    """
+    for layer in every_layer(program):
+        if groups_of(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
+            yield layer
 
 
 def groups_of(node: fx.Node) -> int:
@@ -67,13 +73,21 @@ def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
     return gain_O if weight is None else weight.detach().double() * gain_O
 
 
+def weight_with_gain(program: Program, name: str) -> Tensor:
+    """A weight, and what a batch norm behind its layer multiplies the rows by, float64."""
+    weight = program.tensor(name).detach().double()
+    calls = [layer.node for layer in every_layer(program) if layer.weight == name]
+    gain_O = gain_behind(program, calls[0]) if len(calls) == 1 else None
+    return weight if gain_O is None else weight * gain_O.view(-1, *[1] * (weight.dim() - 1))
+
+
 def with_biases_(program: Program) -> tuple[str, ...]:
     """Give every such layer that has no bias one of zeros, so that there is a place for what repairs add; their
     names.
     """
     graph, given = program.graph, dict[str, None]()
     taken = {str(node.target) for node in program.nodes if node.op == "get_attr"}
-    for layer in list(layers(program, in_groups=True)):
+    for layer in list(every_layer(program)):
         if layer.bias:
             continue
         # Of a weight of another name than a layer's own, such as one that was computed, the bias stands beside it.

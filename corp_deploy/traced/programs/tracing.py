@@ -14,7 +14,7 @@ from ground.errors import BadInput
 
 from .folding import fold_
 from .means import means_as_layers_
-from .program import Program, operation
+from .program import Program, changes_in_place, operation
 from .recording import recorded
 from .sizes import Counted
 from .twins import twin
@@ -98,8 +98,7 @@ def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     return [
         (node, node.args[0])
         for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node.args and isinstance(node.args[0], fx.Node)
+        if changes_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
     ]
 
 

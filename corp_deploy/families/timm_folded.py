@@ -1,0 +1,102 @@
+"""timm's convolutional networks, hybrids and mixers as version 0.1 wrote them: norms taken into the weights in front,
+widths of sites without a program. They become programs whose norms are the identity.
+
+Legend: O outputs and I inputs of a layer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.traced.finding.site import Index, Site
+from ground.errors import BadInput
+
+from .traced_model import tracing
+from .traced_module import TracedModule
+from .traced_narrowing import first_groups, with_groups
+from .traced_sites import names_of
+
+State = Mapping[str, Tensor]
+_ALIASES = (
+    (r"_folded$", ""),
+    (r"\.mean_weight_\d+$", ".mean.weight"),
+    (r"\.(?:fc1|conv_reduce)\.(\w+)$", r".reduce.\1"),
+    (r"\.(?:fc2|conv_expand)\.(\w+)$", r".expand.\1"),
+    (r"\.conv\.(\w+)$", r".\1"),
+    (r"(\d+)\.conv\.(\w+)$", r"\1_conv.\2"),
+)
+"""What a program's weight was called then, where it was not as it is called now."""
+_OF_IDENTITY = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0}
+
+
+def is_of_widths(sites: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether config.json's sites are of that version."""
+    return any("groups" not in entry for entry in sites.values())
+
+
+def as_program(
+    model: TracedModule, sites: Mapping[str, Mapping[str, Any]], state: State, *, where: str
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The dense model narrowed to the widths of these sites and weights, and the weights by its program's names. Raises
+    BadInput for weights of no widths that it can have.
+    """
+    own = tracing(model)
+    kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items()}
+    biases = tuple(name for name in own.added if _found(name, state) is not None)
+    new, whole = with_groups(model, kept, biases)
+    if whole:
+        raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited or damaged, write the model again")
+    return new, {name: _weight(name, each, model, state) for name, each in new.state_dict().items()}
+
+
+def _names(name: str) -> Iterator[str]:
+    """All that a weight may have been called."""
+    name = re.sub(*_ALIASES[0], name)
+    yield name
+    yield from (re.sub(pattern, new, name) for pattern, new in _ALIASES[1:])
+
+
+def _found(name: str, state: State) -> Tensor | None:
+    return next((state[each] for each in _names(name) if each in state), None)
+
+
+def _kept(name: str, site: Site, sites: Mapping[str, Mapping[str, Any]], model: nn.Module, state: State) -> Index:
+    """The first groups, as many as there were: of an attention by its entry, since one layer has all of its rows."""
+    path, _, part = name.rpartition(".")
+    if part in ("qk", "v") and path in sites:
+        heads, width = sites[path]["heads"], sites[path][part]
+        return first_groups(site, heads * width, parts=heads)
+    return first_groups(site, _width(site, model, state))
+
+
+def _width(site: Site, model: nn.Module, state: State) -> int:
+    """What is left of a site in the layers that write or read it, and at least one group of each part: a constant
+    alone is left of channels that are all zero.
+    """
+    program = tracing(model).program
+    for span in (*site.writers, *site.readers):
+        there, dense = _found(span.name, state), program.tensor(span.name)
+        if there is not None and there.dim() > 1:
+            axis = span.axes[0]
+            return max(round(site.size * there.shape[axis] / dense.shape[axis]), site.parts)
+    return site.size
+
+
+def _weight(name: str, empty: Tensor, model: nn.Module, state: State) -> Tensor:
+    """A weight of that state, or of a norm or a gain that was taken into others."""
+    there = _found(name, state)
+    if there is not None:
+        return there.reshape(empty.shape) if there.numel() == empty.numel() else _filled(there, empty)
+    path, _, leaf = name.removesuffix("_folded").rpartition(".")
+    norm = model.get_submodule(path) if path in dict(model.named_modules()) else model
+    if isinstance(norm, nn.BatchNorm2d):
+        return torch.full(empty.shape, _OF_IDENTITY.get(leaf, 1.0 - norm.eps), dtype=torch.float32)
+    return torch.ones(empty.shape) if leaf == "gamma" else empty
+
+
+def _filled(there: Tensor, empty: Tensor) -> Tensor:
+    """Zeros for channels of which nothing was left."""
+    return there if 0 not in there.shape else there.new_zeros(empty.shape)

@@ -1,0 +1,97 @@
+"""What changes of layers do to the outputs of a traced model, to first order: as curvature.py does of branches.
+
+For a change d of what a layer gives the outputs change by J d, and with random signs v, E (v' J d)^2 = |J d|^2.
+
+Legend: B inputs, V directions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from calib.inputs import Inputs, as_tuple, named, pieces
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import Called, every_layer
+
+from .curvature import DIRECTIONS, joined, signs
+
+_PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a time
+Change = Mapping[str, Tensor]
+"""By the name of a weight or bias by how much it changes, of dense sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tangent:
+    """Of a piece of the inputs: what each layer reads, the gradients of the outputs [V,B,...] by what it gives, and the
+    outputs' energy.
+    """
+
+    entering: Mapping[Called, Tensor]
+    gradients: Mapping[Called, Tensor]
+    energy: float
+
+
+class _Moved(fx.Interpreter):
+    """A program with zeros added to what some layers give, by which its outputs can be differentiated."""
+
+    def __init__(self, program: Program, layers: Mapping[fx.Node, Called]) -> None:
+        super().__init__(program.graph)
+        self.layers, self.entering, self.zeros = layers, dict[Called, Tensor](), dict[Called, Tensor]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        layer = self.layers.get(n)
+        if layer is None:
+            return out
+        self.entering[layer] = self.env[n.all_input_nodes[0]].detach()
+        self.zeros[layer] = torch.zeros_like(out, requires_grad=True)
+        return out + self.zeros[layer]
+
+
+def _tangent(program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called], drawn: torch.Generator) -> _Tangent:
+    moved = _Moved(program, layers)
+    with torch.enable_grad():
+        outputs = joined(as_tuple(moved.run(*named(inputs).values())))
+        by_direction = [
+            torch.autograd.grad(outputs, tuple(moved.zeros.values()), signs(outputs, drawn), retain_graph=True)
+            for _ in range(DIRECTIONS)
+        ]
+    gradients = map(torch.stack, zip(*by_direction, strict=True))
+    energy = float(outputs.detach().double().square().sum())
+    return _Tangent(entering=moved.entering, gradients=dict(zip(moved.zeros, gradients, strict=True)), energy=energy)
+
+
+def _moved_by(tangent: _Tangent, layer: Called, change: Change) -> Tensor | None:
+    """By how much a change of this layer moves the outputs in each direction [V,B]."""
+    weight, bias = change.get(layer.weight), change.get(layer.bias)
+    if weight is None:
+        return None
+    x, node = tangent.entering[layer], layer.node
+    assert callable(node.target), node
+    d_BX = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
+    return torch.einsum("vbx,bx->vb", tangent.gradients[layer].flatten(2), d_BX.flatten(1)).double()
+
+
+def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Change]) -> list[float]:
+    """Squared relative change of the outputs by each of these alone. Runs the model once forwards and DIRECTIONS times
+    backwards, and every layer that changes once for each.
+    """
+    program, drawn = tracing(model).program, torch.Generator().manual_seed(0)
+    names = {name for change in changes for name in change}
+    layers = {layer.node: layer for layer in every_layer(program) if layer.weight in names}
+    effects, energy = [0.0] * len(changes), 0.0
+    if not layers:
+        return effects
+    with torch.inference_mode(False), torch.no_grad():
+        for piece in pieces(inputs, _PIECE):
+            tangent = _tangent(program, {name: each.clone() for name, each in named(piece).items()}, layers, drawn)
+            energy += tangent.energy
+            for place, change in enumerate(changes):
+                every = (_moved_by(tangent, layer, change) for layer in layers.values())
+                moved = [each for each in every if each is not None]
+                effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
+    return [effect / energy for effect in effects]

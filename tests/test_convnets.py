@@ -1,0 +1,284 @@
+"""Networks of convolutions, their sites found in their programs: what every one of them goes through."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from calib.moments import Moments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.planning.budget_planner import budget_planner
+from corp_deploy.planning.program_effects import effects_of_changes
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.method import PRESETS
+from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.dense_model import load_dense
+from ground.errors import BadInput
+from tests import tiny
+from tests.small_convnets import (
+    SIZE,
+    SMALL,
+    checkpoint,
+    conv_sites,
+    digits,
+    error,
+    images_of,
+    library,
+    method,
+    opened,
+    outputs,
+    pixels,
+    streams,
+    unseen_digits,
+)
+
+FEW = ("resnet18d", "seresnet50", "resnext50_32x4d", "small_efficientnet")
+WITH_CONVOLUTIONS = tuple(name for name, method in PRESETS.items() if method.conv_recovery != "keep")
+BETWEEN: dict[str, int] = {
+    "resnet18": 5, "resnet18d": 7, "resnet50": 10, "resnet50d": 12, "resnet26t": 12, "seresnet50": 10,
+    "resnext50_32x4d": 10, "small_efficientnet": 5,
+}  # fmt: skip
+"""Places between two convolutions of a block, or of a deep stem."""
+
+
+@cache
+def moments(name: str) -> Moments:
+    own = checkpoint(name)
+    return calibrate(own, images_of(name, 96), batch_size=32, statistics=Statistics(residual=True))
+
+
+@pytest.mark.parametrize("name", list(BETWEEN))
+def test_every_place_between_two_convolutions_is_a_site(name: str) -> None:
+    own = checkpoint(name).model
+    assert error(own, library(name), pixels(2)) < 1e-6
+    found = {span.name for site in conv_sites(own) for span in site.groups.writers if span.name.endswith(".weight")}
+    inside = {each for each in found if "downsample" not in each and "se." not in each}
+    assert len(inside) >= BETWEEN[name]
+    assert streams(own)
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize("name", list(SMALL))
+def test_half_of_it_is_smaller_written_and_read_again(name: str, tmp_path: Path) -> None:
+    """Between convolutions and in streams, at both of which `best` errs least."""
+    own, unseen = checkpoint(name), pixels(32, seed=5)
+    halves = {
+        preset: reduce(own.model, moments(name), method(preset, 0.5, residual_sparsity=0.25))
+        for preset in ("none", "grail", "best")
+    }
+    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in halves.items()}
+    assert lost["best"] < lost["grail"] < lost["none"]
+    half = halves["best"].model
+    assert macs(half) < 0.7 * macs(own.model)
+    assert error(half, own.model, unseen) < 1.0
+    save(replace(own, model=half), tmp_path / "model")
+    again = load_checkpoint(tmp_path / "model").model
+    state = half.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in again.state_dict().items())
+    assert error(again, half, pixels(2)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["resnet50d", "regnety_002", "small_efficientnet", "small_mobilenetv3"])
+def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
+    """With as many classes as they tell apart, and without the classifier where none is asked for."""
+    theirs, weights = library(name), tmp_path / "weights.safetensors"
+    save_file(theirs.state_dict(), weights)
+    kwargs = {"img_size": SIZE, **SMALL[name]}
+    own = load_dense(name, weights=weights, kwargs=kwargs)
+    assert error(own.model, theirs, pixels(2)) < 1e-5
+    assert any("tells 7 classes apart" in note for note in own.notes)
+    bare = load_dense(name, weights=weights, kwargs={**kwargs, "num_classes": 0})
+    assert any("not used, as the model was built without" in note for note in bare.notes)
+    assert outputs(bare.model, pixels(2)).shape[1] > 7
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_file(library("resnet18").state_dict(), tmp_path / "weights.safetensors")
+    with pytest.raises(BadInput, match="these weights don't fit the model"):
+        load_dense("resnet18d", weights=tmp_path / "weights.safetensors", kwargs=SMALL["resnet18d"])
+
+
+@pytest.mark.slow("models")
+def test_a_network_in_front_of_a_vit_is_reduced_with_it(tmp_path: Path) -> None:
+    name = "vit_small_r26_s32_224"
+    kwargs = {"img_size": 64, "num_classes": 7, "depth": 2, "embed_dim": 48, "num_heads": 3}
+    torch.manual_seed(0)
+    architecture = Architecture(name=name, kwargs=kwargs)
+    own = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    tiny.enliven(own.model, 0)
+    taken = calibrate(own, opened(own.model, 96, tmp_path, size=64), batch_size=32)
+    shares = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    halves = {preset: reduce(own.model, taken, method(preset, 0.5, **shares)) for preset in ("none", "best")}
+    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in halves.items()}
+    assert lost["best"] < 0.5 * lost["none"]
+    half = halves["best"].model
+    assert {each.part for each in halves["best"].sites} >= {"convolutions", "mlp", "qk"}
+    assert macs(half) < 0.75 * macs(own.model)
+    save(replace(own, model=half), tmp_path / "model")
+    assert error(load_checkpoint(tmp_path / "model").model, half, pixels(2, size=64)) < 1e-6
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize("preset", WITH_CONVOLUTIONS)
+def test_nothing_removed_is_the_identity(preset: str) -> None:
+    """To float32 rounding; GRAIL's ridge shrinks the layer a little, as published."""
+    for name in FEW:
+        own, source = checkpoint(name).model, images_of(name, 16)
+        limit = 2e-2 if preset == "grail" else 1e-4
+        assert error(reduce(own, moments(name), method(preset, 0.0)).model, own, pixels(6)) < limit, name
+        assert error(reduce_by_closed_loop(own, source, method(preset, 0.0)).model, own, pixels(6)) < limit, name
+
+
+@torch.no_grad()
+def with_duplicates(model: nn.Module) -> nn.Module:
+    """Every two neighbours that a site's own layers write alike, norms and squeezes among them."""
+    twice = copy.deepcopy(model)
+    for site in conv_sites(twice):
+        size = site.groups.size // site.groups.parts
+        for span in (*site.groups.writers, *site.groups.between):
+            assert size % 2 == 0, site.name
+            if span.name not in (state := twice.state_dict()):  # a bias that it hasn't got
+                continue
+            tensor = state[span.name]
+            moved = tensor.movedim(span.axes[0], 0)
+            first, second = (span.index_GM[start::2].flatten() for start in (0, 1))
+            moved[second] = moved[first].clone()
+    return twice
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize("name", ["resnet18", "resnet26t", "resnet50d", "resnext50_32x4d", "small_efficientnet"])
+def test_planted_duplicates_go_at_no_loss(name: str) -> None:
+    """There are more positions than columns everywhere; without a ridge to speak of."""
+    dense, source, unseen = with_duplicates(checkpoint(name).model), images_of(name, 96), pixels(6, seed=5)
+    how = method("best", 0.5, ridge_rel=1e-8)
+    for loop in (reduce_by_closed_loop, reduce_by_symmetric_loop):
+        reduced = loop(dense, source, how).model
+        assert error(reduced, dense, unseen) < 1e-4
+        assert macs(reduced) < 0.9 * macs(dense)  # groups of few channels keep most
+
+
+@cache
+def looped(name: str) -> dict[str, Reduction]:
+    own, source = checkpoint(name), images_of(name, 96)
+    return {
+        "open": reduce(own.model, moments(name), method("best", 0.5)),
+        "grail": reduce_by_symmetric_loop(own.model, source, method("grail", 0.5)),
+        "ours": reduce_by_closed_loop(own.model, source, method("best", 0.5)),
+    }
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize("name", ["resnet18d", "seresnet50", "resnext50_32x4d", "small_efficientnet"])
+def test_the_closed_loop_errs_least(name: str) -> None:
+    """On images that it never saw; every layer that reads a site is fitted, and no worse for it."""
+    errors = {how: error(each.model, checkpoint(name).model, pixels(48, seed=5)) for how, each in looped(name).items()}
+    assert errors["ours"] < errors["open"]
+    assert errors["ours"] < errors["grail"]
+    for report in looped(name)["ours"].sites:
+        assert report.loop is None or report.loop.error_held_out <= report.loop.error_recovered_held_out
+    widths = [[each.width for each in conv_sites(looped(name)[how].model)] for how in ("open", "ours", "grail")]
+    assert widths[0] == widths[1] == widths[2]
+
+
+@pytest.mark.slow("models")
+def test_of_trained_weights_it_errs_least_by_far() -> None:
+    own, source = digits()
+    taken, best = calibrate(own, source, batch_size=32), method("best", 0.7)
+    grail, unseen = method("grail", 0.7), unseen_digits()
+    ours = error(reduce_by_closed_loop(own.model, source, best).model, own.model, unseen)
+    assert ours < 0.8 * error(reduce(own.model, taken, best).model, own.model, unseen)
+    assert ours < 0.3 * error(reduce_by_symmetric_loop(own.model, source, grail).model, own.model, unseen)
+
+
+@pytest.mark.slow("models")
+def test_halves_judge_each_other_and_weights_are_fitted_first() -> None:
+    name = "resnext50_32x4d"
+    model, source = checkpoint(name).model, images_of(name, 64)
+    halves = reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
+    assert all(each.ridge_fit is not None for each in halves.sites)
+    plain, refitted = (
+        reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(refit_first=refit))
+        for refit in (False, True)
+    )
+    assert not any(each.ridge_fit for each in plain.sites)
+    bound = error(plain.model, model, pixels(32, seed=5))
+    for each in (halves, refitted):
+        assert error(each.model, model, pixels(32, seed=5)) < 1.1 * bound
+    assert error(refitted.model, plain.model, pixels(6)) > 1e-3
+
+
+def test_groups_keep_as_many_each() -> None:
+    """Of a grouped convolution that reads or writes a site."""
+    reduced = reduce(checkpoint("resnext50_32x4d").model, moments("resnext50_32x4d"), method("best", 0.5)).model
+    grouped = [site for site in conv_sites(reduced) if site.groups.part_G is not None]
+    assert grouped
+    for site in grouped:
+        part_G = torch.as_tensor(site.groups.part_G)
+        assert len(set(part_G.bincount().tolist())) == 1
+
+
+@pytest.mark.parametrize("name", ["resnet50d", "regnety_002", "small_efficientnet"])
+def test_sites_together_save_what_is_counted(name: str) -> None:
+    """Layers between two sites cost the product of what is left of both, those of each channel what is left of one."""
+    own = checkpoint(name).model
+    every, generator = sites_of(own).every, torch.Generator().manual_seed(0)
+    shares = torch.randint(1, 4, (len(every),), generator=generator).tolist()
+    widths = {site.name: site.width * share // 4 for site, share in zip(conv_sites(own), shares, strict=False)}
+    widths = {site.name: widths[site.name] // site.parts * site.parts for site in conv_sites(own)}
+    assert site_costs(own, "macs").saved(every, widths) == pytest.approx(macs(own) - macs(at_widths(own, widths)))
+
+
+def test_linear_bottlenecks_are_streams() -> None:
+    """Channels that blocks hand on without an activation are the stream's, whoever else writes them."""
+    own = checkpoint("small_mobilenetv4").model
+    kinds = {site.name: site.kind for site in sites_of(own).every}
+    assert "traced streams" in kinds.values()
+    written = {span.name for site in conv_sites(own) for span in site.groups.writers}
+    assert not any("pw_proj" in name for name in written)
+    assert any("pw_exp" in name for name in written)
+
+
+@pytest.mark.slow("models")
+@pytest.mark.parametrize("name", ["resnet50d", "small_efficientnet"])
+def test_a_budget_is_used_and_kept_to(name: str) -> None:
+    own, share = checkpoint(name), 0.7
+    asked = method("best", None)
+    planner = budget_planner(own, moments(name), asked, images_of(name, 32), currency="macs")
+    plan = planner.widths_at(share)
+    used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
+    assert share - 0.04 < used <= share
+    assert f"{used:.1%} of the dense macs used" in plan.said[0]
+    assert planner.narrowest() < 0.5
+
+
+def test_effects_to_first_order_are_those_of_small_changes() -> None:
+    """Of one output, whose sign has no say, against the outputs themselves, in float64."""
+    architecture = replace(checkpoint("resnet18d").architecture, kwargs={**SMALL["resnet18d"], "num_classes": 1})
+    torch.manual_seed(0)
+    model = dense_from_architecture(architecture).double().eval().requires_grad_(False)
+    program, shown = tracing(model).program, pixels(11).double()
+    names = ("layer1.0.conv2.weight", "layer2.0.conv1.weight", "layer2.0.conv1.bias", "fc.weight")
+    drawn = {name: 1e-6 * torch.randn_like(program.tensor(name)) for name in names}
+    changes = [{name: drawn[name]} for name in names if name.endswith("weight")] + [drawn]
+    exact, wanted = outputs(model, shown), []
+    for change in changes:
+        moved = copy.deepcopy(program.graph)
+        for name, each in change.items():
+            moved.get_parameter(name).data += each
+        with torch.no_grad():
+            wanted.append(float((moved(shown) - exact).square().sum() / exact.square().sum()))
+    assert effects_of_changes(model, shown, changes) == pytest.approx(wanted, rel=1e-4)
