@@ -262,7 +262,12 @@ def test_a_budget_is_used_and_kept_to(name: str) -> None:
     used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
     assert share - 0.04 < used <= share
     assert f"{used:.1%} of the dense macs used" in plan.said[0]
-    assert planner.narrowest() < 0.5
+    least = planner.narrowest()
+    assert least < 0.5
+    narrowest = reduce(own.model, moments(name), asked, widths=planner.widths_at(least + 1e-9).widths).model
+    assert macs(narrowest) / macs(own.model) == pytest.approx(least)
+    with pytest.raises(BadInput, match=f"out of reach: the narrowest widths keep {least:.3f}"):
+        planner.widths_at(least - 0.01)
 
 
 def test_effects_to_first_order_are_those_of_small_changes() -> None:
@@ -271,6 +276,7 @@ def test_effects_to_first_order_are_those_of_small_changes() -> None:
     torch.manual_seed(0)
     model = dense_from_architecture(architecture).double().eval().requires_grad_(False)
     program, shown = tracing(model).program, pixels(11).double()
+    assert effects_of_changes(model, shown, []) == []
     names = ("layer1.0.conv2.weight", "layer2.0.conv1.weight", "layer2.0.conv1.bias", "fc.weight")
     drawn = {name: 1e-6 * torch.randn_like(program.tensor(name)) for name in names}
     changes = [{name: drawn[name]} for name in names if name.endswith("weight")] + [drawn]

@@ -55,15 +55,44 @@ def test_it_says_what_it_said(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(answers(again), answers(checkpoint.model), rtol=1e-5, atol=1e-5)
 
 
+def edited(name: str, home: Path, site: str, entry: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """A copy of a directory in which a site says this, with these weights in place of others."""
+    shutil.copytree(GOLDEN / name, home / "model")
+    written, said = home / "model" / "model.safetensors", home / "model" / "config.json"
+    save_file({**load_file(written), **weights}, written, metadata={"format": "pt"})
+    config = json.loads(said.read_text(encoding="utf-8"))
+    config["sites"][site] |= entry
+    config["weights_sha256"] = sha256_of_file(written)
+    said.write_text(json.dumps(config), encoding="utf-8")
+    return home / "model"
+
+
+def test_an_attention_of_which_a_constant_is_left_adds_its_bias(tmp_path: Path) -> None:
+    """As one whose values are all zero does."""
+    own = load_file(GOLDEN / "small_hybrid-all" / "model.safetensors")
+    names = [f"blocks.0.attn.{each}" for each in ("qkv.weight", "qkv.bias", "proj.weight")]
+    silent = {names[2]: torch.zeros_like(own[names[2]])}
+    nothing = {names[0]: own[names[0]][:0].clone(), names[1]: own[names[1]][:0].clone(), names[2]: own[names[2]][:, :0]}
+    zeros = edited("small_hybrid-all", tmp_path / "zeros", "blocks.0.attn", {}, silent)
+    constant = {key: each.contiguous() for key, each in nothing.items()}
+    empty = edited("small_hybrid-all", tmp_path / "empty", "blocks.0.attn", {"qk": 0, "v": 0}, constant)
+    expected, found = (answers(load_checkpoint(each).model) for each in (zeros, empty))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_attention_without_its_widths_is_one_message(tmp_path: Path) -> None:
+    directory = edited("small_hybrid-all", tmp_path, "blocks.0.attn", {}, {})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["sites"]["blocks.0.attn"] = {"hidden": 8, "input_bias": True, "output_bias": True}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"'blocks\.0\.attn' has no heads, qk and v; the file was edited"):
+        load_checkpoint(directory)
+
+
 def test_weights_of_no_width_are_one_message(tmp_path: Path) -> None:
     """Of a layer whose rows are others than those of the layer that reads it has columns."""
-    shutil.copytree(GOLDEN / "seresnet50-both", tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    state = load_file(weights)
-    state["layer1.0.conv1.weight"] = state["layer1.0.conv1.weight"][:3].clone()
-    save_file(state, weights, metadata={"format": "pt"})
-    config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
-    config["weights_sha256"] = sha256_of_file(weights)
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    name = "layer1.0.conv1.weight"
+    weight = load_file(GOLDEN / "seresnet50-both" / "model.safetensors")[name]
+    directory = edited("seresnet50-both", tmp_path, "layer1.0", {}, {name: weight[:3].clone()})
     with pytest.raises(BadInput, match=r"model\.safetensors: these weights don't fit.*layer1\.0\.conv"):
-        load_checkpoint(tmp_path / "model")
+        load_checkpoint(directory)

@@ -58,6 +58,8 @@ def test_every_form_is_told_by_inspection(form: str) -> None:
         pool = next(row for row in told["fixed"] if row["name"] == "attn_pool")
         assert pool["macs"] > 0
         assert pool["parameters"] > 0
+    if form == "gate behind a norm":
+        assert any(row["name"] == "patch_embed.backbone" and row["macs"] > 0 for row in told["fixed"])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in NOTHING])

@@ -29,6 +29,8 @@ _ALIASES = (
     (r"(\d+)\.conv\.(\w+)$", r"\1_conv.\2"),
 )
 """What a program's weight was called then, where it was not as it is called now."""
+_PARTS = frozenset(("qk", "v"))
+"""Of an attention's sites, behind its name."""
 _OF_IDENTITY = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0}
 
 
@@ -44,6 +46,10 @@ def as_program(
     BadInput for weights of no widths that it can have.
     """
     own = tracing(model)
+    for name in names_of(own):
+        path, _, part = name.rpartition(".")
+        if part in _PARTS and not {*_PARTS, "heads"} <= sites.get(path, {}).keys():
+            raise BadInput(f"{where}: {path!r} has no heads, qk and v; the file was edited, write the model again")
     kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items()}
     biases = tuple(name for name in own.added if _found(name, state) is not None)
     new, whole = with_groups(model, kept, biases)
@@ -66,9 +72,9 @@ def _found(name: str, state: State) -> Tensor | None:
 def _kept(name: str, site: Site, sites: Mapping[str, Mapping[str, Any]], model: nn.Module, state: State) -> Index:
     """The first groups, as many as there were: of an attention by its entry, since one layer has all of its rows."""
     path, _, part = name.rpartition(".")
-    if part in ("qk", "v") and path in sites:
+    if part in _PARTS:
         heads, width = sites[path]["heads"], sites[path][part]
-        return first_groups(site, heads * width, parts=heads)
+        return first_groups(site, heads * max(width, 1), parts=heads)  # of a constant what is all zero
     return first_groups(site, _width(site, model, state))
 
 

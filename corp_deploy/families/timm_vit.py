@@ -3,7 +3,7 @@ are reduced, timm_merging.py for merged tokens, timm_library.py for what it shar
 
 Blocks of one attention and one MLP, pre-norm or residual post-norm, and of several side by side are reduced where the
 attention has one fused qkv and the MLP is one of timm_mlps.py; anything else is refused with its reason. Hybrids, which
-have a network in front of their tokens, are traced.
+have a ResNet in front of their tokens, are traced.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,8 @@ from .timm_sites import sites as sites
 from .timm_sites import steps as steps
 
 NAME = "timm"
+# What stands before the patch embedding's projection, as ViTamin's stages: a network of its own, told apart in costs.
+FIXED_PARTS = ("patch_embed.backbone",)
 
 
 def accepts(model: nn.Module) -> bool:

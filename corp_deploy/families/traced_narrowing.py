@@ -71,7 +71,10 @@ def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
     Raises BadInput where one can't be as narrow.
     """
     own, sites = tracing(model), names_of(tracing(model))
-    kept = {name: first_groups(sites[name], width) for name, width in widths.items() if isinstance(width, int)}
+    kept = dict[str, Index]()
+    for name, width in widths.items():
+        assert isinstance(width, int), (name, width)
+        kept[name] = first_groups(sites[name], width)
     new, whole = with_groups(model, kept, own.added)
     for name in kept:
         if reason := whole.get(sites[name].key):
@@ -95,7 +98,8 @@ def with_groups(
     own = tracing(model)
     given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
     without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
-    made_on_(given.module, torch.device("cpu"))
+    where = device(model)
+    made_on_(given.module, torch.device("cpu") if where.type == "meta" else where)
     return _module(model, given.module, _joined(known_of(model).cut, own, kept, biases)), given.whole
 
 

@@ -52,15 +52,19 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * whole:
-        stays = fixed + sum(curve.cost_now for curve in curves if len(curve.costs) == 1)
-        raise BadInput(
-            f"a budget of {share:g} is out of reach: the narrowest widths keep {least / whole:.3f}, of which "
-            f"{stays / whole:.3f} belongs to no site that budgets reduce (see inspect; streams go by --residual); "
-            "ask for more"
-        )
+        raise out_of_reach(curves, dense, share, least / whole, whole=whole)
     best = knapsack.allocate(options, share * whole - fixed)
     widths = {curve.site: curve.widths[best.widths[curve.tied or curve.site]] for curve in curves}
     return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
+
+
+def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, whole: int) -> BadInput:
+    """Why no widths keep so little; `least`: the share that the narrowest ones keep."""
+    stays = dense - sum(curve.cost_now for curve in curves if len(curve.costs) > 1)
+    return BadInput(
+        f"a budget of {share:g} is out of reach: the narrowest widths keep {least:.3f}, of which {stays / whole:.3f} "
+        "belongs to no site that budgets reduce (see inspect; streams go by --residual); ask for more"
+    )
 
 
 def uniform(

@@ -17,12 +17,13 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, turn
 
 from .apart import set_apart
-from .budget import Allocation, allocate, dense_cost, uniform_for_share
+from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, output_errors, site_curves
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
+_ROUNDING = 1e-12
 _HALVINGS = 8
 """Of what curves are allowed beyond a budget."""
 
@@ -100,7 +101,7 @@ class BudgetPlanner:
             return allocate(curves, self.total, share, whole=self.whole)
         best, low, high = self._exactly(curves, max(share, self._narrowest())), share, 1.0
         if best.share > share:
-            return allocate(curves, self.total, share, whole=self.whole)
+            raise out_of_reach(curves, self.total, share, best.share, whole=self.whole)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             more = self._exactly(curves, max(middle, self._narrowest()))
@@ -109,7 +110,7 @@ class BudgetPlanner:
 
     def _exactly(self, curves: list[CostCurve], share: float) -> Allocation:
         """Allocated by curves, with the share that the widths do use."""
-        return self._used_by(allocate(curves, self.total, share, whole=self.whole))
+        return self._used_by(allocate(curves, self.total, share * (1.0 + _ROUNDING), whole=self.whole))
 
     def _used_by(self, allocation: Allocation) -> Allocation:
         if self.costs is None:

@@ -57,7 +57,13 @@ def _tangent(program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called],
     with torch.enable_grad():
         outputs = joined(as_tuple(moved.run(*named(inputs).values())))
         by_direction = [
-            torch.autograd.grad(outputs, tuple(moved.zeros.values()), signs(outputs, drawn), retain_graph=True)
+            torch.autograd.grad(
+                outputs,
+                tuple(moved.zeros.values()),
+                signs(outputs, drawn),
+                retain_graph=True,
+                materialize_grads=True,  # what no output hangs on moves none
+            )
             for _ in range(DIRECTIONS)
         ]
     gradients = map(torch.stack, zip(*by_direction, strict=True))
