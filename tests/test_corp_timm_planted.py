@@ -54,7 +54,9 @@ def planted(form: str) -> Checkpoint:
 def test_planted_redundancy_goes_at_no_loss(form: str) -> None:
     """`best` at half the width everywhere."""
     dense = planted(form)
-    taken = calibrate(dense, opened(dense.model), batch_size=8)
+    # Its stem of convolutions leaves few tokens of such small images.
+    count = 192 if form == "gate behind a norm" else 24
+    taken = calibrate(dense, opened(dense.model, count), batch_size=8)
     narrower = reduce(dense.model, taken, method(geometry="square")).model
     for before, after in zip(sites_of(dense.model).channels, sites_of(narrower).channels, strict=True):
         assert after.width == before.width // 2

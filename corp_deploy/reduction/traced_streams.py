@@ -159,7 +159,8 @@ class Student:
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
         """Weights and biases of layers."""
-        assert self.owned.issuperset(tensors), sorted(tensors)
+        foreign = sorted(set(tensors) - self.owned)
+        assert not foreign, foreign
         for name, tensor in tensors.items():
             self.program.tensor(name).copy_(tensor)
         self.is_changed = True
