@@ -59,7 +59,7 @@ def test_a_convolutional_networks_stages_are_what_timm_gives(name: str, stage: s
     torch.testing.assert_close(last, raw[-1], rtol=1e-4, atol=1e-5)
     with pytest.raises(BadInput, match=f"has no such layer; it has (act1, )?{stage.format(1)}, {stage.format(2)}, "):
         with_outputs(dense, outputs_from_text("map,block3_map"))
-    with pytest.raises(BadInput, match="neither class tokens nor norms behind layers"):
+    with pytest.raises(BadInput, match="no norm of tokens behind its last layer"):
         with_outputs(dense, outputs_from_text(f"map,{stage.format(1)}_norm"))
 
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -13,7 +14,7 @@ from torch import nn
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import outputs_of, with_outputs
-from corp_deploy.families.outputs import Outputs
+from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.families.traced_model import traced
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -22,9 +23,13 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
+from tests import tiny
 from tests.traced_examples import DENSENET, PVT, checkpoint_of, images
 
 NAMES = ("stage0_map", "feature1", "map", "logits")
+SMALL: dict[str, Any] = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7
+}  # fmt: skip
 MAMBA = Architecture(
     name="mambaout_femto", kwargs={"dims": [16, 32], "depths": [1, 1], "num_classes": 7, "img_size": 32}
 )
@@ -75,12 +80,81 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
         assert 1e-4 < (wanted - was).norm() / was.norm() < 0.7
 
 
+TOKENS = (
+    "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens,map,"
+    "block1_map_norm"
+)
+
+
+def test_tokens_in_front_and_norms_are_what_timm_has_there() -> None:
+    """Of a ViT with registers, traced."""
+    made = timm.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0, "reg_tokens": 2}).eval()
+    tiny.enliven(made, 0)
+    model = with_outputs(
+        traced(made, Architecture(name="vit_tiny_patch16_224", kwargs=SMALL)), outputs_from_text(TOKENS)
+    )
+    pixels: Any = torch.from_numpy(images(3, seed=1))
+    with torch.no_grad():
+        given = dict(zip(TOKENS.split(","), model(pixels), strict=True))
+        streams: list[Any] = []
+        for block in made.blocks:
+            block.register_forward_hook(lambda _, __, out: streams.append(out))
+        tokens = made.forward_features(pixels)
+        wanted = {
+            "pooled": made(pixels),
+            "class": tokens[:, 0],
+            "registers": tokens[:, 1:3],
+            "patches": tokens[:, 3:],
+            "tokens": tokens,
+            "block0": streams[0][:, 3:],
+            "block1_norm": made.norm(streams[1])[:, 3:],
+            "block0_class": streams[0][:, 0],
+            "block1_registers_norm": made.norm(streams[1])[:, 1:3],
+            "block1_tokens": streams[1],
+            "map": tokens[:, 3:].mT.unflatten(2, (4, 4)),
+            "block1_map_norm": made.norm(streams[1])[:, 3:].mT.unflatten(2, (4, 4)),
+        }
+    for name, expected in wanted.items():
+        torch.testing.assert_close(given[name], expected, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "kept"),
+    [
+        ("deit_tiny_distilled_patch16_224", "class,patches", {"class": [0], "patches": [*range(2, 18)]}),
+        ("beit_base_patch16_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
+        ("cait_xxs24_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
+        ("eva02_tiny_patch14_224", "tokens,class", {"tokens": [*range(17)], "class": [0]}),
+        ("vit_relpos_small_patch16_rpn_224", "patches", {"patches": [*range(16)]}),
+    ],
+)
+def test_every_kind_of_vit_gives_its_tokens(name: str, names: str, kept: dict[str, list[int]]) -> None:
+    made: Any = timm.create_model(name, **SMALL).eval()
+    tiny.enliven(made, 0)
+    model, pixels = traced(made, Architecture(name=name, kwargs=SMALL)), torch.from_numpy(images(2, seed=1))
+    with torch.no_grad():
+        given = with_outputs(model, outputs_from_text(names))(pixels)
+        tokens = made.forward_features(pixels)
+    for each, got in zip(names.split(","), given if isinstance(given, tuple) else (given,), strict=True):
+        wanted = tokens[:, kept[each]]
+        torch.testing.assert_close(got, wanted[:, 0] if each == "class" else wanted, msg=each)
+
+
+def test_a_class_token_that_comes_later_is_refused_before() -> None:
+    made = timm.create_model("cait_xxs24_224", **SMALL)
+    reason = "block0_class: the model has no class token there; its tokens are patch"
+    with pytest.raises(BadInput, match=reason):
+        with_outputs(
+            traced(made, Architecture(name="cait_xxs24_224", kwargs=SMALL)), outputs_from_text("class,block0_class")
+        )
+
+
 def test_what_a_model_has_not_is_refused() -> None:
     models = {each.name: dense_from_architecture(each) for each in (PVT, DENSENET)}
     for name, asked, reason in (
         ("pvt_v2_b0", "stage7_map", "it has stage0, stage1, feature0, feature1"),
-        ("pvt_v2_b0", "class", "maps and their places are known, neither class tokens"),
-        ("pvt_v2_b0", "stage0_norm", "maps and their places are known, neither class tokens"),
+        ("pvt_v2_b0", "class", "the model has no class token; its tokens are patch"),
+        ("pvt_v2_b0", "stage0_norm", "the model has no norm of tokens behind its last layer"),
         ("pvt_v2_b0", "pooled", "the model's head gives logits"),
         ("densenet121", "block0_map", "it has feature0, feature1, feature2"),
     ):

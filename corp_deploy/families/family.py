@@ -120,8 +120,12 @@ def outputs_of(model: nn.Module) -> Outputs | None:
 
 
 def gives_patches(model: nn.Module) -> bool:
-    """Whether the last stream's patch tokens are what a model is for: outputs by name, or of one without classifier."""
-    return model.has_last_patches if isinstance(model, NamedOutputs) else family_of(model).classes(model) == 0
+    """Whether the last stream's patch tokens are what a model is for: outputs by name, or of one without classifier.
+    Which tokens outputs by name read of a traced model its program tells.
+    """
+    if isinstance(model, NamedOutputs):
+        return model.has_last_patches
+    return outputs_of(model) is None and family_of(model).classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:

@@ -1,9 +1,14 @@
-"""Named outputs of timm's models that no family reads: maps as timm itself takes them, by `forward_intermediates`."""
+"""Named outputs of timm's models that no family reads: tokens and maps as timm itself takes them, by
+`forward_intermediates`.
+
+Legend: B images, N tokens, F of them in front of P places of a map, C channels.
+"""
 
 import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,42 +26,85 @@ from .traced_module import Facts, TracedModule, known_of, traced_module
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
+_KINDS = {"class": "class", "registers": "register"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A map and the tokens in front of its places [B,F,C], None where there are none."""
+
+    front_BFC: Tensor | None
+    map_BCHW: Tensor
+
+    @property
+    def tokens_BNC(self) -> Tensor:
+        places_BPC = tokens_from_map(self.map_BCHW)
+        return places_BPC if self.front_BFC is None else torch.cat((self.front_BFC, places_BPC), dim=1)
+
+    def part(self, output: Output, kinds: Sequence[str]) -> Tensor:
+        """What an output has of it; `kinds`: of the tokens in front."""
+        if output.part == "tokens":
+            return self.tokens_BNC
+        if output.part in ("patches", "map"):
+            return self.map_BCHW if output.part == "map" else tokens_from_map(self.map_BCHW)
+        assert self.front_BFC is not None, output
+        assert output.part is not None, output
+        kind = _KINDS[output.part]
+        first, count = kinds.index(kind), kinds.count(kind)
+        return self.front_BFC[:, first] if kind == "class" else self.front_BFC[:, first : first + count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """By number the map that is each output: None for the head's own, -1 for what the head reads."""
+    """By number the stream that each output is of: None for the head's own, -1 for what the head reads. `kinds`: of
+    tokens in front.
+    """
 
     outputs: tuple[Output, ...]
     numbers: tuple[int | None, ...]
+    kinds: tuple[str, ...]
 
     def of(self, model: Any, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """One output bare, several as a tuple."""
-        last, maps = model.forward_intermediates(images, indices=None)
+        last, streams = _streams(model, images)
         given = []
         for output, number in zip(self.outputs, self.numbers, strict=True):
             if number is None:
                 given.append(model.forward_head(last))
-            else:
-                x_BCHW = maps[number] if number >= 0 else _last_map(last, maps[-1])
-                given.append(x_BCHW if output.part == "map" else tokens_from_map(x_BCHW))
+                continue
+            stream = streams[number] if number >= 0 else _last_stream(last, streams[-1].map_BCHW)
+            if output.layer and output.normed:
+                stream = _last_stream(model.norm(stream.tokens_BNC), stream.map_BCHW)
+            given.append(stream.part(output, self.kinds))
         return given[0] if len(given) == 1 else tuple(given)
 
 
-def _last_map(features: Tensor, like_BCHW: Tensor) -> Tensor:
-    """The features that the head reads [B,C,H,W]: a map, one with channels last, or tokens of a map with others in
+def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
+    """The features that the head reads, and what is behind each of timm's layers."""
+    has_option = "return_prefix_tokens" in signature(model.forward_intermediates).parameters
+    if not (has_option and model.num_prefix_tokens):  # of none some of timm's code fails at the option
+        last, maps = model.forward_intermediates(images, indices=None)
+        return last, [_Stream(None, each) for each in maps]
+    last, pairs = model.forward_intermediates(images, indices=None, return_prefix_tokens=True)
+    return last, [_Stream(front, each) for each, front in pairs]
+
+
+def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
+    """Features such as the head reads: a map [B,C,H,W], one with channels last, or tokens of a map with others in
     front.
     """
     grid = like_BCHW.shape[2], like_BCHW.shape[3]
     if features.dim() == 3:
-        return map_from_tokens(features[:, features.shape[1] - grid[0] * grid[1] :], grid)
-    return features.permute(0, 3, 1, 2) if features.shape[1:] == (*grid, like_BCHW.shape[1]) else features
+        front = features.shape[1] - grid[0] * grid[1]
+        return _Stream(features[:, :front] if front else None, map_from_tokens(features[:, front:], grid))
+    is_last = features.shape[1:] == (*grid, like_BCHW.shape[1])
+    return _Stream(None, features.permute(0, 3, 1, 2) if is_last else features)
 
 
 def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
-    """A copy of a dense model that gives these outputs: its head's, and maps behind its layers, `stage1_map`, or by
-    timm's numbers, `feature1_map`; `stage1` for the map's places as tokens [B,HW,C]. Raises BadInput for what it hasn't
-    got.
+    """A copy of a dense model that gives these outputs: its head's, and tokens and maps behind its layers,
+    `block1_class`, `stage1_map`, or by timm's numbers, `feature1_map`; `stage1` for the map's places as tokens
+    [B,HW,C]. Raises BadInput for what it hasn't got.
     """
     known = known_of(model)
     if known.facts is not None or known.cut is not None:
@@ -67,7 +115,11 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
         )
         raise BadInput(f"outputs: {outputs.words()} can't be named of {of}; leave --outputs away")
     layers = _layers(model)
-    given = _Given(outputs=outputs.every, numbers=tuple(_number(each, model, layers) for each in outputs.every))
+    given = _Given(
+        outputs=outputs.every,
+        numbers=tuple(_number(each, layers) for each in outputs.every),
+        kinds=layers.kinds,
+    )
     kind: type[nn.Module] = type(
         known.plain.__name__,
         (known.plain,),
@@ -86,41 +138,89 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
     return traced_module(plain, facts)
 
 
-def _layers(model: nn.Module) -> tuple[str, ...]:
-    """The modules behind which timm takes maps, in its order. Raises BadInput where it takes none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layers:
+    """The modules behind which timm takes maps, in its order, and their channels. `kinds`: of tokens in front of the
+    last map's places; `is_in_front`: which layers have them too; `normed`: the channels of the model's last norm, 0
+    without one.
+    """
+
+    names: tuple[str, ...]
+    channels: tuple[int, ...]
+    kinds: tuple[str, ...]
+    is_in_front: tuple[bool, ...]
+    normed: int
+    classes: int
+
+
+def _layers(model: nn.Module) -> _Layers:
+    """Raises BadInput where timm takes no maps."""
     running, (height, width) = without_memory(model), timm_library.configured_size(model)
     images = torch.empty(2, timm_library.channels(model), height, width, device="meta")
     try:
         info: Any = running.feature_info
         names = tuple(str(each["module"]) for each in (info if isinstance(info, list | tuple) else info.info))
-        last, maps = running.forward_intermediates(images)  # type: ignore[operator]
-        _last_map(last, maps[-1])
+        last, streams = _streams(running, images)
+        end = _last_stream(last, streams[-1].map_BCHW)
     except Exception:  # of whatever kind timm's code raises where it takes none
-        names, maps = (), ()
-    if not names or [each.dim() for each in maps] != [4] * len(names):
+        names, streams = (), []
+    if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
         raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs away")
-    return names
+    shape = getattr(dict(model.named_children()).get("norm"), "normalized_shape", (0,))
+    return _Layers(
+        names=names,
+        channels=tuple(each.map_BCHW.shape[1] for each in streams),
+        kinds=_kinds_in_front(model, 0 if end.front_BFC is None else end.front_BFC.shape[1]),
+        is_in_front=tuple(each.front_BFC is not None for each in streams),
+        normed=int(shape[0]),
+        classes=timm_library.classes(model),
+    )
 
 
-def _number(output: Output, model: nn.Module, layers: Sequence[str]) -> int | None:
-    """Of a map, None of the head's output. Raises BadInput for what the model hasn't."""
+def _kinds_in_front(model: nn.Module, count: int) -> tuple[str, ...]:
+    """Of so many tokens in front, by timm's names of what they start as: class, then DeiT's distillation, then
+    registers.
+    """
+    named = dict(model.named_parameters(recurse=False))
+    kinds = [kind for kind, name in (("class", "cls_token"), ("distillation", "dist_token")) if name in named][:count]
+    return (*kinds, *["register"] * (count - len(kinds)))
+
+
+def _number(output: Output, layers: _Layers) -> int | None:
+    """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
     if output.part is None:
-        reason = refusal_of_head(output, timm_library.classes(model))
-    elif output.part not in ("map", "patches") or (output.layer and output.normed):
-        reason = "of a traced model maps and their places are known, neither class tokens nor norms behind layers"
-    elif not output.layer:
-        return -1
+        number, reason = None, refusal_of_head(output, layers.classes)
     else:
-        names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
-        word, _, digits = output.layer.partition("s.")
-        asked = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
-        found = next((names[name] for name in asked if name in names), None)
-        if found is not None:
-            return found
-        reason = f"the model has no such layer; it has {', '.join(names)}"
+        number = _place(output.layer, layers.names) if output.layer else -1
+        reason = _refusal(output, number, layers)
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
-    return None
+    return number
+
+
+def _place(layer: str, layers: Sequence[str]) -> int | None:
+    names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
+    word, _, digits = layer.partition("s.")
+    asked = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
+    return next((names[name] for name in asked if name in names), None)
+
+
+def _refusal(output: Output, number: int | None, layers: _Layers) -> str:
+    """Why the model has no such part of a stream, or nothing."""
+    if number is None:
+        every = dict.fromkeys((*_names(layers.names), *(f"feature{place}" for place in range(len(layers.names)))))
+        return f"the model has no such layer; it has {', '.join(every)}"
+    kind = _KINDS.get(output.part or "")
+    kinds = layers.kinds if number < 0 or layers.is_in_front[number] else ()
+    if kind is not None and kind not in kinds:
+        of = ", ".join(dict.fromkeys((*kinds, "patch")))
+        return f"the model has no {kind} token{' there' if output.layer else ''}; its tokens are {of}"
+    if not (output.layer and output.normed):
+        return ""
+    if not layers.normed:
+        return "the model has no norm of tokens behind its last layer"
+    is_same = layers.channels[number] == layers.normed
+    return "" if is_same else "a stage's channels aren't those of the last norm"
 
 
 def _names(layers: Sequence[str]) -> Mapping[str, int]:
