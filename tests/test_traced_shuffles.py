@@ -69,7 +69,11 @@ def test_shuffled_channels_are_removed_wherever_they_land(tmp_path: Path) -> Non
         moments = calibrate(checkpoint, images_for_model(dense, tmp_path / "images.safetensors"), batch_size=8)
         errors = dict[str, float]()
         for preset in ("none", "best"):
-            reduction = reduce(dense, moments, method_from_preset(preset, mlp_sparsity=0.5, conv_sparsity=0.5, align_hidden=1, align_conv=1))
+            reduction = reduce(
+                dense,
+                moments,
+                method_from_preset(preset, mlp_sparsity=0.5, conv_sparsity=0.5, align_hidden=1, align_conv=1),
+            )
             assert not [note for note in reduction.notes if "kept" in note], reduction.notes
             assert len(reduction.sites) == len(sites_of(dense).every)
             assert macs(reduction.model) < 0.6 * macs(dense)

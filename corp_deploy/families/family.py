@@ -44,13 +44,13 @@ from .traced_module import TracedModule
 from .usual import complete
 
 _TIMMS: tuple[Told, ...] = (
+    traced_model,
     timm_vit,
     timm_eva,
     timm_relative,
     timm_cait,
     timm_swin,
     timm_hierarchy,
-    traced_model,
 )
 _OF_TIMM: tuple[TimmFamily, ...] = tuple(map(complete, _TIMMS))
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (bert, decoder, own_modules)))
@@ -171,6 +171,8 @@ def layers_of(model: nn.Module, site: Site) -> dict[str, nn.Linear | nn.Conv2d]:
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     """All steps of a model of any family, with outlets where outputs stand behind a layer."""
+    if isinstance(model, TracedModule):
+        return traced_model.steps_to_outputs(model)
     return model.steps() if isinstance(model, NamedOutputs) else family_of(model).steps(model)
 
 
@@ -178,6 +180,8 @@ def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs of a model of any family for what is behind the last of these steps."""
     if isinstance(model, NamedOutputs):
         return model.answers(walk, inputs)
+    if isinstance(model, TracedModule):
+        return traced_model.answers(model, walk, inputs)
     return (family_of(model).finished(model, walk.tokens.x, inputs, walk.tokens.sources),)
 
 

@@ -32,7 +32,7 @@ from .own_modules import grid as grid
 from .own_modules import token_kinds as token_kinds
 from .site import Site
 from .sites import Sites
-from .steps import Passage
+from .steps import Outlet, Passage, Step, Walk
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, content_of_tokenizer
 from .traced_module import Facts, TracedModule, Tracing, known_of, traced_module, tracing_of
@@ -44,8 +44,8 @@ from .widths import HeadGeometry
 NAME = "traced"
 UNMERGEABLE = "of a model that is traced no tokens are known"
 _WHOLE = (
-    "its traced program takes or gives several tensors, so that no stream can be followed from block to block; leave "
-    "--polish away"
+    "its traced program takes several tensors, or gives some that are of no one stream, so that none can be followed "
+    "from block to block; leave --polish away"
 )
 
 
@@ -137,10 +137,35 @@ def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
 
 
 def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Passage]:
-    """The segments of the program, the last one where a site stands there; none where several tensors go in or out."""
+    """The segments of the program, the last one where a site stands there or several outputs are of what is behind it;
+    none where no stream can be followed.
+    """
     for segment, inside in sites_by_segment(model).items():
-        if inside or segment is not tracing(model).segments[-1]:
+        if inside or tracing(model).given or segment is not tracing(model).segments[-1]:
             yield Passage(module=ByRows(segment, input_spec(model).shape), name=segment.name, sites=inside)
+
+
+def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
+    """With an outlet where outputs are of a stream in front of the last."""
+    own = tracing(model)
+    ends = {segment.name: segment.after for segment in own.segments}
+    outlets = {given.before: given.name for given in own.given[:-1]}
+    for step in steps(model):
+        yield step
+        if (name := outlets.get(ends[step.name])) is not None:
+            yield Outlet(name=name)
+
+
+def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
+    """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
+    own, image = tracing(model), input_spec(model).shape
+    if not own.given:
+        return (finished(model, walk.tokens.x, inputs),)
+    at = {**{name: tokens.x for name, tokens in walk.kept}, own.given[-1].name: walk.tokens.x}
+    by_number = {
+        key: each for given in own.given if given.name in at for key, each in given(at[given.name], image).items()
+    }
+    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:

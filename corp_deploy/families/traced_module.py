@@ -29,7 +29,7 @@ from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec
-from .traced_segments import Segment, segments
+from .traced_segments import Given, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -84,6 +84,10 @@ class Tracing:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         return segments(self.found)
+
+    @cached_property
+    def given(self) -> tuple[Given, ...]:
+        return given_at_cuts(self.found)
 
     @cached_property
     def shares(self) -> Shares:

@@ -36,7 +36,7 @@ def part_of(model: nn.Module, site: TracedSite, width: int) -> Part:
     own = tracing(model if width == site.width else at_widths(model, {site.name: width}))
     found = [each for each in own.segments if each.name in inside]
     before = found[0].before if found and found[0] is not own.segments[0] else None
-    after = found[-1].after if found and found[-1] is not own.segments[-1] else None
+    after = found[-1].after if found and (own.given or found[-1] is not own.segments[-1]) else None
     module = between(own.program, before, after)
     held = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
     touched = [held.index(span.name) for span in site.groups.writers if span.name in held]

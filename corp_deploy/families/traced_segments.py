@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.cost import macs
-from corp_deploy.traced.finding.cuts import between, cuts
+from corp_deploy.traced.finding.cuts import between, cuts, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
@@ -60,23 +61,65 @@ class Segment:
     held: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`: a tuple."""
+
+    name: str
+    before: fx.Node
+    numbers: tuple[int, ...]
+    module: fx.GraphModule
+
+    def __call__(self, x_BNC: Tensor, image: tuple[int, ...]) -> dict[int, Tensor]:
+        return dict(zip(self.numbers, self.module(layout_of(self.before, image).tensor(x_BNC)), strict=True))
+
+
+def given_at_cuts(found: Found) -> tuple[Given, ...]:
+    """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
+    a model of one, and where some output is of no stream at a cut.
+    """
+    program = found.program
+    leaves = tree_leaves(program.output.args[0])
+    if len(leaves) == 1 or not all(isinstance(leaf, fx.Node) for leaf in leaves):
+        return ()
+    every, left, given = cuts(found, beside_outputs=True), set(range(len(leaves))), list[Given]()
+    for cut in reversed(every):
+        behind = set(outputs_behind(program, cut.node))
+        numbers = tuple(sorted(number for number in left if leaves[number] in behind))
+        if numbers:
+            module = between(program, cut.node, None, outputs=[leaves[number] for number in numbers])
+            given.insert(0, Given(name=cut.name, before=cut.node, numbers=numbers, module=module))
+            left.difference_update(numbers)
+    return () if left or given[-1].before is not every[-1].node else tuple(given)
+
+
 def segments(found: Found) -> tuple[Segment, ...]:
-    """In order, from the input to the output; none where the model takes or gives several tensors."""
+    """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
+    where the model takes several tensors, or several outputs are of no such stream or have sites behind it.
+    """
     program = found.program
     inputs, given = [node for node in program.nodes if node.op == "placeholder"], _given(program)
-    if len(inputs) != 1 or given is None:
+    if len(inputs) != 1:
         return ()
-    at = [inputs[0], *(cut.node for cut in cuts(found)), given]
+    if given is not None:
+        return tuple(_segments(program, [inputs[0], *(cut.node for cut in cuts(found)), given]))
+    last = given_at_cuts(found)[-1:]
+    held = {str(node.target) for each in last for node in each.module.graph.nodes if node.op == "get_attr"}
+    if not last or any(span.name in held for site in found.sites for span in (*site.writers, *site.readers)):
+        return ()
+    return tuple(_segments(program, [inputs[0], *(cut.node for cut in cuts(found, beside_outputs=True))]))
+
+
+def _segments(program: Program, at: list[fx.Node]) -> Iterator[Segment]:
     count: Counter[str] = Counter()
-    made = []
+    given = _given(program)
     for before, after in pairwise(at):
-        module = between(program, None if before is inputs[0] else before, None if after is given else after)
+        module = between(program, None if before is at[0] else before, None if after is given else after)
         name = common_path([node for node in module.graph.nodes if macs(node)] or [after])
         count[name] += 1
         unique = name if count[name] == 1 else f"{name}#{count[name]}"
         held = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
-        made.append(Segment(name=unique, before=before, after=after, module=module, held=held))
-    return tuple(made)
+        yield Segment(name=unique, before=before, after=after, module=module, held=held)
 
 
 def _given(program: Program) -> fx.Node | None:

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_segments import layout_of
-from corp_deploy.traced.finding.cuts import cuts, needed
+from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
@@ -22,7 +22,7 @@ def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
     program, read = dense.program, dict[fx.Node, Tensor]()
     linear = [each.node for each in layers(program) if each.node.target is LINEAR and batch_of(each.node) == IN_FRONT]
     (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
-    for cut in reversed(cuts(dense.found)):
+    for cut in reversed(cuts(dense.found, beside_outputs=True)):
         layout = layout_of(cut.node, sizes_at_one(entering)[1:])
         like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
         with torch.inference_mode(False), torch.enable_grad():
@@ -42,9 +42,9 @@ def _gradients(
     program: Program, cut: fx.Node, stream_BNC: Tensor, x: Tensor, nodes: list[fx.Node]
 ) -> list[Tensor | None]:
     """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
-    (output,) = (node for node in program.nodes if node.op == "output")
-    values = run(program, needed(program, cut, output.all_input_nodes), {cut: x})
-    given = [drawn(each) for node in output.all_input_nodes if (each := values[node]).requires_grad]
+    outputs = outputs_behind(program, cut)
+    values = run(program, needed(program, cut, outputs), {cut: x})
+    given = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     known = [stream_BNC, *(each for each in own if each is not None)]
     found = iter(torch.autograd.grad(sum(given), known, allow_unused=True) if given else [None] * len(known))  # type: ignore[arg-type]

@@ -223,5 +223,5 @@ class Segment:
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
     """From the inputs to the outputs, cut by cut."""
-    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found)), None]):
+    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found, beside_outputs=True)), None]):
         yield Segment(dense=dense, student=student, before=before, after=after)

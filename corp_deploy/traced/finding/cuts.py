@@ -5,7 +5,7 @@ The blocks of a model are found so: behind each of them one stream is all that t
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,21 +34,24 @@ class Cut:
     name: str
 
 
-def cuts(found: Found) -> tuple[Cut, ...]:
+def cuts(found: Found, *, beside_outputs: bool = False) -> tuple[Cut, ...]:
     """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
-    elements.
+    elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
+    of several the last stream is one too.
 
     A program of several inputs has none before the last use of all but its first input.
     """
     removable, names = _removable(found), _names(found.program)
+    ways_out = _ways_out(found.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in _passed_by_all(found.program):
+    for node in _passed_by_all(found.program, ways_out):
         is_due = is_due or any(macs(each) > 0 for each in node.since)
         if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
             is_due = False
-    return tuple(chosen[:-1] if chosen and not is_due else chosen)
+    is_at_end = bool(chosen) and not is_due and not ways_out
+    return tuple(chosen[:-1] if is_at_end else chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,9 @@ class _Passed:
     since: list[fx.Node]
 
 
-def _passed_by_all(program: Program) -> Iterator[_Passed]:
-    aside = without_values(program)
+def _passed_by_all(program: Program, ways_out: frozenset[tuple[fx.Node, fx.Node]]) -> Iterator[_Passed]:
+    """`ways_out`: uses that don't count."""
+    aside = without_values(program) | {user for _, user in ways_out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
@@ -68,7 +72,20 @@ def _passed_by_all(program: Program) -> Iterator[_Passed]:
         if last <= at and node.op == "call_function":
             yield _Passed(node=node, since=nodes[start : at + 1])
             start = at + 1
-        last = max([last, *(place[user] for user in node.users if user in place)])
+        counted = (user for user in node.users if user in place and (node, user) not in ways_out)
+        last = max([last, *(place[user] for user in counted)])
+
+
+def _ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
+    """Uses on the way to all outputs but that of which most is computed; none where something is contracted there."""
+    before = {node: needed(program, None, [node]) for node in program.output.all_input_nodes}
+    longest = max(before, key=lambda node: len(before[node]))
+    inside = {*before[longest], program.output}
+    beside = {node for every in before.values() for node in every} - inside
+    if any(macs(node) or node.op == "placeholder" for node in beside):
+        return frozenset()
+    early = [(node, program.output) for node in before if node is not longest]
+    return frozenset(early + [(node, user) for user in beside for node in user.all_input_nodes])
 
 
 def without_values(program: Program) -> set[fx.Node]:
@@ -113,24 +130,29 @@ def _loses(found: Found, node: fx.Node, removable: Tensor) -> bool:
     return value.labels is not None and not bool(kept(compact(value.labels), removable).all())
 
 
-def between(program: Program, before: fx.Node | None, after: fx.Node | None) -> fx.GraphModule:
-    """What makes of the tensor at one cut that at a later one, or the outputs; without `before` of the inputs. It has
-    the program's own parameters.
+def between(
+    program: Program, before: fx.Node | None, after: fx.Node | None, *, outputs: Sequence[fx.Node] | None = None
+) -> fx.GraphModule:
+    """What makes of the tensor at one cut that at a later one, or the outputs, or these of them as a tuple; without
+    `before` of the inputs. It has the program's own parameters.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     if before is not None:
         nodes[before] = graph.placeholder(before.name)
         nodes[before].meta = dict(before.meta)
         batch = graph.call_function(_SIZE, (nodes[before], 0))
-    ends = [after or program.output]
+    ends = [after or program.output] if outputs is None else outputs
     for node in needed(program, before, ends):
         if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
             nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
-    if after is not None:
+    if outputs is not None:
+        graph.output(tuple(nodes[node] for node in outputs))
+    elif after is not None:
         graph.output((nodes[after],))
-    graph.set_codegen(_codegen(program, before, after))
+    if outputs is None:
+        graph.set_codegen(_codegen(program, before, after))
     graph.eliminate_dead_code()
     return fx.GraphModule(program.graph, graph).eval()
 
@@ -139,6 +161,20 @@ def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) 
     """What has to be computed for these nodes, themselves too, of the tensor at a cut or of the inputs, in order of the
     program. Sizes of tensors in front of the cut are among it without those tensors.
     """
+    found = _needed(program, before, ends)
+    inputs = {node for node in program.nodes if node.op == "placeholder"}
+    assert before is None or found.isdisjoint(inputs), (before, ends)
+    found |= inputs if before is None else set()
+    return [node for node in program.nodes if node in found]
+
+
+def outputs_behind(program: Program, cut: fx.Node) -> list[fx.Node]:
+    """Of the outputs those that are computed of the tensor at a cut alone."""
+    inputs = {node for node in program.nodes if node.op == "placeholder"}
+    return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
+
+
+def _needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) -> set[fx.Node]:
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
     front = [node for node in ends if node is not before]
@@ -150,11 +186,7 @@ def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) 
             if each is not before and each not in found:
                 found.add(each)
                 front.append(each)
-    inputs = [node for node in order if node.op == "placeholder"]
-    crossing = found.intersection(inputs)
-    assert before is None or not crossing, (before, ends)
-    found |= set(inputs) if before is None else set()
-    return [node for node in order if node in found]
+    return found
 
 
 def _codegen(program: Program, before: fx.Node | None, after: fx.Node | None) -> _PyTreeCodeGen:
