@@ -1,4 +1,4 @@
-"""What is taken through the chain: timm's names, classes of transformers and torchvision's, each made small.
+"""What is taken through the chain: timm's names and classes of transformers, each made small.
 
 An instance keeps what makes its architecture its own (stem, pooling, norms, gates, position embedding, layer scale);
 there are fewer blocks, and heads of 16 dimensions each: as many as the name has, where nothing else is said.
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from benchmarks.coverage.group import Group
 from benchmarks.coverage.timm_names import TIMM
 
-Source = Literal["timm", "transformers", "torchvision"]
+Source = Literal["timm", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +71,6 @@ TRANSFORMERS: tuple[Group, ...] = (
 )
 
 
-TORCHVISION: tuple[Group, ...] = (
-    Group(
-        family="ViT",
-        names=("vit_b_16",),
-        kwargs={"image_size": 64, "patch_size": 16, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 384},
-    ),
-    Group(
-        family="Swin",
-        names=("swin_t",),
-        kwargs={
-            "patch_size": [4, 4],
-            "embed_dim": 64,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "window_size": [4, 4],
-        },
-    ),
-)
-TIMM_OF_TORCHVISION: Mapping[str, Mapping[str, Any]] = {
-    "vit_b_16": {"embed_dim": 96, "depth": 2, "num_heads": 3, "mlp_ratio": 4.0, "patch_size": 16},
-    "swin_t": {"embed_dim": 64, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4, "img_size": 64},
-}
-"""What `--model-kwargs` says of these small ones: a name's own sizes are those of torchvision's weights."""
-
-
 def _of(source: Source, groups: tuple[Group, ...]) -> Iterator[Instance]:
     for group in groups:
         for name in group.names:
@@ -106,5 +81,4 @@ def _of(source: Source, groups: tuple[Group, ...]) -> Iterator[Instance]:
 INSTANCES: tuple[Instance, ...] = (
     *_of("timm", TIMM),
     *_of("transformers", TRANSFORMERS),
-    *_of("torchvision", TORCHVISION),
 )

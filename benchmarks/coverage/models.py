@@ -1,7 +1,6 @@
 """Dense instances with random weights, and inputs for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, texts_for_model
 
-from .instances import TIMM_OF_TORCHVISION, Instance
+from .instances import Instance
 
 WORDS, MARKS = 120, 4
 TEXT: dict[str, Any] = {"pooling": "mean", "normalize": False, "length": 24}
@@ -121,23 +120,9 @@ def _transformers(instance: Instance, directory: Path, seed: int, **changes: Any
     return load_dense(f"hf:{directory}", weights=None, kwargs=TEXT)
 
 
-def _torchvision(instance: Instance, directory: Path, seed: int) -> Checkpoint:
-    """Its weights as torchvision saves them, read as anybody's."""
-    models: Any = import_module("torchvision.models")
-    torch.manual_seed(0)
-    kind = models.VisionTransformer if instance.name.startswith("vit") else models.SwinTransformer
-    model = kind(**instance.kwargs, num_classes=10).eval()
-    spread_(model, seed)
-    torch.save(model.state_dict(), directory / "weights.pth")
-    kwargs = TIMM_OF_TORCHVISION[instance.name]
-    return load_dense(f"torchvision:{instance.name}", weights=directory / "weights.pth", kwargs=kwargs)
-
-
 def _built(instance: Instance, directory: Path, seed: int, **changes: Any) -> Checkpoint:
     if instance.source == "transformers":
         return _transformers(instance, directory, seed, **changes)
-    if instance.source == "torchvision":
-        return _torchvision(instance, directory, seed)
     return _timm(instance, seed, **changes)
 
 

@@ -59,13 +59,12 @@ def _by_family(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 def coverage(record: Mapping[str, Any]) -> str:
     """By family: what was tried, what of it can be reduced, and what became of it."""
     gone = [row for row in record["rows"] if "refused" not in row]
-    count = {source: sum(row["source"] == source for row in gone) for source in ("timm", "transformers", "torchvision")}
+    count = {source: sum(row["source"] == source for row in gone) for source in ("timm", "transformers")}
     text = (
-        f"What goes through the whole chain: {count['timm']} of timm's names, {count['transformers']} classes of "
-        f"transformers and {count['torchvision']} of torchvision, made small, with random weights and inputs; half of "
-        "every MLP, attention and row of convolutions removed. Relative errors of the outputs on other inputs (means "
-        "of a line's models), ONNX Runtime beside torch (the worst of them, batches 1 and 8), and TensorRT-RTX's fused "
-        "attention in half precision:"
+        f"What goes through the whole chain: {count['timm']} of timm's names and {count['transformers']} classes of "
+        "transformers, made small, with random weights and inputs; half of every MLP, attention and row of "
+        "convolutions removed. Relative errors of the outputs on other inputs (means of a line's models), ONNX Runtime "
+        "beside torch (the worst of them, batches 1 and 8), and TensorRT-RTX's fused attention in half precision:"
     )
     lines = [
         _line(family if source == "timm" else f"{family} ({source})", rows)

@@ -22,6 +22,7 @@ from benchmarks import (
     engines_page,
     heads_page,
     latency_page,
+    levers_page,
     measurement_page,
     openvino_page,
     pixels_page,
@@ -47,6 +48,7 @@ ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     SUPPORT: {
         "coverage.json": ("Encoders and convolutional networks", coverage),
+        "levers.json": ("Levers and kinds of sites", levers_page.levers),
         "coverage_names.json": ("Timm's names", names),
         "coverage_classes.json": ("Classes without a family", classes),
         "coverage_beside.json": ("Families and programs", beside),

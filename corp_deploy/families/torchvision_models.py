@@ -1,7 +1,10 @@
-"""torchvision's classifiers that are none of timm's: built by torchvision, images prepared as its weights take them."""
+"""torchvision's classifiers: built by torchvision and traced, images prepared as its weights take them. The library is
+imported where it is asked for.
+"""
 
 import re
 from collections.abc import Mapping
+from math import floor, isqrt
 from typing import Any
 
 import torch
@@ -15,39 +18,90 @@ from .modules import counts_of_batches, parameters
 from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .torchvision_names import PREFIX, library, require_classifier
-from .torchvision_twin import crop_pct
 from .traced_module import traced_module
 
+PREFIX = "torchvision:"
+State = Mapping[str, Tensor]
 _OF_TRAINING = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
 """Beside the classifier, never run once trained."""
 _OLD = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..+)")
 """How torchvision's own files of DenseNets name layers."""
 
 
-def architecture_of(text: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
-    """As config.json keeps it: images of the size and the preparation of torchvision's own weights where none are said.
-    Raises BadInput for an unknown name, and for arguments that ask for weights.
+def _library() -> Any:
+    import torchvision  # type: ignore[import-untyped]
+
+    return torchvision.models
+
+
+def require_classifier(text: str) -> tuple[str, Any]:
+    """Of `torchvision:NAME`, meaning its first weights, or `torchvision:NAME.WEIGHTS` the name, and the entry that says
+    how images are prepared. Raises BadInput for any other.
+    """
+    name, _, weights = text.removeprefix(PREFIX).partition(".")
+    known = _library().list_models(module=_library())
+    if name not in known:
+        raise BadInput(f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(known)}")
+    entries = _library().get_model_weights(name)
+    if weights and weights not in entries.__members__:
+        raise BadInput(
+            f"--model {text:.100}: expected one of {', '.join(f'{name}.{each}' for each in entries.__members__)}"
+        )
+    return name, entries[weights] if weights else next(iter(entries))
+
+
+def architecture_of(
+    text: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, state: State | None = None
+) -> Architecture:
+    """As config.json keeps it: images of the size and the preparation of torchvision's own weights where none are said,
+    classes and a VisionTransformer's places as many as a `state` has. Raises BadInput for an unknown name, and for
+    arguments that ask for weights.
     """
     name, entry = require_classifier(text)
     if asked := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
         raise BadInput(f"--model-kwargs: {asked[0]}: nothing is downloaded; give --weights FILE")
+    own: dict[str, Any] = {"transform_input": True} if name in _OF_TRAINING else {}
+    if (side := _side_of_places(state or {})) is not None:
+        own["image_size"] = side
+        entry = next((each for each in type(entry) if each.transforms().crop_size[0] == side), entry)
+    elif name.startswith("vit_"):
+        own["image_size"] = entry.transforms().crop_size[0]
     prepares = entry.transforms()
-    side = prepares.crop_size[0]
-    own = {"transform_input": True} if name in _OF_TRAINING else {}
+    if state is not None and "num_classes" not in kwargs:
+        own |= _classes(name, state)
     images = Preprocessing(
         mean=tuple(prepares.mean),
         std=tuple(prepares.std),
-        crop_pct=crop_pct(prepares.resize_size[0], side),
+        crop_pct=_crop_pct(prepares.resize_size[0], prepares.crop_size[0]),
         interpolation=prepares.interpolation.value,
         crop_mode="center",
     )
     return Architecture(
         name=PREFIX + name,
-        kwargs={**own, "img_size": side, **kwargs},
+        kwargs={**own, "img_size": own.get("image_size", prepares.crop_size[0]), **kwargs},
         preprocessing=Preprocessing(**{**images.settings, **preprocessing.for_channels(3).settings}),
         family="traced",
     )
+
+
+def _classes(name: str, state: State) -> dict[str, int]:
+    """As many as the weights tell apart, as an argument; nothing where they are another model's."""
+    with torch.device("meta"):
+        model = _made(Architecture(name=PREFIX + name))
+    classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
+    return {"num_classes": len(state[classifier])} if classifier in state else {}
+
+
+def _crop_pct(resized: int, side: int) -> float:
+    """Rounded down: timm, which prepares images, takes the whole part of the side that it resizes to."""
+    return floor(side / resized * 1e6) / 1e6
+
+
+def _side_of_places(state: State) -> int | None:
+    """Of the square images that a VisionTransformer's positions are for; None where it has none."""
+    if not {"encoder.pos_embedding", "conv_proj.weight"} <= state.keys():
+        return None
+    return isqrt(state["encoder.pos_embedding"].shape[1] - 1) * int(state["conv_proj.weight"].shape[-1])
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -70,7 +124,7 @@ def _made(architecture: Architecture) -> nn.Module:
     arguments = {key: value for key, value in architecture.kwargs.items() if key != "img_size"}
     trained = {"aux_logits": False, "init_weights": False} if name in _OF_TRAINING else {}
     try:
-        model: nn.Module = library().get_model(name, weights=None, **trained, **arguments)
+        model: nn.Module = _library().get_model(name, weights=None, **trained, **arguments)
     except Exception as error:
         raise BadInput(
             f"--model {architecture.name} with arguments {arguments!r:.200}: torchvision can't build it "

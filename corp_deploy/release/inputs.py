@@ -6,7 +6,7 @@ Imports no torch until something is to be read with it.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from corp_deploy.families import torchvision_names, trusted_code
+from corp_deploy.families import torchvision_models, trusted_code
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.proof.metric_request import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
@@ -68,13 +68,12 @@ def _require_model(model: ModelTable, mistakes: Mistakes) -> None:
             trusted_code.refuse_untrusted(model.code.name)
         elif model.directory is not None:
             _require_directory(model.directory, model)
-        elif model.model.startswith(torchvision_names.PREFIX):
-            is_twin = torchvision_names.has_twin(model.model)
-            (torchvision_names.twin_of if is_twin else torchvision_names.require_classifier)(model.model)
+        elif model.model.startswith(torchvision_models.PREFIX):
+            torchvision_models.require_classifier(model.model)
         else:
             require_local_name(model.model)
     if model.code is None and model.directory is None and model.weights is None:
-        library = "torchvision" if model.model.startswith(torchvision_names.PREFIX) else "timm"
+        library = "torchvision" if model.model.startswith(torchvision_models.PREFIX) else "timm"
         mistakes.add(f"model.weights: the {library} model {model.model!r:.100} needs the weights of a trained model")
 
 

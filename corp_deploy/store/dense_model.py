@@ -14,7 +14,6 @@ from corp_deploy.families import (
     hf_config,
     timm_library,
     torchvision_models,
-    torchvision_names,
     trusted_code,
 )
 from corp_deploy.families.architecture import Architecture
@@ -100,33 +99,6 @@ def with_weights(
     )
 
 
-def _from_torchvision(
-    text: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
-) -> Checkpoint:
-    """timm's model of the same architecture with torchvision's weights, of the size that their positions are for; or
-    torchvision's own model, where timm has none.
-    """
-    has_twin = torchvision_names.has_twin(text)
-    (torchvision_names.twin_of if has_twin else torchvision_names.require_classifier)(text)
-    if weights is None:
-        raise BadInput(f"--model {text} needs --weights ({KINDS}) of the trained model")
-    if not has_twin:
-        return load_library_model(torchvision_models.architecture_of(text, kwargs, preprocessing), weights, ema)
-    twin = torchvision_names.twin_of(text)
-    read = read_weights(weights, ema=ema)
-    own = Architecture(name=twin.timm, kwargs={**twin.kwargs, **kwargs})
-    expected = timm_library.names_of_weights(dense_from_architecture(own)) if twin.kind == "in order" else {}
-    state = torchvision_names.state_from_torchvision(read.state, twin, expected, where=str(weights))
-    side = torchvision_names.sides(state)
-    sized = own if side is None else replace(own, kwargs={"img_size": side, **own.kwargs})
-    asked = replace(sized, preprocessing=torchvision_names.preprocessing_of(twin, side))
-    as_for = f" for {twin.weights}" if twin.weights else ""
-    note = f"{weights.name}: read as timm's {twin.timm}, images prepared as torchvision does{as_for}"
-    named = replace(read, state=state, notes=(*read.notes, note))
-    built = dense_from_architecture(asked)
-    return with_weights(built, asked, named, preprocessing, lambda _: "torchvision's of these weights")
-
-
 def model_of_directory(directory: Path) -> Checkpoint:
     """What a directory written by `save`, or a snapshot of one of timm's repositories, holds by itself."""
     return load_dense(str(directory), weights=None, kwargs={})
@@ -184,7 +156,7 @@ def load_dense(
 
 def is_bare_name(model: str) -> bool:
     """Whether a model is named by timm's name alone, so that weights have to be given."""
-    prefixes = (torchvision_names.PREFIX, trusted_code.PREFIX, PREFIX)
+    prefixes = (torchvision_models.PREFIX, trusted_code.PREFIX, PREFIX)
     return not model.startswith(prefixes) and not Path(model.removeprefix("local-dir:")).is_dir()
 
 
@@ -204,8 +176,11 @@ def without_weights(
 def _loaded(
     model: str, weights: Path | None, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
 ) -> Checkpoint:
-    if model.startswith(torchvision_names.PREFIX):
-        return _from_torchvision(model, weights, kwargs, ema, preprocessing)
+    if model.startswith(torchvision_models.PREFIX):
+        torchvision_models.require_classifier(model)
+        if weights is None:
+            raise BadInput(f"--model {model} needs --weights ({KINDS}) of the trained model")
+        return load_library_model(model, weights, kwargs, ema, preprocessing)
     if model.startswith(trusted_code.PREFIX):
         return load_from_code(model, weights, kwargs, ema, preprocessing)
     if model.startswith(PREFIX):

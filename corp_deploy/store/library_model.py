@@ -7,7 +7,6 @@ from typing import Any
 from msgspec.structs import asdict
 
 from corp_deploy.families import hf_classes, torchvision_models
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.sentence_files import MODULES, text_length
 from corp_deploy.families.tokenizer import FILE as TOKENIZER
@@ -22,9 +21,13 @@ from .weight_fit import require_fit
 from .weights import Weights, first_names, read_weights
 
 
-def load_library_model(architecture: Architecture, weights: Path, ema: bool | None) -> Checkpoint:
+def load_library_model(
+    text: str, weights: Path, kwargs: Mapping[str, Any], ema: bool | None, preprocessing: Preprocessing
+) -> Checkpoint:
     """torchvision's model with weights of its own names. Raises BadInput for others."""
-    model, read = dense_from_architecture(architecture), read_weights(weights, ema=ema)
+    read = read_weights(weights, ema=ema)
+    architecture = torchvision_models.architecture_of(text, kwargs, preprocessing, read.state)
+    model = dense_from_architecture(architecture)
     state = torchvision_models.own_state(architecture, model, read.state)
     require_fit(model, Weights(path=weights, state=state))
     load_weights(model, state, where=weights)
