@@ -110,14 +110,17 @@ def _exported(precision: str) -> Lever:
 
 
 LEVERS: Mapping[str, Lever] = {
-    **{f"`--preset {name}`": _asking(preset=name) for name in ("none", "corp", "grail", "best")},
+    "`--preset none`": _asking(preset="none"),
+    "`--preset corp`": lambda room: room.reduced({room.kind.share: 0.5, "preset": "corp"}, {"attention_system": True}),
+    "`--preset grail`": _asking(preset="grail"),
+    "`--preset best`": _asking(preset="best"),
     "`--preset thorough`": _budget(preset="thorough", macs=0.8, polish_steps=8),
     "`--macs`": _budget(macs=0.8),
     "`--params`": _budget(params=0.8),
     "`--latency`": _budget(latency=0.9, latency_tables="tables"),
     "`--within`": lambda room: room.reduced({"within": "error 0.5"}, calibration={"hold_out": 32}),
     "`--closed-loop asymmetric`": _asking(closed_loop="asymmetric"),
-    "`--closed-loop symmetric`": _asking(closed_loop="symmetric", preset="grail"),
+    "`--closed-loop symmetric`": _asking(closed_loop="symmetric"),
     "`--hold-out`": lambda room: room.reduced({room.kind.share: 0.5}, {"hold_out": 32}, {"hold_out": 32}),
     "`--groups`": lambda room: room.reduced({room.kind.share: 0.5}, {"groups": "image"}),
     "`--polish layer`": _asking(polish="layer"),
@@ -168,10 +171,14 @@ class Room:
         save(Checkpoint(model=self.dense, architecture=kind.architecture, lineage={}), Path("dense"))
         self.count = 0
 
+    def model(self, name: str) -> corp_deploy.Source:
+        """A directory here, whose code is this file's."""
+        return corp_deploy.Source(name, trust_code=True)
+
     def moments(self, **options: Any) -> str:
         name = f"moments-{'-'.join(map(str, options.values()))}.safetensors"
         if not Path(name).exists():
-            corp_deploy.calibrate("dense", _images(COUNT, 1), name, **self.kind.calibration, **options)
+            corp_deploy.calibrate(self.model("dense"), _images(COUNT, 1), name, **self.kind.calibration, **options)
         return name
 
     def reduced(
@@ -188,7 +195,7 @@ class Room:
         merging = {name: value for name, value in options.items() if name == "merge_tokens"}
         moments = self.moments(**calibration or {}, **merging)
         to = f"reduced-{self.count}"
-        made = corp_deploy.reduce("dense", moments, to, inputs=_images(COUNT, 1), **left or {}, **own)
+        made = corp_deploy.reduce(self.model("dense"), moments, to, inputs=_images(COUNT, 1), **left or {}, **own)
         of_kind = [site for site in made.sites if site.part in self.kind.parts]
         if not of_kind or made.macs[1] >= made.macs[0]:
             raise BadInput("; ".join(made.notes) or "no site of this kind is reduced")
@@ -198,11 +205,11 @@ class Room:
         """The largest error among the links of what is reduced, beside its own torch model."""
         if not Path("half").exists():
             options: dict[str, Any] = {self.kind.share: 0.5, "align": {"mlp": 8, "head": 8, "conv": 8}}
-            corp_deploy.reduce("dense", self.moments(), "half", **options)
+            corp_deploy.reduce(self.model("dense"), self.moments(), "half", **options)
         graph, held_out = f"{precision}.onnx", _images(32, 2)
         inputs = _images(COUNT, 1) if precision in ("int8", "fp8") else None
-        corp_deploy.export("half", graph, precision=precision, inputs=inputs)
-        parity = corp_deploy.verify("half", graph, inputs=held_out, max_error=1.0)
+        corp_deploy.export(self.model("half"), graph, precision=precision, inputs=inputs)
+        parity = corp_deploy.verify(self.model("half"), graph, inputs=held_out, max_error=1.0)
         return max(float(link.measures.relative_error) for link in parity.links)
 
 

@@ -43,7 +43,7 @@ def part_of(model: nn.Module, site: TracedSite, width: int) -> Part:
     shape = None if before is None else sizes_at_one(before)[1:]
     return Part(
         module=module,
-        inputs=input_spec(model).ports if shape is None else (Port(name="stream", shape=shape),),
+        inputs=input_spec(model).ports if shape is None else (Port(name="entering", shape=shape),),
         outputs=output_ports(model) if after is None else (STREAM,),
         outline=f"{site.groups.kind} of {width} written by {touched}\n{outline_of(module.graph, module)}",
     )
