@@ -44,7 +44,7 @@ def test_what_asks_for_heads_is_refused(home: Path) -> None:
         assert not (home / "reduced").exists()
     calibrate = ("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors")
     assert f"--attention-system {NONE}" in run(*calibrate, "--attention-system", code=2).output
-    assert "no tokens are known" in run(*calibrate, "--merge-tokens", 2, code=2).output
+    assert "no attention of tokens is found" in run(*calibrate, "--merge-tokens", 2, code=2).output
     sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
     assert f"--parts attn {NONE}" in run(*sweep, "--parts", "attn", code=2).output
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.head_attention import HeadAttention, key_bias
+from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.merging import Merging, Metric, schedule_from_text, tokens_after
 from corp_deploy.families.steps import Branch, Merge, Walk
 from corp_deploy.families.token_merging import (
@@ -18,6 +18,7 @@ from corp_deploy.families.token_merging import (
     Tokens,
     alike,
     dropped,
+    key_bias,
     matched,
     merged,
     sources_of,

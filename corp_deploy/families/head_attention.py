@@ -13,29 +13,14 @@ from .modules import linear
 from .pooled_queries import pooled_by
 from .rotary import Rotary
 from .talking_heads import TalkingHeads
+from .token_merging import HIDDEN, key_bias
 from .windows import Windows
 
 Geometry = Literal["square", "padded", "ragged"]
-# Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
-_HIDDEN = -30_000.0
-
 
 Beside = Literal["keys", "attention"]
 """What an attention gives beside its result: keys of all heads side by side [B,N,heads * qk], or how much the first
 token attends to each, the mean over the heads [B,N]."""
-
-
-def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0 and a key of weight n counts as n of
-    them (ToMe, arXiv 2210.09461, equation 1): [B,1,1,N]. Weights of whole numbers' types are masks.
-
-    A row without any key left sees all of them alike, and stays finite.
-    """
-    if weights_BN.is_floating_point():
-        bias_BN = weights_BN.float().log().clamp(min=_HIDDEN).to(dtype)
-    else:
-        bias_BN = torch.zeros_like(weights_BN, dtype=dtype).masked_fill(weights_BN == 0, _HIDDEN)
-    return bias_BN[:, None, None, :]
 
 
 def shared_by_heads(x: Tensor, heads: int) -> Tensor:
@@ -47,7 +32,7 @@ def shared_by_heads(x: Tensor, heads: int) -> Tensor:
 def causal_bias(q: Tensor) -> Tensor:
     """What is added to the scores of queries [B,H,N,D] so that none sees a key behind its own place: [N,N]."""
     place_N = torch.arange(q.shape[-2], device=q.device)
-    return (place_N[:, None] < place_N).to(q.dtype) * _HIDDEN
+    return (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
 
 
 def rows_by_head(rows_BNR: Tensor, heads: int, windows: Windows | None) -> Tensor:

@@ -10,7 +10,7 @@ from .family import family_of, output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
 from .seam import Family
-from .steps import Merge
+from .token_merging import merges_in
 from .traced_inspection import stays_of, traced_rows
 from .traced_module import TracedModule
 
@@ -34,8 +34,7 @@ def _rows(
     sites = {site.name: {"width": site.words(), "reason": site.reason} for site in offered.every}
     sites |= {refusal.name: {"width": "-", "reason": refusal.reason} for refusal in offered.refused}
     # What merges tokens is no site, and costs something of its own.
-    merges = [step.name for step in family.steps(model) if isinstance(step, Merge)]
-    fixed_parts = (*family.FIXED_PARTS, *merges)
+    fixed_parts = (*family.FIXED_PARTS, *merges_in(model))
     macs: Counter[str] = Counter()
     for path, count in macs_by_module.items():
         macs[_owner(path, set(sites), fixed_parts)] += count

@@ -6,14 +6,15 @@ margin is larger than what they can differ by, and may make others where one is 
 Legend: B inputs, N tokens, A and D the unprotected at even and at odd places, R tokens merged, X dimensions compared.
 """
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import Inputs
+from calib.inputs import Inputs, batch_size, run_model
 
 from .family import family_of
-from .steps import Merge, Walk
-from .token_merging import TokenMerge, alike
+from .token_merging import TokenMerge, alike, merges_in
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
@@ -60,16 +61,18 @@ def margins_of(merge: TokenMerge, compared: Tensor, sizes_BN: Tensor | None) -> 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
     """The least margin of any choice on the way through the model, for each input [B]; None where nothing is merged."""
-    family = family_of(model)
-    if family.merging_of(model) is None:
+    if family_of(model).merging_of(model) is None:
         return None
-    with torch.inference_mode():
-        x_BNC = family.embedded(model, inputs)
-        least_B = torch.full((x_BNC.shape[0],), torch.inf, device=x_BNC.device)
-        walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges=True)
-        for step in family.steps(model):
-            if isinstance(step, Merge):
-                compared = walk.tokens.x if walk.beside_BNX is None else walk.beside_BNX
-                least_B = torch.minimum(least_B, margins_of(step.merge, compared, walk.tokens.sizes))
-            walk = walk.behind(step)
-    return least_B
+    every = list[Tensor]()
+
+    def look(merge: nn.Module, entering: tuple[Tensor, Tensor | None, Tensor | None, Tensor]) -> None:
+        assert isinstance(merge, TokenMerge), merge
+        every.append(margins_of(merge, entering[3], entering[1]))
+
+    with ExitStack() as stack, torch.inference_mode():
+        for merge in merges_in(model).values():
+            stack.callback(merge.register_forward_pre_hook(look).remove)
+        run_model(model, inputs)
+        if not every:
+            return torch.full((batch_size(inputs),), torch.inf)
+    return torch.stack(every).amin(dim=0)

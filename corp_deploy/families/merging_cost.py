@@ -6,7 +6,7 @@ from .family import family_of
 from .merging import tokens_after
 from .merging_record import MergingRecord
 from .model_cost import counted
-from .steps import Merge
+from .token_merging import merges_in
 
 
 def merging_record(model: nn.Module) -> MergingRecord | None:
@@ -22,6 +22,6 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
         protected=protected,
         tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
         macs=count.macs,
-        macs_of_merging=sum(count.within(step.name) for step in family.steps(model) if isinstance(step, Merge)),
+        macs_of_merging=sum(map(count.within, merges_in(model))),
         macs_with_all_tokens=counted(family.with_merging(model, None)).macs,
     )

@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from .merging import How, Metric
 
+# Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
+HIDDEN = -30_000.0
+
 
 class Tokens(NamedTuple):
     """A residual stream x [B,N,C]; how many tokens stand in each of its tokens (float32 [B,N], None: one); and where in
@@ -182,23 +185,42 @@ def sources_of(x_BNC: Tensor) -> Tensor:
     return _places(x_BNC.shape[1], x_BNC).expand(x_BNC.shape[0], -1)
 
 
+def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0 and a key of weight n counts as n of
+    them (ToMe, arXiv 2210.09461, equation 1): [B,1,1,N]. Weights of whole numbers' types are masks.
+
+    A row without any key left sees all of them alike, and stays finite.
+    """
+    if weights_BN.is_floating_point():
+        bias_BN = weights_BN.float().log().clamp(min=HIDDEN).to(dtype)
+    else:
+        bias_BN = torch.zeros_like(weights_BN, dtype=dtype).masked_fill(weights_BN == 0, HIDDEN)
+    return bias_BN[:, None, None, :]
+
+
 class TokenMerge(nn.Module):
     """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike by the metric, or [B,N] attention
     to be kept for.
 
-    Gives the stream, its sizes and its sources, as Tokens are. It has no weights.
+    Gives the stream, its sizes and its sources, as Tokens are. It has no weights. `follows`: source tokens are followed
+    from here on, whether they were or not.
     """
 
-    def __init__(self, *, count: int, protected: int, how: How, metric: Metric = "ward") -> None:
+    def __init__(self, *, count: int, protected: int, how: How, metric: Metric = "ward", follows: bool = False) -> None:
         super().__init__()
-        self.count, self.protected, self.how = count, protected, how
+        self.count, self.protected, self.how, self.follows = count, protected, how, follows
         self.metric: Metric = metric
 
     def forward(
         self, x: Tensor, sizes: Tensor | None, sources: Tensor | None, compared: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tokens = Tokens(x, sizes, sources)
+        tokens = Tokens(x, sizes, sources_of(x) if sources is None and self.follows else sources)
         if self.how == "drop":
             return tuple(dropped(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
         match = matched(alike(self.metric, compared, sizes, self.protected), self.count)
         return tuple(merged(tokens, match, self.protected))  # type: ignore[return-value]
+
+
+def merges_in(model: nn.Module) -> dict[str, TokenMerge]:
+    """Those of a model that merges, by their names, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TokenMerge)}

@@ -13,7 +13,7 @@ from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.readers import Layer, layers, listening
 from ground.errors import BadInput
 
-from .traced_model import tracing
+from .traced_facts import tracing_of_all_tokens
 from .traced_narrowing import narrowed
 
 
@@ -35,7 +35,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     """What runs as the model does, from one of its cuts to the next, with its layers as modules that share its weights.
     Raises BadInput where it runs at one batch size alone.
     """
-    own = tracing(model)
+    own = tracing_of_all_tokens(model, "k:n sparse layers")
     if not own.program.any_batch:
         raise BadInput(f"{own.program.model}: its program is for one batch size alone, so that no layer can be heard")
     uses: Counter[str] = Counter()

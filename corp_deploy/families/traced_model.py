@@ -21,28 +21,34 @@ from corp_deploy.traced.programs.tree import tree
 from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
-from ground.ports import OutputPort
 
 from . import hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
-from .module_facts import Spec, facts_of_module
+from .merging import Merging
+from .module_facts import facts_of_module
 from .modules import replaced
 from .own_modules import grid as grid
-from .own_modules import token_kinds as token_kinds
 from .site import Site
 from .sites import Sites
 from .steps import Outlet, Passage, Step, Walk
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, content_of_tokenizer
-from .traced_module import Facts, TracedModule, Tracing, known_of, traced_module, tracing_of
+from .traced_facts import classes as classes
+from .traced_facts import facts_of as facts_of
+from .traced_facts import input_spec as input_spec
+from .traced_facts import output_ports as output_ports
+from .traced_facts import tracing as tracing
+from .traced_facts import tracing_of_all_tokens
+from .traced_merging import Mergeable
+from .traced_module import TracedModule, known_of, merging_module, traced_module
+from .traced_narrowing import narrowed
 from .traced_segments import ByRows, Layout, Segment, layout_of
 from .traced_site import TracedSite
 from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
 
 NAME = "traced"
-UNMERGEABLE = "of a model that is traced no tokens are known"
 _WHOLE = (
     "its traced program takes several tensors, or gives some that are of no one stream, so that none can be followed "
     "from block to block; leave --polish away"
@@ -74,17 +80,6 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
         return traced_module(model, None)
     model = model.float()  # statistics, repairs and rounding to other types start from float32
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
-
-
-def facts_of(model: nn.Module) -> Facts:
-    """All that is known beside the program."""
-    known = known_of(model).facts
-    return known or Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
-
-
-def tracing(model: nn.Module) -> Tracing:
-    """The model's program and what is found there."""
-    return tracing_of(model, input_spec(model).ports)
 
 
 def sites(model: nn.Module) -> Sites:
@@ -121,8 +116,8 @@ def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
 
 
 def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
-    """The names of the sites that stand in each segment, in order."""
-    own = tracing(model)
+    """The names of the sites that stand in each segment, in order. Raises BadInput where tokens are merged."""
+    own = tracing_of_all_tokens(model, "polish, --merge-tokens auto or tables of latency")
     held = {name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()}
     return {each: tuple(name for name in held if not held[name].isdisjoint(each.held)) for each in own.segments}
 
@@ -189,26 +184,39 @@ def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
     raise BadInput(f"{type(model).__name__}: of a traced model no norm behind the last block is known")
 
 
+def token_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Of the streams that attentions add to, where tokens can be merged; those in front are called class tokens."""
+    found = tracing(model).mergeable
+    if isinstance(found, str):
+        return ()
+    return (*["class"] * found.protected, *["patch"] * (found.tokens - found.protected))
+
+
 def depth(model: nn.Module) -> int:
-    """Blocks aren't known; sites are."""
-    return len(sites(model).every)
+    """Attentions behind which tokens can be merged, else sites."""
+    found = tracing(model).mergeable
+    return len(sites(model).every) if isinstance(found, str) else len(found.blocks)
 
 
-def input_spec(model: nn.Module) -> Spec:
-    """Of timm's models as timm's configuration says, of others as they say or as they were tried."""
-    facts = known_of(model).facts
-    return timm_library.image_spec(model, timm_library.configured_size(model)) if facts is None else facts.spec
+def merging_of(model: nn.Module) -> Merging | None:
+    """None for a model that merges nothing."""
+    return known_of(model).merging
 
 
-def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    facts = known_of(model).facts
-    return timm_library.output_ports(model) if facts is None else facts.outputs
+def merging_refusal(model: nn.Module) -> str:
+    """Why its tokens can't be merged, or nothing."""
+    found = tracing(model).mergeable
+    return "" if isinstance(found, Mergeable) else found
 
 
-def classes(model: nn.Module) -> int:
-    """How many classes its output tells apart; 0 for one that is none of logits."""
-    facts = known_of(model).facts
-    return timm_library.classes(model) if facts is None else facts.classes
+def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
+    """A copy in eval mode whose program merges tokens so, or none. Raises BadInput where it can't."""
+    if merging is None and merging_of(model) is None:
+        return replaced(model, {}).eval()
+    if merging is not None and (reason := merging_refusal(model)):
+        raise BadInput(f"token merging: {reason}; leave --merge-tokens away")
+    program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
+    return merging_module(program, merging).eval().requires_grad_(False)
 
 
 def counted_form(model: nn.Module) -> nn.Module:
@@ -226,7 +234,7 @@ def counted_form(model: nn.Module) -> nn.Module:
 
 def _program(model: nn.Module, *, is_padded: bool = False) -> fx.GraphModule | None:
     """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models."""
-    if known_of(model).facts is None or not (program := tracing(model).program).any_batch:
+    if known_of(model).facts is None or not (program := tracing(model).running).any_batch:
         return None
     graph = copy.deepcopy(padded(program) if is_padded else program.graph)
     without_biases_(graph, tracing(model).added)

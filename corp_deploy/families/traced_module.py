@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import Tensor, fx, nn
 
 from calib.sites import HeadTaps
+from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
@@ -23,12 +24,15 @@ from corp_deploy.traced.programs.tracing import trace
 from ground.ports import OutputPort, Port
 
 from .array_inputs import ArraySpec, batch_of_ports
+from .merging import Merging
 from .module_calls import Calling, by_ports
 from .modules import device
 from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec
+from .traced_fewer import Fewer
+from .traced_merging import Mergeable, mergeable, merged_graph
 from .traced_segments import Given, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
@@ -76,6 +80,29 @@ class Tracing:
     taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
     offered: list[Sites] = field(default_factory=list)
     proved: list[Narrowed] = field(default_factory=list)
+    merging: Merging | None = None
+
+    @cached_property
+    def mergeable(self) -> Mergeable | str:
+        """Where tokens can be merged, or why they can't."""
+        return mergeable(self.program)
+
+    @cached_property
+    def fewer(self) -> Fewer | None:
+        """What runs where tokens are merged, with the nodes of the program by their names."""
+        if self.merging is None:
+            return None
+        assert isinstance(self.mergeable, Mergeable), self.mergeable
+        return self.mergeable.merged(self.program, self.merging)
+
+    @property
+    def running(self) -> Program:
+        """What runs: the program, its tokens merged where the model merges any."""
+        return self.program if self.fewer is None else self.fewer.program
+
+    def merge_before(self, name: str) -> nn.Module | None:
+        """The last merge that made tokens fewer which a node of this name gives; None for all tokens."""
+        return None if self.fewer is None else self.fewer.merge_at.get(name)
 
     @cached_property
     def found(self) -> Found:
@@ -91,7 +118,11 @@ class Tracing:
 
     @cached_property
     def shares(self) -> Shares:
-        return shares(self.found, aside=self.added)
+        if self.fewer is None:
+            return shares(self.found, aside=self.added)
+        now = self.fewer.by_name
+        costs = {node: macs(now[node.name]) if cost else 0 for node, cost in self.found.costs.items()}
+        return shares(replace(self.found, costs=costs), aside=self.added)
 
     @cached_property
     def heard(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
@@ -105,7 +136,7 @@ class Tracing:
                         heard.add(span.reader)
                 elif site.kind == "queries and keys":
                     given.add(span.name)
-        return listening(self.program, heard, given, dict(self._read(heard)))
+        return listening(self.running, heard, given, dict(self._read(heard)))
 
     def _read(self, heard: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Of layers behind attentions some of whose rows go nowhere which others do."""
@@ -133,16 +164,19 @@ class Tracing:
 @dataclass(slots=True, kw_only=True)
 class Known:
     """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
-    tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it.
+    tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it. `merging`:
+    how tokens are merged, and `whole`, what it would run with all of them; None of one that merges nothing.
     """
 
     plain: type[nn.Module]
     facts: Facts | None
     cut: Cut | None
     tracing: Tracing | None = None
+    merging: Merging | None = None
+    whole: fx.Graph | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Known":
-        return Known(plain=self.plain, facts=self.facts, cut=self.cut)
+        return Known(plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, whole=self.whole)
 
 
 class TracedModule(nn.Module):
@@ -196,18 +230,36 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | N
     return _wearing(graph, plain, replace(facts, calling=None), cut)
 
 
+def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
+    """A narrowed module that shares its weights with one, but merges tokens so, or none."""
+    known = known_of(model)
+    assert known.facts is not None, model
+    own = tracing_of(model, known.facts.spec.ports)
+    whole = _all_tokens(model)
+    graph = whole if merging is None else merged_graph(own.program, own.added, merging)
+    new = narrowed_module(graph, known.plain.__name__, known.facts, known.cut)
+    if merging is not None:
+        known_of(new).merging, known_of(new).whole = merging, whole.graph
+    return new
+
+
 def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
     """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
     known = known_of(model)
     if known.tracing is None:
         inputs = batch_of_ports(ports, EXAMPLES, device(model))
         program = trace(model, inputs) if known.cut is None else _again(model, ports, known.cut)
-        known.tracing = Tracing(program=program, added=with_biases_(program))
+        known.tracing = Tracing(program=program, added=with_biases_(program), merging=known.merging)
     return known.tracing
+
+
+def _all_tokens(model: nn.Module) -> fx.GraphModule:
+    """A copy of what a narrowed module runs, or would where no tokens are merged, with its own weights."""
+    return fx.GraphModule(model, copy.deepcopy(known_of(model).whole or model._graph))  # type: ignore[arg-type]
 
 
 def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:
     """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
-    graph = fx.GraphModule(model, copy.deepcopy(model._graph))  # type: ignore[arg-type]
+    graph = _all_tokens(model)
     size_(graph, batch_of_ports(ports, EXAMPLES, device(model)), any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -21,8 +21,8 @@ from ground.errors import BadInput
 
 from .array_inputs import random_batch
 from .modules import device
-from .traced_model import facts_of, tracing
-from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, narrowed_module
+from .traced_facts import facts_of, tracing
+from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, merging_module, narrowed_module
 from .traced_sites import names_of
 from .widths import Widths
 
@@ -124,8 +124,9 @@ def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
 
 
 def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
-    name = known_of(model).plain.__name__
-    return narrowed_module(graph, name, facts_of(model), cut).eval().requires_grad_(False)
+    known = known_of(model)
+    new = narrowed_module(graph, known.plain.__name__, facts_of(model), cut)
+    return (new if known.merging is None else merging_module(new, known.merging)).eval().requires_grad_(False)
 
 
 def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:

@@ -42,7 +42,8 @@ class Portion:
 class Reading:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
     `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
-    `is_squeeze`: it reads the means of maps that others read; `use`: which of a layer's uses this is.
+    `is_squeeze`: it reads the means of maps that others read; `use`: which of a layer's uses this is; `merge`: what
+    merged tokens before it.
     """
 
     layer: Layer
@@ -53,6 +54,7 @@ class Reading:
     gain_O: Tensor | None
     is_squeeze: bool = False
     use: int = 0
+    merge: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ class Reading:
     @property
     def tap(self) -> ChannelTaps | PatchTaps:
         if isinstance(self.layer, nn.Linear):
-            return ChannelTaps(name=self.name, output=self.layer)
+            return ChannelTaps(name=self.name, output=self.layer, merge=self.merge)
         return PatchTaps(name=self.name, output=self.layer)
 
 

@@ -160,4 +160,5 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
         bias=str(bias.target),
         gain_O=gain_behind(tracing.program, node),
         use=tracing.uses[str(weight.target)].index(node.name),
+        merge=tracing.merge_before(source.name),
     )

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.steps import Merge
-from corp_deploy.families.token_merging import TokenMerge, Tokens
+from corp_deploy.families.token_merging import TokenMerge, Tokens, merges_in
 from perf.bench.latency_table import LatencyTable
 
 POINTS = 4
@@ -61,12 +60,10 @@ class MergeAlone(nn.Module):
 
 def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
     """Every merge of the model by name, with the tokens that enter it."""
-    family = family_of(model)
-    tokens, merges = len(family.token_kinds(model)), {}
-    for step in family.steps(model):
-        if isinstance(step, Merge):
-            merges[step.name] = step.merge, tokens
-            tokens -= step.merge.count
+    tokens, merges = len(family_of(model).token_kinds(model)), {}
+    for name, merge in merges_in(model).items():
+        merges[name] = merge, tokens
+        tokens -= merge.count
     return merges
 
 

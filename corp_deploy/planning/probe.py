@@ -91,7 +91,7 @@ class Probe:
         if not trials:
             return {}
         with torch.inference_mode(), evaluating(self.model):
-            steps = list(steps_to_outputs(self.model))
+            steps = [] if isinstance(self.model, TracedModule) else list(steps_to_outputs(self.model))
             inside = {step.name for step in steps if isinstance(step, Branch)}
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]

@@ -86,7 +86,7 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
     """Squared relative change of the outputs by each of these alone. Runs the model once forwards and DIRECTIONS times
     backwards, and every layer that changes once for each.
     """
-    program, drawn = tracing(model).program, torch.Generator().manual_seed(0)
+    program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
     names = {name for change in changes for name in change}
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in names}
     effects, energy = [0.0] * len(changes), 0.0

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from corp_deploy.algebra.gauss_newton import Lacking
 from corp_deploy.algebra.tangents import ChannelTangent, HeadTangent, RunTangent, with_one
 from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.head_attention import key_bias, placed_bias, rows_by_head
+from corp_deploy.families.head_attention import placed_bias, rows_by_head
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
+from corp_deploy.families.token_merging import key_bias
 from corp_deploy.reduction.streams import Pair
 
 _CACHED_BYTES = 2**30

@@ -66,17 +66,24 @@ class _OfRows:
     def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
         x_XK = x.flatten(0, -2)
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
-        there_X = weights_BN.flatten() > 0.0 if weights_BN is not None and is_of_tokens else None
+        weights_X1 = weights_BN.reshape(-1, 1) if weights_BN is not None and is_of_tokens else None
+        there_X = None if weights_X1 is None else weights_X1[:, 0] > 0.0
+
+        def counted(places_X: Tensor | None) -> Tensor | None:
+            return None if weights_X1 is None else _at(weights_X1, places_X)[..., 0]
+
         if lacking is None:
-            self.sums.x.add(_at(x_XK, there_X))
+            self.sums.x.add(_at(x_XK, there_X), counted(there_X))
         else:
             there_X = _both(there_X, lacking.counts)
             fitted_X = _both(there_X, lacking.read)
-            self.sums.add(_at(x_XK, fitted_X), _at(lacking.lacking.flatten(0, -2), fitted_X))
+            lacking_XO = lacking.lacking.flatten(0, -2)
+            self.sums.add(_at(x_XK, fitted_X), _at(lacking_XO, fitted_X), counted(fitted_X))
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
-                self.unread.add(_at(x_XK, _both(there_X, ~lacking.read)))
-        add_active_(self.active_K, _at(x_XK, there_X), ACTIVE_EPS)
+                unread_X = _both(there_X, ~lacking.read)
+                self.unread.add(_at(x_XK, unread_X), counted(unread_X))
+        add_active_(self.active_K, _at(x_XK, there_X), ACTIVE_EPS, counted(there_X))
 
     @property
     def is_empty(self) -> bool:
@@ -152,11 +159,17 @@ class LayerSums:
 
         return cls(fit=empty(), held_out=empty())
 
-    def add(self, layer: Called, x: Tensor, lacking: Lacking | None, piece: Piece) -> None:
-        (self.held_out if piece.held_out else self.fit).add(x, lacking, piece.weights_BN)
+    def add(
+        self, layer: Called, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None, *, held_out: bool
+    ) -> None:
+        (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
             self.gain_O = lacking.gain_O
-            self.energy.add(_at(rows_of(lacking.wanted, layer.node), lacking.read))
+            wanted_XO = rows_of(lacking.wanted, layer.node)
+            is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
+            weights_X1 = weights_BN.reshape(-1, 1) if weights_BN is not None and is_of_tokens else None
+            counted = None if weights_X1 is None else _at(weights_X1, lacking.read)
+            self.energy.add(_at(wanted_XO, lacking.read), counted)
 
     def moments(self) -> Halved:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
@@ -184,8 +197,12 @@ def layer_sums(
         student = segment.run_student(piece, nodes)
         dense: Values = segment.run_dense(piece, dense_nodes) if known else {}
         for layer, target in targets.items():
-            lacking = None if target is None else target.lacking(dense, student)
-            sums[layer].add(layer, student[reading[layer]], lacking, piece)
+            lacking = None
+            if target is not None:
+                lacking = target.lacking(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
+            sizes_BN = segment.sizes_of(student, layer.node)
+            weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
+            sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
     for layer, own in sums.items():
         refuse_nonfinite(layer.name, _small(own.moments()))
     return sums
@@ -210,13 +227,15 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
     for piece in pieces:
         own = sums[piece.held_out]
 
-        weights = None if piece.weights_BN is None else weights_of(piece.weights_BN, piece.weights_BN.device)
+        values = segment.run_student(piece, nodes)
+        sizes_BN = segment.sizes_of(values, nodes[-1])
+        weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
+        weights = None if weights_BN is None else weights_of(weights_BN, weights_BN.device)
 
         def hear(_: str, role: Role, x: Tensor, own: SiteSums = own, weights: Weights | None = weights) -> None:
             own.add(role, x, weights)
 
         with listening([taps], hear):
-            values = segment.run_student(piece, nodes)
             for name in site.sources:
                 tracing.heard[2][name](values[tracing.by_node[name]])
         own.flush()

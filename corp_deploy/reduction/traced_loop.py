@@ -186,7 +186,7 @@ class _Making:
         """`later`: layers that are fitted when further sites are reduced."""
         loop, site, readers = self.loop, step.site, self._readers(step.site)
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
-        targets = {layer: None if loop is None else self._target(layer) for layer in readers}
+        targets = {layer: None if loop is None else self._target(segment, layer) for layer in readers}
         sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
         if loop is not None and loop.refit_first and sums:
             for layer, own in sums.items():
@@ -213,8 +213,11 @@ class _Making:
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
 
-    def _target(self, layer: Called) -> Target:
-        return replace(target_of(layer.node, self.constants), read_P=self.read.get(layer.node))
+    def _target(self, segment: Segment, layer: Called) -> Target:
+        return replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
+
+    def _read(self, segment: Segment, layer: Called) -> Tensor | None:
+        return segment.read_of(layer.node, self.read.get(layer.node))
 
     def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
         site, where = step.site, self.student.where
@@ -250,7 +253,7 @@ class _Making:
                 own = layer_sums(
                     segment,
                     self.pieces,
-                    {layer: Target(layer=layer.node, read_P=self.read.get(layer.node))},
+                    {layer: Target(layer=layer.node, read_P=self._read(segment, layer))},
                 )
                 fits.append(self._fit(layer, own[layer]))
             # A further site of the same layer finds rows of it reduced that its own output would undo.

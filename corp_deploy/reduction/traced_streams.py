@@ -14,20 +14,19 @@ from torch import Tensor, fx
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved, named
+from corp_deploy.families.traced_fewer import Fewer
+from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.cuts import cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
-from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
+from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
 from ground.errors import BadInput
 
+from .streams import mean_of_sources
+
 Values = dict[fx.Node, Any]
-Hear = Callable[[fx.Node, Values], None]
-
-
-def _no_one(node: fx.Node, values: Values) -> None:
-    """Hears nothing."""
 
 
 def run(
@@ -36,11 +35,8 @@ def run(
     entering: Mapping[fx.Node, Tensor],
     *,
     masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
-    hear: Hear = _no_one,
 ) -> Values:
-    """What these nodes give. `masks`: by reader which elements of what it hears are 0; `hear` is told of every node
-    before it runs.
-    """
+    """What these nodes give. `masks`: by reader which elements of what it hears are 0."""
     values: Values = dict(entering)
     batch = len(next(iter(entering.values())))
     for node in nodes:
@@ -53,10 +49,14 @@ def run(
             assert count is not None, node
             values[node] = batch * count
         else:
-            hear(node, values)
             here = values if masks is None or node not in masks else values | _masked(values, masks[node])
-            values[node] = called(node, here)
+            values[node] = _run_module(program, node, here) if node.op == "call_module" else called(node, here)
     return values
+
+
+def _run_module(program: Program, node: fx.Node, values: Values) -> Any:
+    args: Any = fx.map_arg(node.args, lambda each: values[each])
+    return program.graph.get_submodule(str(node.target))(*args)
 
 
 def called(node: fx.Node, values: Values) -> Any:
@@ -76,16 +76,29 @@ def _masked(values: Values, masks: Sequence[Mask]) -> Values:
     return masked
 
 
+def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+    """What has to run for these ends, in order, where some nodes are known; for sizes nothing has to."""
+    found, front = set(ends), list(ends)
+    while front:
+        node = front.pop()
+        others = [] if node in entering or operation(node) == "sym_size" else node.all_input_nodes
+        front += [each for each in others if each not in found]
+        found.update(others)
+    return [node for node in program.nodes if node in found]
+
+
 @dataclass(slots=True, kw_only=True)
 class Piece:
     """What a few inputs are at a cut, in the dense program and in the student. Those `held_out` choose how far to trust
-    a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count.
+    a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count. `merged`: the sizes and
+    sources of the student's tokens, by the nodes that gave them.
     """
 
     dense: tuple[Tensor, ...]
     student: tuple[Tensor, ...]
     held_out: bool
     weights_BN: Tensor | None = None
+    merged: Mapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 def pieces_of(
@@ -131,10 +144,11 @@ def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
 @dataclass(slots=True, kw_only=True)
 class Student:
     """`tracing`: the dense program with weights and biases of its own in its layers, `owned`. `gone` [labels]: what is
-    removed by now.
+    removed by now. `fewer`: what runs where tokens are merged, which are followed.
     """
 
     tracing: Tracing
+    fewer: Fewer | None
     owned: frozenset[str]
     gone: Tensor
     is_changed: bool = False
@@ -147,7 +161,11 @@ class Student:
         program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
         tracing = replace(dense, program=program)
         vars(tracing).update(found=replace(dense.found, program=program), shares=dense.shares)
-        return cls(tracing=tracing, owned=owned, gone=torch.zeros(dense.found.flow.groups.count, dtype=torch.bool))
+        gone, found, fewer = torch.zeros(dense.found.flow.groups.count, dtype=torch.bool), dense.mergeable, None
+        if dense.merging is not None:
+            assert isinstance(found, Mergeable), found
+            fewer = found.merged(program, dense.merging, follows=True)
+        return cls(tracing=tracing, owned=owned, gone=gone, fewer=fewer)
 
     @property
     def program(self) -> Program:
@@ -204,18 +222,57 @@ class Segment:
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
         return run(self.dense.program, nodes, self._entering(piece.dense))
 
-    def run_student(self, piece: Piece, nodes: Sequence[fx.Node], hear: Hear = _no_one) -> Values:
-        student = self.student
-        return run(student.program, nodes, self._entering(piece.student), masks=student.masks, hear=hear)
+    def run_student(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
+        """Where tokens are merged, what stands there for each of the nodes, and all that the merges gave."""
+        student, fewer = self.student, self.student.fewer
+        entering = self._entering(piece.student)
+        if fewer is None:
+            return run(student.program, nodes, entering, masks=student.masks)
+        stands = fewer.stands
+        here = {stands[node.name]: each for node, each in entering.items()} | dict(piece.merged)
+        ends = [stands[node.name] for node in nodes]
+        ends += [told[node.name] for node in nodes for told in (fewer.sizes_at, fewer.sources_at) if node.name in told]
+        masks = {
+            stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
+            for node, each in student.masks.items()
+        }
+        values = run(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
+        return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
+
+    def sizes_of(self, values: Values, node: fx.Node) -> Tensor | None:
+        """How many tokens stand in each of those that the student's node gives [B,N], None for one."""
+        fewer = self.student.fewer
+        return None if fewer is None or node.name not in fewer.sizes_at else values[fewer.sizes_at[node.name]]
+
+    def as_merged(self, dense: Values, student: Values, node: fx.Node, ends: Sequence[fx.Node]) -> Values:
+        """Values of the dense model at these ends with the mean of those tokens that stand in one of the student's
+        where this node is.
+        """
+        fewer = self.student.fewer
+        if fewer is None or node.name not in fewer.sources_at:
+            return dense
+        sources_BM, count = student[fewer.sources_at[node.name]], student[node].shape[1]
+        return dense | {end: mean_of_sources(dense[end], sources_BM, count) for end in ends}
+
+    def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
+        """Places that outputs read of what a node gives where tokens are merged: all where any of those may be."""
+        fewer = self.student.fewer
+        if read_P is None or fewer is None or node.name not in fewer.merge_at:
+            return read_P
+        is_merged = bool(read_P[fewer.merge_at[node.name].protected :].any())
+        return None if is_merged else read_P[: sizes_at_one(fewer.stands[node.name])[1]]
 
     def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
         """To the cut behind it; as long as the student has not changed both are one."""
         if self.after is None:
             return
         nodes = self.up_to([self.after])
+        fewer, name = self.student.fewer, self.after.name
+        told = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
         for piece in pieces:
-            piece.student = (self.run_student(piece, nodes)[self.after],)
-            if not self.student.is_changed:
+            values = self.run_student(piece, nodes)
+            piece.student, piece.merged = (values[self.after],), {node: values[node] for node in told}
+            if not self.student.is_changed and not told:
                 piece.dense = piece.student
             elif with_dense:
                 piece.dense = (self.run_dense(piece, nodes)[self.after],)

@@ -45,7 +45,7 @@ def cuts(found: Found, *, beside_outputs: bool = False) -> tuple[Cut, ...]:
     ways_out = _ways_out(found.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in _passed_by_all(found.program, ways_out):
+    for node in passed_by_all(found.program, ways_out):
         is_due = is_due or any(macs(each) > 0 for each in node.since)
         if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
@@ -62,7 +62,7 @@ class _Passed:
     since: list[fx.Node]
 
 
-def _passed_by_all(program: Program, ways_out: frozenset[tuple[fx.Node, fx.Node]]) -> Iterator[_Passed]:
+def passed_by_all(program: Program, ways_out: frozenset[tuple[fx.Node, fx.Node]] = frozenset()) -> Iterator[_Passed]:
     """`ways_out`: uses that don't count."""
     aside = without_values(program) | {user for _, user in ways_out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]

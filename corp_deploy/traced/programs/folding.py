@@ -5,6 +5,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx, nn
 
+NUMBERS = "numbers_folded"
+"""What constants are called that were computed from no parameter: nothing that is learned changes them."""
+
 
 def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
     """Put constants in the place of all that is computed from parameters and numbers alone; their names.
@@ -56,7 +59,7 @@ def _name(node: fx.Node, free: Collection[fx.Node], taken: Collection[str]) -> s
         is_same = each.meta["val"].shape == node.meta["val"].shape and str(each.target) not in taken
         if is_same and _is_only_for(each, node, free):
             return str(each.target)
-    name = f"{sources[0].target if sources else 'numbers'}_folded"
+    name = f"{sources[0].target}_folded" if sources else NUMBERS
     count = sum(each == name or each.startswith(f"{name}_") for each in taken)
     return f"{name}_{count}" if count else name
 

@@ -178,6 +178,8 @@ def listening(
         graph.erase_node(node)
     graph.set_codegen(copy(program.graph.graph._codegen))
     root |= {str(node.target): program.tensor(str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    own = [str(node.target) for node in program.nodes if node.op == "call_module"]
+    root |= {name: program.graph.get_submodule(name) for name in own}
     return fx.GraphModule(root, graph).eval(), modules, taps
 
 

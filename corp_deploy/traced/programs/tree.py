@@ -30,7 +30,7 @@ def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    called = [node for node in nodes if node.op == "call_function"]
+    called = [node for node in nodes if node.op in ("call_function", "call_module")]
     return _Making(root=root, paths=_paths(called), path=()).made(called, inputs, nodes[-1])
 
 
@@ -53,6 +53,9 @@ class _Making:
             if name is None:
                 for node in run:
                     self.nodes[node] = self.graph.node_copy(node, self._given)
+                    if node.op == "call_module":
+                        self.nodes[node].target = self._below(node)
+                        self.own[self._below(node)] = self.root.get_submodule(str(node.target))
             else:
                 self._call(name, path, run)
         if end is not None:
@@ -96,10 +99,14 @@ class _Making:
     def _given(self, node: fx.Node) -> fx.Node:
         if node not in self.nodes:
             assert node.op == "get_attr", node
-            name = ".".join(str(node.target).split(".")[len(self.path) :])
+            name = self._below(node)
             self.own[name] = _tensor(self.root, str(node.target))
             self.nodes[node] = self.graph.get_attr(name)
         return self.nodes[node]
+
+    def _below(self, node: fx.Node) -> str:
+        """The name of what a node takes, in this module."""
+        return ".".join(str(node.target).split(".")[len(self.path) :])
 
 
 def _by_hand(graph: fx.GraphModule, base: type[Called]) -> nn.Module:

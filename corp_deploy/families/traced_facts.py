@@ -1,0 +1,45 @@
+"""A traced model's program, and what is known beside it, of timm's models as timm's configuration says."""
+
+from torch import nn
+
+from ground.errors import BadInput
+from ground.ports import OutputPort
+
+from . import timm_library
+from .module_facts import Spec
+from .traced_module import Facts, Tracing, known_of, tracing_of
+
+
+def input_spec(model: nn.Module) -> Spec:
+    """Of timm's models as timm's configuration says, of others as they say or as they were tried."""
+    facts = known_of(model).facts
+    return timm_library.image_spec(model, timm_library.configured_size(model)) if facts is None else facts.spec
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    facts = known_of(model).facts
+    return timm_library.output_ports(model) if facts is None else facts.outputs
+
+
+def classes(model: nn.Module) -> int:
+    """How many classes its output tells apart; 0 for one that is none of logits."""
+    facts = known_of(model).facts
+    return timm_library.classes(model) if facts is None else facts.classes
+
+
+def facts_of(model: nn.Module) -> Facts:
+    """All that is known beside the program."""
+    known = known_of(model).facts
+    return known or Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
+
+
+def tracing(model: nn.Module) -> Tracing:
+    """The model's program and what is found there."""
+    return tracing_of(model, input_spec(model).ports)
+
+
+def tracing_of_all_tokens(model: nn.Module, what: str) -> Tracing:
+    """Likewise. Raises BadInput where tokens are merged, for what is done on streams of all tokens."""
+    if known_of(model).merging is not None:
+        raise BadInput(f"{what}: of a traced model that merges tokens no stream is followed; leave it or merging away")
+    return tracing(model)

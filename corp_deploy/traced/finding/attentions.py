@@ -1,0 +1,142 @@
+"""Attentions of all tokens to all others in a program, and the streams that they add to.
+
+Legend: B inputs, H heads, N tokens, D dimensions of a head, C channels.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from corp_deploy.traced.programs.attended import PRODUCTS, SOFTMAX, WHOLE, values_product
+from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
+from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
+
+from .call import call_of
+from .cuts import passed_by_all, without_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention:
+    """`product` of queries [B,H,N,D] and keys, which gives `whole`: itself, or the product with values behind a softmax
+    of `scores` [B,H,N,N], whose keys are [B,H,D,N].
+    """
+
+    product: fx.Node
+    whole: fx.Node
+    scores: fx.Node | None
+
+    @property
+    def queries(self) -> fx.Node:
+        return self.product.all_input_nodes[0]
+
+    @property
+    def keys(self) -> fx.Node:
+        return self.product.all_input_nodes[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Attentions that one sum `added` [B,N,C] adds to a stream, `before` it; `path`: of the module that adds."""
+
+    path: str
+    attentions: tuple[Attention, ...]
+    before: fx.Node
+    added: fx.Node
+
+    @property
+    def tokens(self) -> int:
+        return int(sizes_at_one(self.added)[1])
+
+
+def blocks_of(program: Program) -> tuple[Block, ...] | str:
+    """In order of the program; or why its tokens are in no stream between attentions."""
+    attentions = list(_attentions(program))
+    if not attentions:
+        return "no attention of tokens is found in its program"
+    constants, passed = without_values(program), {each.node for each in passed_by_all(program)}
+    by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
+    before: dict[fx.Node, fx.Node] = {}
+    for each in attentions:
+        path, found = module_of(each.product)[0] or "the model", _added(program, each, constants)
+        if found is None:
+            return f"what the attention in {path} gives is added to no stream of its tokens, as in windows or on maps"
+        added, other = found
+        if added not in passed:
+            return f"beside what the attention in {path} is added to, other branches carry its tokens on"
+        by_sum[added].append(each)
+        before[added] = other
+    return tuple(
+        Block(path=module_of(added)[0], attentions=tuple(each), before=before[added], added=added)
+        for added, each in by_sum.items()
+    )
+
+
+def _attentions(program: Program) -> Iterator[Attention]:
+    """Those of as many queries as keys."""
+    for node in program.nodes:
+        whole = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == WHOLE else None
+        if whole is not None and len(node.all_input_nodes) > 1:
+            queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
+            if queries[-2] == keys[-2 if whole is node else -1]:
+                yield Attention(product=node, whole=whole, scores=None if whole is node else _scores(node))
+
+
+def _scores(product: fx.Node) -> fx.Node:
+    """What enters the softmax of a product."""
+    at = product
+    while operation(user := next(iter(at.users))) not in SOFTMAX:
+        at = user
+    return at
+
+
+def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """The first sum of something that is made of an attention with a stream of its tokens, and that stream."""
+    behind, tokens = {attention.product}, sizes_at_one(attention.queries)[-2]
+    for node in program.nodes:
+        if node.op != "call_function" or behind.isdisjoint(node.all_input_nodes):
+            continue
+        others = [each for each in node.all_input_nodes if each not in behind and each not in constants]
+        if operation(node) in ("add", "add_") and others and len(node.all_input_nodes) == 2:
+            sizes = sizes_at_one(node)
+            is_stream = len(sizes) == 3 and sizes[1] == tokens and batch_of(node) == IN_FRONT
+            return (node, others[0]) if is_stream and sizes_at_one(others[0]) == sizes else None
+        behind.add(node)
+    return None
+
+
+def in_front(program: Program, stream: fx.Node) -> int | None:
+    """How many tokens [B,N,C] stand in front that are the same for every image, as class tokens are; None where such
+    stand elsewhere too.
+    """
+    is_same_N = _is_same(stream, 1, without_values(program), {})
+    count = int(is_same_N.long().cumprod(0).sum())
+    return count if count == int(is_same_N.sum()) else None
+
+
+def _is_same(node: fx.Node, dim: int, constants: set[fx.Node], known: dict[fx.Node, Tensor]) -> Tensor:
+    """By place along an axis, whether no value of an image is there."""
+    if node not in known:
+        known[node] = _found(node, dim, constants, known)
+    return known[node]
+
+
+def _found(node: fx.Node, dim: int, constants: set[fx.Node], known: dict[fx.Node, Tensor]) -> Tensor:
+    size = sizes_at_one(node)[dim]
+    if node in constants or node.op != "call_function":
+        return torch.full((size,), node in constants)
+    arguments = call_of(node, {}).arguments
+    if operation(node) == "cat" and arguments["dim"] % len(sizes_at_one(node)) == dim:
+        return torch.cat([_is_same(each, dim, constants, known) for each in arguments["tensors"]])
+    if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
+        whole = _is_same(arguments["self"], dim, constants, known)
+        return whole[arguments["start"] :][:size]
+    same = torch.ones(size, dtype=torch.bool)
+    for each in node.all_input_nodes:
+        sizes = sizes_at_one(each)
+        if each not in constants and sizes is not None:
+            is_alike = len(sizes) == len(sizes_at_one(node)) and sizes[dim] == size
+            same &= _is_same(each, dim, constants, known) if is_alike else torch.zeros_like(same)
+    return same
