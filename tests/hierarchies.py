@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, timm_family_of
+from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
@@ -48,7 +48,7 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "maxvit_tf": (
         "maxvit_tiny_tf_224",
-        {**_WINDOWS, "embed_dim": [32, 48], "depths": [1, 1], "block_type": ["M", "M"]},
+        {**_WINDOWS, "embed_dim": [32, 48], "depths": [1, 1], "block_type": ["M", "M"], "head_hidden_size": 32},
     ),
     "maxxvit": (
         "maxxvit_rmlp_nano_rw_256",
@@ -136,7 +136,7 @@ def theirs(form: str, **changes: Any) -> nn.Module:
 
 
 def checkpoint(form: str, **changes: Any) -> Checkpoint:
-    """Ours with timm's weights, a model of its own each time."""
+    """To be traced, with timm's weights, a model of its own each time."""
     made = _checkpoint(form, json.dumps(changes))
     return replace(made, model=copy.deepcopy(made.model))
 
@@ -147,9 +147,7 @@ def _checkpoint(form: str, written: str) -> Checkpoint:
     name, kwargs = FORMS[form]
     architecture = Architecture(name=name, kwargs={**kwargs, **changes})
     model = dense_from_architecture(architecture)
-    family = timm_family_of(model)
-    state = theirs(form, **changes).state_dict()
-    model.load_state_dict(family.own_state(model, family.adapted_state(model, state)), assign=True)
+    model.load_state_dict(theirs(form, **changes).state_dict(), assign=True)
     return Checkpoint(model=model.requires_grad_(False), architecture=architecture, lineage={})
 
 

@@ -1,4 +1,6 @@
-"""Directories of version 0.1 whose networks had their norms taken into convolutions: they say what they said then."""
+"""Directories of version 0.1 whose networks had their norms taken into convolutions, or blocks of that version's own:
+they say what they said then.
+"""
 
 import json
 import shutil
@@ -44,8 +46,8 @@ def answers(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_says_what_it_said(name: str, tmp_path: Path) -> None:
-    """Blocks with squeezes and narrower streams, a site of which a constant is left, a norm over the image, and an
-    attention with narrower queries; what is written of it today as well.
+    """Blocks with squeezes and narrower streams, a site of which a constant is left, a norm over the image, attentions
+    with narrower queries, in windows, of fewer heads; what is written of it today as well.
     """
     checkpoint = load_checkpoint(GOLDEN / name)
     expected = np.array(json.loads((GOLDEN / name / "expected.json").read_text(encoding="utf-8")))
@@ -86,6 +88,14 @@ def test_an_attention_without_its_widths_is_one_message(tmp_path: Path) -> None:
     config["sites"]["blocks.0.attn"] = {"hidden": 8, "input_bias": True, "output_bias": True}
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(BadInput, match=r"'blocks\.0\.attn' has no heads, qk and v; the file was edited"):
+        load_checkpoint(directory)
+
+
+def test_positions_whose_network_was_not_written_are_one_message(tmp_path: Path) -> None:
+    directory = edited("maxvit_tiny_tf_224-square", tmp_path, "stages.0.blocks.0.attn_grid.attn", {}, {})
+    written = (directory / "config.json").read_text(encoding="utf-8")
+    (directory / "config.json").write_text(written.replace("maxvit_tiny_tf_224", "maxvit_rmlp_tiny_rw_256"), "utf-8")
+    with pytest.raises(BadInput, match=r"a MaxxVit that version 0\.1 wrote.* reduce the dense model again"):
         load_checkpoint(directory)
 
 

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Shape], list[tuple[str
     "grouped queries": (own.Grouped, [TOKENS], [("queries and keys", 8, 2), ("values", 8, 2)]),
     "rotary": (own.Rotary, [TOKENS], [("queries and keys", 8, 2), ("values", 16, 2)]),
     "relative": (own.Relative, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2)]),
+    "masked": (own.Masked, [TOKENS], [("queries and keys", 12, 2), ("values", 12, 2)]),
     "decomposed positions": (own.Decomposed, [TOKENS], [("queries and keys", 8, 1), ("values", 16, 2)]),
     "gated": (own.Gated, [TOKENS], [("gated channels", 24, 1)]),
     "glu": (own.Glu, [TOKENS], [("gated channels", 24, 1)]),

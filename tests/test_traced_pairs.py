@@ -18,7 +18,7 @@ from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from tests import traced_models
@@ -231,8 +231,11 @@ def test_half_of_the_dimensions_go(name: str, tmp_path: Path) -> None:
     whole, errors = lost((q, k), (0 * q, 0 * k)), dict[str, float]()
     for preset in ("none", "corp", "best"):
         method = method_from_preset(preset, attention_sparsity=0.5, align_head=2)
-        reduction = reduce(dense, moments, method)
+        assert bool(uniform_widths(dense, method)) == (mixing != "none" or preset == "none")
+        site = site_of(dense)
+        reduction = reduce(dense, moments, method, widths={site.name: site.width // 2})
         (report,) = reduction.sites
+        assert bool(reduction.notes) == (mixing == "none" and preset != "none"), reduction.notes
         assert (report.width_dense, report.width) == (heads[1], heads[1] // 2), reduction.notes
         errors[preset] = lost((q, k), queries_and_keys(reduction.model, images)) / whole
         if preset != "corp" or mixing == "none":

@@ -138,6 +138,23 @@ class Relative(nn.Module):
         return out
 
 
+class Masked(nn.Module):
+    """One table that is added to the scores of all heads, of as many places as a head has dimensions."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 6 * TOKENS), nn.Linear(2 * TOKENS, D)
+        self.register_buffer("mask", torch.randn(TOKENS, TOKENS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, TOKENS)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
 class Decomposed(nn.Module):
     """Positions by row and column that queries are multiplied with, as SAM and MViTv2 have them."""
 

@@ -59,14 +59,13 @@ flexivit_small deit_tiny_patch16_224 deit_small_distilled_patch16_224 deit3_smal
 vit_giant_patch14_dinov2 vit_base_patch16_clip_quickgelu_224 vit_base_patch16_siglip_224 aimv2_large_patch14_224
 beit3_base_patch16_224 eva02_tiny_patch14_224 eva_giant_patch14_224 vit_small_patch16_dinov3
 vit_small_patch16_rope_224 beit_base_patch16_224 vit_relpos_small_patch16_224 swin_tiny_patch4_window7_224
-swinv2_tiny_window8_256 cait_xxs24_224 hiera_tiny_224 maxvit_tiny_tf_224 coatnet_0_rw_224 tiny_vit_5m_224
-efficientformer_l1
+swinv2_tiny_window8_256 cait_xxs24_224
 """
-FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224", "tiny_vit_5m_224")
+FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224")
 PRESETS, TIMES, FITTED = ("best", "best square", "corp"), 3, 16
 SIDE = 64
 """Of the images for names of their own widths, on which nothing that is timed depends."""
-CONVERSIONS = "with_inner_windows with_placed_blocks with_token_blocks"
+CONVERSIONS = "with_inner_windows with_placed_blocks"
 PARTS = {"traced values": "v", "traced streams": "stream"}
 
 

@@ -11,7 +11,6 @@ from calib.sites import ChannelTaps
 
 from . import cost
 from .constant import Constant
-from .depthwise import Depthwise
 from .modules import fill_rows_, linear, replaced, stacked
 from .widths import HeadGeometry, Width
 
@@ -22,9 +21,8 @@ class ChannelSite:
 
     Of a plain MLP a channel is one row of `first`. A gated one (SwiGLU and its like, arXiv 2002.05202) multiplies two
     rows, one of them through the activation: both in `first`, a half each (`packed`), or one there and one in `up`.
-    `between`: a convolution of each channel by itself that stands between the layers, None where none does. `merge`:
-    the module that merges the tokens that come here, None where none are merged. `biasless`: the last layer has no
-    bias, and gets none. `multiple`: what widths are best a multiple of, where nobody says.
+    `merge`: the module that merges the tokens that come here, None where none are merged. `biasless`: the last layer
+    has no bias, and gets none. `multiple`: what widths are best a multiple of, where nobody says.
     """
 
     kind: ClassVar[str] = "channels"
@@ -36,14 +34,11 @@ class ChannelSite:
     packed: bool = False
     up: nn.Linear | None = None
     up_name: str = ""
-    between: Depthwise | None = None
-    between_name: str = ""
     merge: nn.Module | None = None
     biasless: bool = False
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        assert self.between is None or (not self.gated and self.between.channels == self.width), self.name
         assert not self.packed or (self.up is None and self.first.out_features % 2 == 0), self.name
         alike = self.up is None or (
             self.up.weight.shape == self.first.weight.shape and (self.up.bias is None) == (self.first.bias is None)
@@ -78,13 +73,10 @@ class ChannelSite:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return *self.firsts, *(() if self.between is None else (self.between,)), self.last
+        return *self.firsts, self.last
 
     def entering(self, tokens: int) -> tuple[int, ...]:
         return tokens, self.first.in_features
-
-    def tokens_before(self, tokens: int) -> int:
-        return tokens
 
     def size_of(self, width: Width) -> int:
         assert isinstance(width, int), (self.name, width)
@@ -100,18 +92,15 @@ class ChannelSite:
         return f"hidden {self.width}"
 
     def outline(self, geometry: HeadGeometry) -> str:
-        around = "" if self.between is None else f", {self.between.taps} places of each convolved"
-        return f"{'gated ' * self.gated}mlp of {self.first.in_features} and {self.width}{around}"
+        return f"{'gated ' * self.gated}mlp of {self.first.in_features} and {self.width}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, int), (self.name, width)
-        more = 0 if self.between is None else tokens * width * self.between.taps
-        return more + cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
+        return cost.mlp_macs(tokens=tokens, dim=self.first.in_features, hidden=width, rows=self.rows)
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
         assert isinstance(width, int), (self.name, width)
-        more = 0 if self.between is None else self.between.parameters_of(width)
-        return more + cost.mlp_parameters(
+        return cost.mlp_parameters(
             dim=self.first.in_features,
             hidden=width,
             input_bias=self.first.bias is not None,
@@ -134,24 +123,7 @@ class ChannelSite:
         if {key: entry.get(key, now[key]) for key in now} == now:
             return {}
         input_bias = entry.get("input_bias", now["input_bias"])
-        return self.at_width(entry["hidden"], input_bias=input_bias, output_bias=entry["output_bias"])
-
-    def at_width(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Module]:
-        """All that has another width, by name, its weights not yet set."""
-        layers = self.empty(width, output_bias=output_bias, input_bias=input_bias)
-        return {**layers, **self.between_empty(width)}
-
-    def between_empty(self, width: int) -> dict[str, nn.Module]:
-        """What stands between the layers at another width, its weights not yet set; nothing without channels."""
-        if self.between is None:
-            return {}
-        return {self.between_name: self.between.empty(width) if width else nn.Identity()}
-
-    def between_kept(self, kept_K: Tensor) -> dict[str, nn.Module]:
-        """What stands between the layers, of these channels alone."""
-        if self.between is None or not len(kept_K):
-            return self.between_empty(0)
-        return {self.between_name: self.between.kept(kept_K)}
+        return {**self.empty(entry["hidden"], input_bias=input_bias, output_bias=entry["output_bias"])}
 
     def empty(self, width: int, *, output_bias: bool, input_bias: bool | None = None) -> dict[str, nn.Linear]:
         """All linear layers at another width, the last one last, by module name, their weights not yet set."""
@@ -179,8 +151,7 @@ class ChannelSite:
     def reorder_(self, order_F: Tensor) -> None:
         """Put the channels in another order, in front of the last layer, which has yet to take it."""
         rows_X = torch.cat((order_F, order_F + self.width)) if self.packed else order_F
-        layers: list[nn.Linear | nn.Conv2d] = [*self.firsts, *(() if self.between is None else (self.between.conv,))]
-        for layer in layers:
+        for layer in self.firsts:
             layer.weight.copy_(layer.weight[rows_X])
             if layer.bias is not None:
                 layer.bias.copy_(layer.bias[rows_X])
@@ -202,9 +173,7 @@ class ChannelSite:
     def of_layer(self, layer: nn.Module) -> "ChannelSite":
         first, last = (self._linear(layer, name) for name in (self.first_name, self.last_name))
         up = None if self.up is None else self._linear(layer, self.up_name)
-        between = None if self.between is None else layer.get_submodule(self._inside(self.between_name))
-        assert between is None or isinstance(between, Depthwise), self.name
-        return replace(self, first=first, last=last, up=up, between=between)
+        return replace(self, first=first, last=last, up=up)
 
     def _linear(self, layer: nn.Module, name: str) -> nn.Linear:
         module = layer.get_submodule(self._inside(name))

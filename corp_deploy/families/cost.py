@@ -19,21 +19,18 @@ def attention_macs(
     v: int,
     padded: bool,
     windows: tuple[int, int] | None = None,
-    out: int | None = None,
-    pooled: int = 1,
     groups: int | None = None,
 ) -> int:
     """MACs of one attention layer for one image: projections, Q K' and A V. In windows, so many of so many slots, each
-    slot, of padding too, has its query, key and value, each token that leaves its output. `out`: the channels that it
-    gives, as many as it takes unless said; `pooled`: of how many slots the queries become one; `groups` of heads share
-    keys and values. A causal attention's products are counted whole.
+    slot, of padding too, has its query, key and value, each token its output. `groups` of heads share keys and values.
+    A causal attention's products are counted whole.
     """
     shared = heads if groups is None else groups
-    count, size = (1, pooled * tokens) if windows is None else windows
+    count, size = (1, tokens) if windows is None else windows
     rows = heads * qk + shared * (qk + v)
-    projections = dim * count * size * rows + (out or dim) * tokens * heads * v
+    projections = dim * count * size * rows + dim * tokens * heads * v
     core_qk, core_v = (max(qk, v), max(qk, v)) if padded else (qk, v)
-    return projections + heads * count * (size // pooled) * size * (core_qk + core_v)
+    return projections + heads * count * size * size * (core_qk + core_v)
 
 
 def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True, rows: int = 1) -> int:
@@ -49,9 +46,8 @@ def attention_parameters(
     v: int,
     qkv_bias: bool = True,
     proj_bias: bool = True,
-    out: int | None = None,
     groups: int | None = None,
 ) -> int:
-    """Parameters of qkv and proj; `out` and `groups` as for its MACs."""
+    """Parameters of qkv and proj; `groups` as for its MACs."""
     shared = heads if groups is None else groups
-    return (dim + qkv_bias) * (heads * qk + shared * (qk + v)) + (heads * v + proj_bias) * (out or dim)
+    return (dim + qkv_bias) * (heads * qk + shared * (qk + v)) + (heads * v + proj_bias) * dim

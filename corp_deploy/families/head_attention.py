@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .modules import linear
-from .pooled_queries import pooled_by
 from .rotary import Rotary
 from .talking_heads import TalkingHeads
 from .token_merging import HIDDEN, key_bias
@@ -51,8 +50,7 @@ def placed_bias(position_bias: nn.Module | None, windows: Windows | None) -> Ten
 
 
 class HeadAttention(nn.Module):
-    """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale; `out`: the channels that it gives,
-    by default as many as it takes.
+    """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
 
     `qkv` is one linear layer with rows q (heads * qk), k (heads * qk), v (heads * v), as in timm, so a dense layer is
     the case qk = v. The scale is the dense model's, never derived from the reduced width. With geometry `padded` the
@@ -93,7 +91,6 @@ class HeadAttention(nn.Module):
         windows: Windows | None = None,
         talk: TalkingHeads | None = None,
         fused: bool = True,
-        out: int | None = None,
         groups: int | None = None,
         causal: bool = False,
     ) -> None:
@@ -117,7 +114,7 @@ class HeadAttention(nn.Module):
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
         self.rotary, self.position_bias, self.windows, self.talk = rotary, position_bias, windows, talk
-        self.proj = linear(heads * v, dim if out is None else out, bias=proj_bias)
+        self.proj = linear(heads * v, dim, bias=proj_bias)
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -167,7 +164,7 @@ class HeadAttention(nn.Module):
         if not self.v:
             if beside is not None:
                 raise ValueError(f"HeadAttention of no width has no {beside} to tell")
-            constant: Tensor = self.proj(x[:, : x.shape[1] // pooled_by(self.q_norm), :0])
+            constant: Tensor = self.proj(x[..., :0])
             return constant
         q, k, v = self._heads(x)
         bias_BHNN = self.bias(weights_BN, q.dtype)

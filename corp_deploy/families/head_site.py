@@ -17,7 +17,6 @@ from .cosine import ScaledUnitLength
 from .head_attention import HeadAttention
 from .head_taps import taps_of
 from .modules import fill_, parameters, replaced
-from .pooled_queries import pooled_by
 from .position_bias import FixedBias, macs_of
 from .rotary import Rotary
 from .talking_heads import TalkingHeads
@@ -126,17 +125,8 @@ class HeadSite:
     def size(self) -> int:
         return self.v if self.keeps_qk else self.qk
 
-    @property
-    def pooled(self) -> int:
-        """How many tokens' queries become one."""
-        return pooled_by(self.q_norm)
-
     def entering(self, tokens: int) -> tuple[int, ...]:
         return tokens, self.first.in_features
-
-    def tokens_before(self, tokens: int) -> int:
-        """How many enter where so many leave."""
-        return self.pooled * tokens
 
     @property
     def firsts(self) -> tuple[nn.Linear, ...]:
@@ -170,10 +160,7 @@ class HeadSite:
         widths = f"{self._heads()} of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
         beside = {"rotary": self.rotary, "biased": self.position_bias, "talking": self.talk}
         more = "".join(f", {word}" for word, module in beside.items() if module is not None)
-        given = "" if self.last.out_features == self.first.in_features else f" to {self.last.out_features}"
-        pooled = f", queries of {self.pooled} pooled" if self.pooled > 1 else ""
-        dims = f"{self.first.in_features}{given}"
-        return f"attention of {dims}, {widths}, {geometry}{more}{pooled}{self._windows()}"
+        return f"attention of {self.first.in_features}, {widths}, {geometry}{more}{self._windows()}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
@@ -185,8 +172,6 @@ class HeadSite:
             + cost.attention_macs(
                 tokens=tokens,
                 dim=self.first.in_features,
-                out=self.last.out_features,
-                pooled=self.pooled,
                 heads=heads,
                 groups=heads // self.grouped,
                 qk=width.qk,
@@ -210,7 +195,6 @@ class HeadSite:
             + parameters(*(each for each in stay if each is not None))
             + cost.attention_parameters(
                 dim=self.first.in_features,
-                out=self.last.out_features,
                 heads=heads,
                 groups=heads // self.grouped,
                 qk=width.qk,
@@ -271,7 +255,6 @@ class HeadSite:
                 windows=copy.deepcopy(self.windows),
                 talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
-                out=self.last.out_features,
                 groups=len(kept_H) // self.grouped,
                 causal=self.causal,
             )

@@ -49,10 +49,6 @@ class Site(Protocol):
         """The shape, behind the batch, of so many tokens that enter the site's layer alone."""
         ...
 
-    def tokens_before(self, tokens: int) -> int:
-        """How many tokens of one input enter the site where so many leave it."""
-        ...
-
     def size_of(self, width: Width) -> int:
         """The one number that other widths of this site stand for."""
         ...

@@ -1,5 +1,6 @@
-"""timm's convolutional networks, hybrids and mixers as version 0.1 wrote them: norms taken into the weights in front,
-widths of sites without a program. They become programs whose norms are the identity.
+"""timm's convolutional networks, hybrids, mixers and hierarchies (timm_hierarchies_folded.py) as version 0.1 wrote
+them: norms taken into the weights in front, widths of sites without a program. They become programs whose norms are the
+identity.
 
 Legend: O outputs and I inputs of a layer.
 """
@@ -48,14 +49,20 @@ def as_program(
     own = tracing(model)
     for name in names_of(own):
         path, _, part = name.rpartition(".")
-        if part in _PARTS and not {*_PARTS, "heads"} <= sites.get(path, {}).keys():
-            raise BadInput(f"{where}: {path!r} has no heads, qk and v; the file was edited, write the model again")
+        if part in _PARTS and path in sites:
+            require_widths(path, sites[path], where)
     kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items()}
     biases = tuple(name for name in own.added if _found(name, state) is not None)
     new, whole = with_groups(model, kept, biases)
     if whole:
         raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited or damaged, write the model again")
     return new, {name: _weight(name, each, model, state) for name, each in new.state_dict().items()}
+
+
+def require_widths(name: str, entry: Mapping[str, Any], where: str) -> None:
+    """Raise BadInput for an attention's entry that is another site's."""
+    if not {*_PARTS, "heads"} <= entry.keys():
+        raise BadInput(f"{where}: {name!r} has no heads, qk and v; the file was edited, write the model again")
 
 
 def _names(name: str) -> Iterator[str]:
@@ -72,7 +79,7 @@ def _found(name: str, state: State) -> Tensor | None:
 def _kept(name: str, site: Site, sites: Mapping[str, Mapping[str, Any]], model: nn.Module, state: State) -> Index:
     """The first groups, as many as there were: of an attention by its entry, since one layer has all of its rows."""
     path, _, part = name.rpartition(".")
-    if part in _PARTS:
+    if part in _PARTS and path in sites:
         heads, width = sites[path]["heads"], sites[path][part]
         return first_groups(site, heads * max(width, 1), parts=heads)  # of a constant what is all zero
     return first_groups(site, _width(site, model, state))
@@ -95,6 +102,8 @@ def _weight(name: str, empty: Tensor, model: nn.Module, state: State) -> Tensor:
     """A weight of that state, or of a norm or a gain that was taken into others."""
     there = _found(name, state)
     if there is not None:
+        if name.endswith("_folded") and not empty.is_meta:
+            return empty  # made of weights of the dense model, which it has
         return there.reshape(empty.shape) if there.numel() == empty.numel() else _filled(there, empty)
     path, _, leaf = name.removesuffix("_folded").rpartition(".")
     norm = model.get_submodule(path) if path in dict(model.named_modules()) else model

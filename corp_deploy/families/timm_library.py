@@ -24,7 +24,6 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
-from .timm_hierarchies import Hierarchy, with_token_blocks
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 from .timm_placing import with_placed_blocks
@@ -152,9 +151,6 @@ def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
         model = built(name, arguments)
         if size is not None:
             set_size_(model, size)
-        return model
-    if isinstance(model, Hierarchy) and arguments.get("img_size") is not None:
-        set_size_(model, arguments["img_size"])  # which these models don't tell
     return model
 
 
@@ -232,4 +228,4 @@ def build(architecture: Architecture) -> nn.Module:
     model = _built(architecture).eval()
     _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
-    return with_token_blocks(with_inner_windows(with_placed_blocks(model)), configured_size(model))
+    return with_inner_windows(with_placed_blocks(model))

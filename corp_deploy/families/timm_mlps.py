@@ -9,15 +9,12 @@ from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from .channel_site import ChannelSite
-from .depthwise import Depthwise, DepthwiseMlp
-from .pointwise_mlp import PointwiseMlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layers:
     """The names of an MLP's linear layers. `packed`: the first one gives both numbers that a gate multiplies; `up`: it
-    gives one of them, this layer the other. `norm_between`: where its norm stands. `convolution`: of each channel by
-    itself, between the layers.
+    gives one of them, this layer the other. `norm_between`: where its norm stands.
     """
 
     first: str
@@ -25,14 +22,11 @@ class _Layers:
     up: str = ""
     packed: bool = False
     norm_between: bool = True
-    convolution: str = ""
 
 
 _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
     {
         Mlp: _Layers(first="fc1", last="fc2"),
-        PointwiseMlp: _Layers(first="fc1", last="fc2", norm_between=False),
-        DepthwiseMlp: _Layers(first="fc1", last="fc2", norm_between=False, convolution="between"),
         GluMlp: _Layers(first="fc1", last="fc2", packed=True),
         SwiGLU: _Layers(first="fc1_g", up="fc1_x", last="fc2"),
         GeGluMlp: _Layers(first="w0", up="w1", last="w2", norm_between=False),
@@ -71,7 +65,6 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> ChannelSite:
     """The site of an MLP that is not refused."""
     layers = _LAYERS[type(mlp)]
-    between = mlp.get_submodule(layers.convolution) if layers.convolution else None
     return ChannelSite(
         name=name,
         first=_linear(mlp, layers.first),
@@ -81,7 +74,5 @@ def channel_site(name: str, mlp: nn.Module, merge: nn.Module | None = None) -> C
         last_name=f"{name}.{layers.last}",
         up_name=f"{name}.{layers.up}" if layers.up else "",
         packed=layers.packed,
-        between=between if isinstance(between, Depthwise) else None,  # the identity where no channel is left
-        between_name=f"{name}.{layers.convolution}" if layers.convolution else "",
         merge=merge,
     )

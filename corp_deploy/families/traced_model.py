@@ -6,6 +6,7 @@ where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
 
 import copy
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -272,4 +273,8 @@ def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
     library = sys.modules[known_of(model).plain.__module__]
     adapt: Any = vars(library).get("checkpoint_filter_fn")
-    return dict(state) if adapt is None else dict(adapt(dict(state), model))
+    if adapt is None:
+        return dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
+        return dict(adapt(dict(state), model))

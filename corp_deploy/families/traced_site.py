@@ -143,9 +143,6 @@ class TracedSite:
         """Not known of a site by itself: see traced_parts.py."""
         raise BadInput(f"{self.name}: a site of a traced model is no layer that tokens enter")
 
-    def tokens_before(self, tokens: int) -> int:
-        return tokens
-
     def size_of(self, width: Width) -> int:
         assert isinstance(width, int), (self.name, width)
         return width

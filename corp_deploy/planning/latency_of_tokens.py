@@ -25,8 +25,8 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
 
 def tokens_of_sites(model: nn.Module) -> dict[str, int]:
     """How many rows of one input reach each site: its tokens, fewer behind a merge or in a later stage."""
-    leaving = site_costs(model, "macs").tokens
-    return {site.name: site.tokens_before(leaving[site.name]) for site in sites_of(model).every}
+    tokens = site_costs(model, "macs").tokens
+    return {site.name: tokens[site.name] for site in sites_of(model).every}
 
 
 def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:

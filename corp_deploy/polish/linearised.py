@@ -66,41 +66,12 @@ def _slope(layer: nn.Module, firsts: Sequence[nn.Linear], last: nn.Linear, enter
     return slope_1XR
 
 
-def _behind_first(layer: nn.Module, site: ChannelSite, given_BNR: Tensor) -> Tensor:
-    """What enters the last layer where the first one gives this, whatever it is given."""
-    heard: list[Tensor] = []
-
-    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        heard.append(inputs[0])
-        raise _Heard
-
-    handles = [
-        site.last.register_forward_pre_hook(stop),
-        site.first.register_forward_hook(lambda *_: given_BNR.clone()),
-    ]
-    try:
-        with suppress(_Heard):
-            layer(given_BNR.new_zeros(*given_BNR.shape[:2], site.first.in_features))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return heard.pop()
-
-
-def _tangent(branch: Branch, site: ChannelSite, entering_BNC: Tensor) -> ChannelTangent | RunTangent:
-    """Of channels by channel and token, or where they are convolved of all tokens of an input together."""
-    last_OK = last_through_scale(branch, site)
-    if site.between is not None:
-        given_BNR = site.first(entering_BNC)
-
-        def run(given_XR: Tensor) -> Tensor:
-            return _behind_first(branch.layer, site, given_XR.view_as(given_BNR)).flatten(0, 1) @ last_OK.mT
-
-        return RunTangent.of(_entering(site, entering_BNC).flatten(0, 1), given_BNR.flatten(0, 1), run)
+def _tangent(branch: Branch, site: ChannelSite, entering_BNC: Tensor) -> ChannelTangent:
+    """Of channels by channel and token."""
     return ChannelTangent(
         entering_XD=_entering(site, entering_BNC).flatten(0, 1),
         slope_XR=_slope(branch.layer, site.firsts, site.last, entering_BNC).flatten(0, 1),
-        last_OR=last_OK.repeat(1, site.rows),
+        last_OR=last_through_scale(branch, site).repeat(1, site.rows),
     )
 
 

@@ -62,8 +62,6 @@ class ChannelKind:
     def refusal(self, site: ChannelSite, method: Method) -> str:
         if method.merges and site.gated:
             return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
-        if method.merges and site.between is not None:
-            return "folding takes means of rows, and each channel has a convolution of its own behind its row"
         return ""
 
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:
@@ -110,7 +108,7 @@ class ChannelKind:
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
     def layer(self, site: ChannelSite, layer: nn.Module, method: Method, width: int) -> nn.Module:
-        return with_modules(layer, site.name, site.at_width(width, output_bias=True)).eval()
+        return with_modules(layer, site.name, site.empty(width, output_bias=True)).eval()
 
     def rebuilt(self, branch: Branch, site: ChannelSite, streams: Streams, method: Method, width: int) -> LinearReduced:
         moments, _ = channel_sums(branch, site, streams)

@@ -86,8 +86,7 @@ def emptied(
         held_out=None if held_out is None else (held_out.mean_F, held_out.covariance_FF),
     )
     kept_K = moments.sum_F.new_zeros(0, dtype=torch.int64)
-    modules_and_between = {**modules, **site.between_kept(kept_K)}
-    return LinearReduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=kept_K)
+    return LinearReduced(modules={**modules}, last=modules[site.last_name], reports=[report], kept_K=kept_K)
 
 
 def built(
@@ -109,5 +108,4 @@ def built(
         judged = HeldOut(energy=output_energy(held_out, layers), error=error)
     report = channel_report(site, method, new.recovery, output_energy(moments, layers), judged)
     report = replace(report, ridge_fit=ridge_fit(new.ridge))
-    modules_and_between = {**modules, **site.between_kept(new.kept_K)}
-    return LinearReduced(modules=modules_and_between, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)
+    return LinearReduced(modules={**modules}, last=modules[site.last_name], reports=[report], kept_K=new.kept_K)

@@ -41,7 +41,7 @@ class TracedPairsKind(WithoutBranch):
         return method.attention_sparsity
 
     def uniform(self, site: TracedPairs, method: Method) -> int | None:
-        if not method.reduces_attention:
+        if not method.reduces_attention or self.refusal(site, method):
             return None
         return _groups(site, aligned_width(site.dims, method.attention_kept, _step(site, method)))
 
@@ -49,15 +49,20 @@ class TracedPairsKind(WithoutBranch):
         return tuple(_groups(site, each) for each in aligned_widths(site.dims, _step(site, method)))
 
     def offers(self, site: TracedPairs, method: Method) -> tuple[int, ...]:
-        return (site.width,) if method.qk_recovery == "keep" else self.widths(site, method)
+        stays = method.qk_recovery == "keep" or self.refusal(site, method)
+        return (site.width,) if stays else self.widths(site, method)
 
     def refusal(self, site: TracedPairs, method: Method) -> str:
-        return ""
+        """Of dimensions that can't be mixed nothing makes up for those that go: only who names a width loses any."""
+        if not method.reduces_attention or method.qk_recovery == "select" or site.repair.mixing != "none":
+            return ""
+        return f"{site.repair.reason}, so that no dimension makes up for another"
 
     def note(self, site: TracedPairs, method: Method, width: int | None) -> str | None:
-        if width in (None, site.width) or method.qk_recovery == "select" or site.repair.mixing != "none":
+        reason = self.refusal(site, method)
+        if not reason or width == site.width or not (width or method.attention_sparsity):
             return None
-        return f"{site.name}: dimensions are chosen and none repaired, since {site.repair.reason}"
+        return f"{site.name} {'keeps Q/K' if width is None else 'loses dimensions unrepaired'}: {reason}"
 
     def chosen(self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, known: object = None) -> None:
         """Recoveries choose themselves."""

@@ -21,6 +21,7 @@ from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_folded import as_program, is_of_widths
+from corp_deploy.families.timm_hierarchies_folded import as_timms, is_hierarchy
 from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
@@ -179,6 +180,18 @@ def _with_outputs(model: nn.Module, config: ModelConfig, where: str) -> nn.Modul
         raise BadInput(f"{where}: {error}; {REMEDY}") from None
 
 
+def _of_widths(
+    model: TracedModule, architecture: Architecture, config: ModelConfig, state: State, where: str
+) -> tuple[nn.Module, State]:
+    """The program that version 0.1 had no word for, and its weights."""
+    if not is_hierarchy(model):
+        return as_program(model, config.sites, state, where=where)
+    dense = _with_outputs(dense_from_architecture(architecture), config, where)
+    assert isinstance(dense, TracedModule), type(dense)
+    sites, state = as_timms(dense, config.sites, state, where=where)
+    return as_program(dense, sites, state, where=where)
+
+
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
     """Give a model what no file has and it was built without: tables that its library makes of its sizes."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -218,7 +231,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
             model = _merging(model, config.merging, where)
     read = read_weights(weights)
     if isinstance(model, TracedModule) and is_of_widths(config.sites):
-        model, state = as_program(model, config.sites, read.state, where=where)
+        model, state = _of_widths(model, architecture, config, read.state, where)
         read = replace(read, state=state)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)

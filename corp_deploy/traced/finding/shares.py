@@ -17,6 +17,8 @@ from .flow import Flow, Use
 from .labels import Marks, compact
 from .sites import Found
 
+_ATTENTION = "scaled_dot_product_attention"
+
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
 class Layers:
@@ -90,14 +92,16 @@ def _layers(found: Found, owner: Tensor, costs: Iterable[tuple[int, list[Tensor]
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:
     """What a node costs with its sides; an attention is two products, one of queries and keys and one of values."""
     sides = _sides(flow, node)
-    if operation(node) != "scaled_dot_product_attention" or not sides:
+    if operation(node) != _ATTENTION or not sides:
         return [(cost, sides)]
     return [(cost // len(sides), [side]) for side in sides]
 
 
 def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
-    """The labels of a contraction's weight, else of what it gives and what it sums over."""
-    if uses := flow.constants_of(node):
+    """The labels of a contraction's weight, else of what it gives and what it sums over; tables that are added to an
+    attention's scores are no weight.
+    """
+    if operation(node) != _ATTENTION and (uses := flow.constants_of(node)):
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
         return _largest(use for use in uses if use.name == weight)
     value = flow.values[node]

@@ -11,6 +11,7 @@ from corp_deploy.traced.finding.call import Call, call_of
 from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, taken
 from corp_deploy.traced.finding.flow import Flow
 from corp_deploy.traced.finding.labels import Marks, compact, placed
+from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
 from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_of_any_batch
@@ -221,11 +222,11 @@ class _Narrowing:
         return None if bool(keep.all()) else keep
 
     def met(self, call: Call, shape: tuple[int, ...]) -> Tensor:
-        """Of a table that is spread over what it meets: the elements that meet any that is left, if those are the same
-        everywhere; else it is spread out first.
+        """Of a table that is spread over what it meets element by element: the elements that meet any that is left, if
+        those are the same everywhere; else it is spread out first.
         """
         value = self.flow.values[call.node]
-        if not isinstance(value, Marks) or value.labels is None:
+        if not isinstance(value, Marks) or value.labels is None or not is_pointwise(call.node.target):
             return torch.ones((1,) * len(shape), dtype=torch.bool)
         keep = kept(compact(value.labels), self.gone)
         missing = keep.dim() - len(shape)
