@@ -1,8 +1,5 @@
-"""Small instances of timm's models whose attention is told where tokens are: Eva's forms, BEiT's and those of
-VisionTransformerRelPos.
-"""
+"""Small instances of timm's models whose attention is told where tokens are: Eva's forms."""
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -30,25 +27,8 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "learned angles": ("vit_base_patch16_rope_mixed_ape_224", SMALL | {"init_values": 0.3}),
     "attention pool": ("vit_pe_core_base_patch16_224", SMALL),
     "q/k norm, groups": ("vit_base_patch16_sapiens2", SMALL | {"init_values": 0.3, "num_kv_heads": (1, 3)}),
-    "tables of biases": ("beit_base_patch16_224", SMALL | {"init_values": 0.3}),
-    "tables, one of them for all blocks": (
-        "beitv2_base_patch16_224",
-        SMALL | {"init_values": 0.3, "use_shared_rel_pos_bias": True},
-    ),
-    "networks of biases": (
-        "vit_relpos_base_patch16_clsgap_224",
-        SMALL | {"init_values": 0.3, "rel_pos_type": "mlp_swin"},
-    ),
-    "a network for all blocks, norms behind": (
-        "vit_relpos_small_patch16_rpn_224",
-        SMALL | {"shared_rel_pos": True},
-    ),
-    "talking heads": ("cait_xxs24_224", SMALL | {"init_values": 0.3}),
 }
-EVA = tuple(form for form, (name, _) in FORMS.items() if not re.match(".*(beit|relpos|cait)", name))
-ROTARY = tuple(form for form in EVA if form not in ("no positions in attention", "norms behind"))
-REFUSED = {"talking heads": 2}
-"""How many blocks beside those are refused."""
+ROTARY = tuple(form for form in FORMS if form not in ("no positions in attention", "norms behind"))
 SITES = {"norms inside": 2, "q/k norm, groups": 3}
 """How many sites a form has, 4 unless it stands here."""
 

@@ -30,7 +30,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.streams import Streams
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from ground.errors import BadInput
-from tests import tiny, vit_forms, windowed_models
+from tests import biased_models, tiny, vit_forms
 from tests.small_models import error, outputs
 from tests.test_corp_timm_planted import planted
 from tests.vit_forms import SMALL, method
@@ -38,9 +38,7 @@ from tests.vit_forms import SMALL, method
 DEEP = SMALL | {"depth": 4, "init_values": 1.0, "global_pool": "avg"}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "residual post-norm": ("vit_base_patch16_rpn_224", DEEP),
-    "relative positions": ("vit_relpos_small_patch16_rpn_224", DEEP),
     "side by side": ("vit_small_patch16_18x2_224", DEEP | {"depth": 2, "init_values": 0.5}),
-    "cosines": windowed_models.FORMS["cosines"],
 }
 
 
@@ -60,7 +58,7 @@ def checkpoint(form: str) -> Checkpoint:
 
 
 def opened(model: nn.Module, count: int, seed: int = 0) -> Images:
-    return tiny.opened(Path(mkdtemp()) / "images.npy", windowed_models.pixels(model, count, seed).numpy(), model)
+    return tiny.opened(Path(mkdtemp()) / "images.npy", biased_models.pixels(model, count, seed).numpy(), model)
 
 
 def wanted_by_hand(gain_C: Tensor, offset_C: Tensor, added_C: Tensor, given_C: Tensor, damping: float) -> Tensor:
@@ -110,7 +108,7 @@ def test_what_a_layer_should_give_is_the_damped_least_squares_answer(case: str) 
 @torch.no_grad()
 def test_the_steps_make_the_models_own_outputs(form: str) -> None:
     model = checkpoint(form).model
-    images, family = windowed_models.pixels(model, 3), family_of(model)
+    images, family = biased_models.pixels(model, 3), family_of(model)
     walk = Walk.of(family.embedded(model, images), None, merges=False)
     for step in family.steps(model):
         walk = walk.behind(step)
@@ -120,7 +118,7 @@ def test_the_steps_make_the_models_own_outputs(form: str) -> None:
 def shifted(model: nn.Module, name: str) -> tuple[Branch, Streams]:
     """Both streams before a branch, the reduced one shifted where the branch is reached."""
     family = family_of(model)
-    streams = Streams([(family.embedded(model, windowed_models.pixels(model, 8)), None)])
+    streams = Streams([(family.embedded(model, biased_models.pixels(model, 8)), None)])
     for step in family.steps(model):
         if isinstance(step, Branch) and step.name == name:
             return step, streams
@@ -136,8 +134,7 @@ def shifted(model: nn.Module, name: str) -> tuple[Branch, Streams]:
     ("form", "name"),
     [
         ("residual post-norm", "blocks.1.attn"),
-        ("relative positions", "blocks.1.mlp"),
-        ("cosines", "layers.1.blocks.1.mlp"),
+        ("residual post-norm", "blocks.1.mlp"),
         ("side by side", "blocks.1.attns.1.attn"),
         ("side by side", "blocks.1.ffns.1.mlp"),
     ],
@@ -191,7 +188,7 @@ def test_sums_are_those_of_a_loop_over_tokens(form: str, name: str) -> None:
 @pytest.mark.parametrize("form", MODELS)
 def test_the_closed_loop_is_no_worse_than_the_open_one(form: str) -> None:
     dense = checkpoint(form)
-    model, others = dense.model, windowed_models.pixels(dense.model, 48, seed=9)
+    model, others = dense.model, biased_models.pixels(dense.model, 48, seed=9)
     images = opened(model, 96)
     moments = calibrate(dense, images, batch_size=16)
     asked = method_from_preset(
@@ -227,14 +224,14 @@ def test_planted_redundancy_is_removed_in_the_closed_loop(form: str) -> None:
     model = planted(form).model
     done = reduce_closed_loop(model, vit_forms.opened(model), method(geometry="square")).model
     assert all(site.size <= 96 for site in sites_of(done).every)
-    assert error(done, model, windowed_models.pixels(model, 8, seed=5)) < 1e-3
+    assert error(done, model, biased_models.pixels(model, 8, seed=5)) < 1e-3
 
 
 @pytest.mark.parametrize("form", ["residual post-norm", "side by side"])
 def test_nothing_removed_is_the_dense_model(form: str) -> None:
     model = checkpoint(form).model
     whole = {site.name: site.width for site in sites_of(model).every}
-    images = windowed_models.pixels(model, 4, seed=5)
+    images = biased_models.pixels(model, 4, seed=5)
     assert error(reduce_closed_loop(model, opened(model, 16), method(), widths=whole).model, model, images) < 1e-5
 
 
@@ -268,4 +265,4 @@ def test_outputs_are_those_of_blocks_side_by_side() -> None:
         ("Fork", "blocks.0"), ("Branch", "blocks.0.attns.0.attn"), ("Branch", "blocks.0.attns.1.attn"),
         ("Join", "blocks.0"),
     ]  # fmt: skip
-    assert outputs(model, windowed_models.pixels(model, 2)).isfinite().all()
+    assert outputs(model, biased_models.pixels(model, 2)).isfinite().all()

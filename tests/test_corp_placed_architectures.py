@@ -1,4 +1,4 @@
-"""Every architecture that timm builds of a class whose attention is told where tokens are: what is reduced of which."""
+"""Every architecture that timm builds as its Eva: what is reduced of which."""
 
 import re
 from collections import Counter
@@ -9,25 +9,18 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_cait, timm_eva, timm_relative
+from corp_deploy.families import timm_eva
 from corp_deploy.families.family import sites_of, timm_family_of
-from corp_deploy.families.timm_placing import with_placed_blocks
+from corp_deploy.families.timm_eva_blocks import with_placed_blocks
 
-FAMILIES = {"eva": timm_eva, "beit": timm_relative, "vision_transformer_relpos": timm_relative, "cait": timm_cait}
-COUNTS = {
-    "eva": Counter(whole=54, partly=11),
-    "beit": Counter(whole=7),
-    "vision_transformer_relpos": Counter(whole=14),
-    "cait": Counter(partly=10),
-}
-"""Of the names of each of timm's modules: with a site for every attention and MLP, with some refused."""
+COUNTS = Counter(whole=54, partly=11)
+"""Of Eva's names: with a site for every attention and MLP, with some refused."""
 # Whose attentions or MLPs stay, with words of the reason.
 PARTLY = {
     r"eva02_(base|large)_.*": "LayerNorm between the linear layers mixes all hidden channels",
-    r"cait_.*": "all that its MLP sees, is the class token's alone",
     r"vit_(1b|5b|giant|huge|large)_patch16_sapiens2.*": r"heads share their keys and values",
 }
-TURNED = r"eva02_(tiny|small|base|large).*|vit_(?!s?relpos).*"
+TURNED = r"eva02_(tiny|small|base|large).*|vit_.*"
 KEEPS_QK = r".*_sapiens2.*"
 KEEPS_V = r"eva02_(base|large)_patch1[46]_clip.*"
 
@@ -40,30 +33,26 @@ def on_meta(name: str) -> nn.Module:
 
 
 @pytest.mark.slow("models")
-@pytest.mark.parametrize("module", FAMILIES)
-def test_every_architecture_is_reduced_or_refused_with_a_reason(module: str) -> None:
+def test_every_architecture_is_reduced_or_refused_with_a_reason() -> None:
     counts: Counter[str] = Counter()
-    for name in timm.list_models(module=module):
+    for name in timm.list_models(module="eva"):
         model = on_meta(name)
-        assert timm_family_of(model).NAME == FAMILIES[module].NAME
+        assert timm_family_of(model).NAME == timm_eva.NAME
         offered = sites_of(model)
         words = next((reason for pattern, reason in PARTLY.items() if re.fullmatch(pattern, name)), None)
         assert (words is None) == (offered.refused == ()), name
         assert all(words is not None and words in refusal.reason for refusal in offered.refused), name
-        assert len(offered.every) + len(offered.refused) == 2 * FAMILIES[module].depth(model) + 2 * (
-            module == "cait"
-        ), name
+        assert len(offered.every) + len(offered.refused) == 2 * timm_eva.depth(model), name
         assert offered.every, name
         for site in offered.heads:
             assert (site.rotary is not None) == bool(re.fullmatch(TURNED, name)), name
-            assert (site.position_bias is not None) == (module in ("beit", "vision_transformer_relpos")), name
             assert site.keeps_qk == bool(re.fullmatch(KEEPS_QK, name)), name
             assert site.keeps_v == bool(re.fullmatch(KEEPS_V, name)), name
         counts["whole" if words is None else "partly"] += 1
-    assert counts == COUNTS[module]
+    assert counts == COUNTS
 
 
 def test_the_table_names_what_there_is() -> None:
-    known = {name for module in FAMILIES for name in timm.list_models(module=module)}
+    known = timm.list_models(module="eva")
     for pattern in (*PARTLY, TURNED, KEEPS_QK, KEEPS_V):
         assert any(re.fullmatch(pattern, name) for name in known), pattern

@@ -17,7 +17,7 @@ from calib.sites import Role
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.rotary import LearnedRotary
-from corp_deploy.families.timm_eva_blocks import placed
+from corp_deploy.families.timm_eva_blocks import with_placed_blocks
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def test_what_is_summed_is_what_timm_multiplies(form: str) -> None:
     """In float64, but for learned angles, which timm has in float32; its dimensions are put in the order of ours."""
     raw = copy.deepcopy(dense(form)[0]).double()
     assert isinstance(raw, Eva)
-    ours, limit = placed(copy.deepcopy(raw)), 1e-6 if raw.rope_mixed else 1e-9
+    ours, limit = with_placed_blocks(copy.deepcopy(raw)), 1e-6 if raw.rope_mixed else 1e-9
     heard: dict[tuple[str, str], Tensor] = {}
 
     def hear(site: str, role: Role, activation: Tensor) -> None:

@@ -39,7 +39,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import encoders, small_convnets, tiny, windowed_models
+from tests import biased_models, encoders, small_convnets, tiny
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
 
@@ -272,8 +272,8 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
 
 @pytest.mark.parametrize("form", ["padding", "cosines"])
 def test_windows_are_walked_too(form: str) -> None:
-    own = windowed_models.checkpoint(form)
-    shown = windowed_models.pixels(own.model, 16)
+    own = biased_models.checkpoint(form)
+    shown = biased_models.pixels(own.model, 16)
     path = Path(small_convnets._FOLDER.name) / f"{form}.npy"
     model, report = sparsified(own.model, tiny.opened(path, shown.numpy(), own.model), Sparsifying(kinds=ALL))
     assert report.patterns

@@ -30,7 +30,6 @@ def test_sites_of_a_plain_vit() -> None:
     [
         ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "mixes all hidden channels"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True, "qk_norm": True}, "mixes all heads"),
-        ("vit_relpos_small_patch16_224", {}, "block is RelPosBlock and its attention is timm's own"),
         ("vgg11", {}, "expected timm's VisionTransformer"),
         ("resnet18", {}, "or a model of corp_deploy.load, which traces others"),
         ("vit_small_patch14_reg4_dinov2", {"mlp_layer": "gated"}, "MLP is GatedMlp"),
@@ -46,11 +45,7 @@ def test_other_architectures_are_refused_with_a_reason(name: str, kwargs: dict[s
         from timm.models.vision_transformer import ParallelScalingBlock
 
         kwargs = {"block_fn": ParallelScalingBlock, "init_values": 1e-5}
-    small = (
-        {}
-        if name in ("resnet18", "vgg11", "vit_relpos_small_patch16_224")
-        else {"depth": 1, "embed_dim": 48, "num_heads": 3}
-    )
+    small = {} if name in ("resnet18", "vgg11") else {"depth": 1, "embed_dim": 48, "num_heads": 3}
     model = tiny.timm_model(name, **small, **kwargs)
     try:
         said = "; ".join(refusal.reason for refusal in sites_of(model).refused)

@@ -14,13 +14,12 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.whole_heads import kept_heads
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from tests import placed_forms, tiny, windowed_models
+from tests import placed_forms, tiny
 from tests.small_models import opened, outputs
 
-WINDOWED, PLACED = tuple(windowed_models.FORMS), tuple(placed_forms.FORMS)
 DROPPED = method_from_preset("none", heads_sparsity=0.5)
 
 
@@ -47,8 +46,7 @@ def saved_and_loaded(reduced: nn.Module, dense: Checkpoint, path: Path) -> nn.Mo
 CHECKPOINTS: dict[str, Any] = {
     "plain": lambda: tiny.checkpoint(num_heads=4),
     "q/k norm": lambda: tiny.checkpoint(num_heads=4, qk_norm=True),
-    **{form: lambda form=form: windowed_models.checkpoint(form, depths=(2, 1)) for form in WINDOWED},
-    **{form: lambda form=form: placed_forms.dense(form)[1] for form in PLACED},
+    **{form: lambda form=form: placed_forms.dense(form)[1] for form in placed_forms.FORMS},
 }
 
 
@@ -58,9 +56,7 @@ def test_heads_dropped_are_columns_at_zero(name: str, tmp_path: Path) -> None:
     """Whatever is told by head goes with it: biases, angles, scales. Saved and loaded; costs as the site foretells."""
     dense: Checkpoint = CHECKPOINTS[name]()
     model = dense.model
-    source = opened(model, 4, tmp_path) if name not in WINDOWED else tiny.opened(
-        tmp_path / "images.npy", windowed_models.pixels(model, 4).numpy(), model
-    )  # fmt: skip
+    source = opened(model, 4, tmp_path)
     taken = calibrate(dense, source, batch_size=4)
     reduction = reduce(model, taken, DROPPED)
     batch = torch.cat([each for each in source.batches(4) if isinstance(each, Tensor)])
@@ -88,10 +84,5 @@ def test_heads_dropped_are_columns_at_zero(name: str, tmp_path: Path) -> None:
 
 
 def test_what_mixes_heads_keeps_them() -> None:
-    dense = placed_forms.dense("talking heads")[1]
-    talking = next(site for site in sites_of(dense.model).heads)
-    assert talking.keeps_heads == "talking heads mix the scores of all heads"
-    asked = method_from_preset("best", heads_sparsity=0.5)
-    assert talking.name not in uniform_widths(dense.model, asked)
     inside = next(site for site in sites_of(placed_forms.dense("norms inside")[1].model).heads if site.norm is not None)
     assert "before the output projection mixes all heads" in inside.keeps_heads

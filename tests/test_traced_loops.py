@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.input_set import InputSet
+from corp_deploy.algebra.norm_behind import DAMPING
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
@@ -19,13 +20,14 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.reduction.read_tokens import Reads
 from corp_deploy.reduction.traced_read_tokens import places_read
-from corp_deploy.reduction.traced_targets import Target, rows_of, target_of
+from corp_deploy.reduction.traced_targets import Target, _passed, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.finding.cuts import cuts, without_values
 from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
+from tests.test_corp_norm_behind import wanted_by_hand
 from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, kept_of, own_checkpoint
 from tests.traced_examples import images
 
@@ -258,10 +260,60 @@ def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
         found = target.lacking(wanted, values)
         assert found.gain_O is not None
         change = found.lacking / found.gain_O
-        through = target._through(values)
-        moved = through(values[node] + change) - through(values[node])
+        before, behind = (_passed(node, own, target.way, values) for own in (values[node], values[node] + change))
+        moved = behind.given - before.given
     assert torch.allclose(moved, wanted[target.at] - values[target.at], atol=1e-4)
     if weight == "cut.weight":
         assert found.counts is not None
         assert int(found.counts.sum()) == 3 * 5
         assert len(rows_of(found.lacking, node)) == 3 * 7
+
+
+class Normed(nn.Module):
+    """A branch whose output is cut, moved and normed on its way to a stream, scaled behind the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6, eps=1e-6)
+        self.gamma, self.last = nn.Parameter(torch.tensor([0.5, 2.0, -1.0, 1.0, 3.0, 0.1])), nn.Linear(6, 2)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        given = self.own(nn.functional.pad(x.relu(), (0, 0, 0, 2)))[:, :5].roll(2, 1)
+        out: Tensor = self.last(x + self.gamma * self.norm(given))
+        return out
+
+
+def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
+    """Token by token as by hand, in float64; places that are cut off count nothing."""
+    torch.manual_seed(0)
+    model = Normed().eval().double()
+    program = trace(model, [torch.zeros(2, 5, 6, dtype=torch.float64)])
+    node = next(layer.node for layer in layers(program) if layer.weight == "own.weight")
+    target = target_of(node, without_values(program))
+    assert target.norm is not None
+    values = list[dict[fx.Node, Any]]()
+    with torch.no_grad():
+        for _ in range(2):
+            interpreter = fx.Interpreter(program.graph, garbage_collect_values=False)
+            interpreter.run(torch.randn(3, 5, 6, dtype=torch.float64))
+            values.append(dict(interpreter.env))
+        dense, student = values
+        found = target.lacking(dense, student)
+        assert target.at is not None
+        assert target.other is not None
+        added = dense[target.at] - student[target.other]
+    gain_C, offset_C = (model.gamma * each for each in (model.norm.weight, model.norm.bias))
+    assert found.gain_O is not None
+    assert found.weights is not None
+    torch.testing.assert_close(found.gain_O, gain_C)
+    change, weights = found.lacking / gain_C, found.weights.view(3, 7)
+    for image, place in product(range(3), range(5)):
+        own_C, dense_C = student[node][image, place], dense[node][image, place]
+        wanted_C = wanted_by_hand(gain_C, offset_C, added[image, (place + 2) % 5], dense_C, DAMPING)
+        torch.testing.assert_close(change[image, place], wanted_C - own_C, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(weights[image, place], 1.0 / (dense_C.var(correction=0) + 1e-6))
+    assert found.counts is not None
+    assert found.counts.view(3, 7).tolist() == [[True] * 5 + [False] * 2] * 3

@@ -58,14 +58,13 @@ vit_tiny_patch16_224 vit_medium_patch16_reg4_gap_256 vit_base_patch16_rpn_224 vi
 flexivit_small deit_tiny_patch16_224 deit_small_distilled_patch16_224 deit3_small_patch16_224 vit_small_patch14_dinov2
 vit_giant_patch14_dinov2 vit_base_patch16_clip_quickgelu_224 vit_base_patch16_siglip_224 aimv2_large_patch14_224
 beit3_base_patch16_224 eva02_tiny_patch14_224 eva_giant_patch14_224 vit_small_patch16_dinov3
-vit_small_patch16_rope_224 beit_base_patch16_224 vit_relpos_small_patch16_224 swin_tiny_patch4_window7_224
-swinv2_tiny_window8_256 cait_xxs24_224
+vit_small_patch16_rope_224
 """
-FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224", "swin_tiny_patch4_window7_224")
+FULL = ("vit_tiny_patch16_224", "vit_small_patch16_224")
 PRESETS, TIMES, FITTED = ("best", "best square", "corp"), 3, 16
 SIDE = 64
 """Of the images for names of their own widths, on which nothing that is timed depends."""
-CONVERSIONS = "with_inner_windows with_placed_blocks"
+CONVERSIONS = "with_placed_blocks"
 PARTS = {"traced values": "v", "traced streams": "stream"}
 
 

@@ -18,19 +18,15 @@ def attention_macs(
     qk: int,
     v: int,
     padded: bool,
-    windows: tuple[int, int] | None = None,
     groups: int | None = None,
 ) -> int:
-    """MACs of one attention layer for one image: projections, Q K' and A V. In windows, so many of so many slots, each
-    slot, of padding too, has its query, key and value, each token its output. `groups` of heads share keys and values.
-    A causal attention's products are counted whole.
+    """MACs of one attention layer for one image: projections, Q K' and A V. `groups` of heads share keys and values. A
+    causal attention's products are counted whole.
     """
     shared = heads if groups is None else groups
-    count, size = (1, tokens) if windows is None else windows
-    rows = heads * qk + shared * (qk + v)
-    projections = dim * count * size * rows + dim * tokens * heads * v
+    projections = dim * tokens * (heads * (qk + v) + shared * (qk + v))
     core_qk, core_v = (max(qk, v), max(qk, v)) if padded else (qk, v)
-    return projections + heads * count * size * size * (core_qk + core_v)
+    return projections + heads * tokens * tokens * (core_qk + core_v)
 
 
 def mlp_parameters(*, dim: int, hidden: int, input_bias: bool = True, output_bias: bool = True, rows: int = 1) -> int:

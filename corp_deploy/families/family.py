@@ -20,10 +20,7 @@ from . import (
     bert,
     decoder,
     own_modules,
-    timm_cait,
     timm_eva,
-    timm_relative,
-    timm_swin,
     timm_vit,
     traced_model,
 )
@@ -46,9 +43,6 @@ _TIMMS: tuple[Told, ...] = (
     traced_model,
     timm_vit,
     timm_eva,
-    timm_relative,
-    timm_cait,
-    timm_swin,
 )
 _OF_TIMM: tuple[TimmFamily, ...] = tuple(map(complete, _TIMMS))
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (bert, decoder, own_modules)))
@@ -88,9 +82,9 @@ def family_of(model: nn.Module) -> Family:
             return family
     raise BadInput(
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
-        "Eva (EVA-02, DINOv3, rotary ViTs), Beit, VisionTransformerRelPos, Cait, SwinTransformer, an encoder of BERT's "
-        "kind, a decoder (OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3), or a model of corp_deploy.load, which traces "
-        "others; or name its sites, with corp_deploy.sites(...)"
+        "Eva (EVA-02, DINOv3, rotary ViTs), an encoder of BERT's kind, a decoder (OPT, GPT-2, Llama, "
+        "Mistral, Qwen2, Qwen3), or a model of corp_deploy.load, which traces others; or name its sites, with "
+        "corp_deploy.sites(...)"
     )
 
 

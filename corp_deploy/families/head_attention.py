@@ -11,9 +11,7 @@ from torch.nn import functional as F
 
 from .modules import linear
 from .rotary import Rotary
-from .talking_heads import TalkingHeads
 from .token_merging import HIDDEN, key_bias
-from .windows import Windows
 
 Geometry = Literal["square", "padded", "ragged"]
 
@@ -23,7 +21,7 @@ token attends to each, the mean over the heads [B,N]."""
 
 
 def shared_by_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of groups [B,G,N,D], or of windows [B,W,G,n,D], each for all heads of its group in turn."""
+    """Keys or values of groups [B,G,N,D], each for all heads of its group in turn."""
     groups = x.shape[-3]
     return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
 
@@ -34,19 +32,10 @@ def causal_bias(q: Tensor) -> Tensor:
     return (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
 
 
-def rows_by_head(rows_BNR: Tensor, heads: int, windows: Windows | None) -> Tensor:
-    """What a layer gives of each token, the rows of the heads in turn [B,N,R] -> [B,H,N,R/H]; of each slot of windows
-    [B,S,R] -> [B,W,H,n,R/H].
-    """
-    rows = rows_BNR if windows is None else windows.apart(rows_BNR)
-    by_head: Tensor = rows.unflatten(-1, (heads, -1)).transpose(-3, -2)
+def rows_by_head(rows_BNR: Tensor, heads: int) -> Tensor:
+    """What a layer gives of each token, the rows of the heads in turn [B,N,R] -> [B,H,N,R/H]."""
+    by_head: Tensor = rows_BNR.unflatten(-1, (heads, -1)).transpose(-3, -2)
     return by_head
-
-
-def placed_bias(position_bias: nn.Module | None, windows: Windows | None) -> Tensor | None:
-    """What is added to scores [B,H,N,N] by the places of tokens, in windows [B,W,H,n,n]; None for nothing."""
-    bias_1HNN: Tensor | None = None if position_bias is None else position_bias()
-    return bias_1HNN if windows is None or bias_1HNN is None else bias_1HNN.unsqueeze(1)
 
 
 class HeadAttention(nn.Module):
@@ -59,18 +48,13 @@ class HeadAttention(nn.Module):
     same product is spelled MatMul-Softmax-MatMul, which is the form to export. With qk = v = 0 all that it gives is the
     projection's bias. `norm` stands between all heads and the projection.
 
-    Where tokens are: `rotary` turns queries and keys, `position_bias` gives what is added to the scores [1,H,N,N]. With
-    `windows` a token sees those of its own window alone, by a bias [1,H,n,n], and none is merged or masked. `talk`
-    mixes scores over the heads, before the softmax and behind it. `causal`: a token sees itself and those before it.
+    `rotary` turns queries and keys by where tokens are. `causal`: a token sees itself and those before it.
 
     Of grouped queries (arXiv 2305.13245) `groups` of heads in turn share keys and values, so that `qkv` has rows
     q (heads * qk), k (groups * qk), v (groups * v).
     """
 
     rotary: Rotary | None
-    position_bias: nn.Module | None
-    windows: Windows | None
-    talk: TalkingHeads | None
 
     def __init__(
         self,
@@ -87,9 +71,6 @@ class HeadAttention(nn.Module):
         k_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
         rotary: Rotary | None = None,
-        position_bias: nn.Module | None = None,
-        windows: Windows | None = None,
-        talk: TalkingHeads | None = None,
         fused: bool = True,
         groups: int | None = None,
         causal: bool = False,
@@ -105,7 +86,6 @@ class HeadAttention(nn.Module):
         self.groups, self.causal = groups or heads, causal
         if heads % self.groups:
             raise ValueError(f"attention widths: {heads} heads are no multiple of {groups} groups")
-        assert not causal or (windows is None and talk is None), "causal attention in windows or of talking heads"
         self.scale = scale
         self.geometry: Geometry = geometry
         self.fused = fused
@@ -113,7 +93,7 @@ class HeadAttention(nn.Module):
         self.q_norm = q_norm if q_norm is not None else nn.Identity()
         self.k_norm = k_norm if k_norm is not None else nn.Identity()
         self.norm = norm if norm is not None else nn.Identity()
-        self.rotary, self.position_bias, self.windows, self.talk = rotary, position_bias, windows, talk
+        self.rotary = rotary
         self.proj = linear(heads * v, dim, bias=proj_bias)
 
     @property
@@ -122,24 +102,13 @@ class HeadAttention(nn.Module):
         return self.heads * self.qk, self.groups * self.qk, self.groups * self.v
 
     def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input, in windows [B,W,H,n,..]."""
-        entering_BNC = x_BNC if self.windows is None else self.windows(x_BNC)
-        apart = zip(self.qkv(entering_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
-        q, k, v = (rows_by_head(rows, count, self.windows) for rows, count in apart)
+        """Queries, keys [B,H,N,qk] and values [B,H,N,v] of the input."""
+        apart = zip(self.qkv(x_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
+        q, k, v = (rows_by_head(rows, count) for rows, count in apart)
         q, k, v = self.q_norm(q), shared_by_heads(self.k_norm(k), self.heads), shared_by_heads(v, self.heads)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
         return q, k, v
-
-    def bias(self, weights_BN: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores [B,H,N,N], in windows [B,W,H,n,n], each axis but the last perhaps 1; None where
-        nothing is.
-        """
-        position_1HNN = placed_bias(self.position_bias, self.windows)
-        if weights_BN is None:
-            return position_1HNN
-        keys_B11N = key_bias(weights_BN, dtype)
-        return keys_B11N if position_1HNN is None else keys_B11N + position_1HNN
 
     def forward(
         self,
@@ -155,25 +124,19 @@ class HeadAttention(nn.Module):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("HeadAttention takes no attention mask")
-        alone = self.windows is None and self.talk is None
-        if not alone and (weights_BN is not None or beside is not None):
-            raise ValueError(
-                "HeadAttention in windows or of talking heads takes no weights of tokens and gives nothing beside its "
-                "result"
-            )
         if not self.v:
             if beside is not None:
                 raise ValueError(f"HeadAttention of no width has no {beside} to tell")
             constant: Tensor = self.proj(x[..., :0])
             return constant
         q, k, v = self._heads(x)
-        bias_BHNN = self.bias(weights_BN, q.dtype)
+        bias_BHNN = None if weights_BN is None else key_bias(weights_BN, q.dtype)
         extra = None if beside is None else self._beside(beside, q, k, bias_BHNN)
         if self.geometry == "padded" and self.qk != self.v:
             width = max(self.qk, self.v)
             q, k, v = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, v))
         z = self._attend(q, k, v, bias_BHNN)[..., : self.v].transpose(-3, -2).flatten(-2)
-        out: Tensor = self.proj(self.norm(z if self.windows is None else self.windows.joined(z)))
+        out: Tensor = self.proj(self.norm(z))
         return out if extra is None else (out, extra)
 
     def _beside(self, beside: Beside, q: Tensor, k: Tensor, bias_BHNN: Tensor | None) -> Tensor:
@@ -187,18 +150,11 @@ class HeadAttention(nn.Module):
         alone = self.fused and self.causal and bias_BHNN is None
         if self.causal and not alone:
             bias_BHNN = causal_bias(q) if bias_BHNN is None else bias_BHNN + causal_bias(q)
-        if self.fused and self.windows is not None:
-            return self.windows.attended(q, k, v, bias_BHNN, self.scale)
-        if self.fused and self.talk is None:
+        if self.fused:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, is_causal=alone, scale=self.scale)
         scores = (q * self.scale) @ k.transpose(-2, -1)
         if bias_BHNN is not None:
             scores = scores + bias_BHNN
-        if self.windows is not None:
-            scores = self.windows.masked(scores)
         # Softmax in float32 costs no kernel in an engine and cannot overflow; for a float32 model both casts are
         # nothing.
-        if self.talk is None:
-            return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
-        shares = self.talk.scores(scores).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return self.talk.shares(shares) @ v
+        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

@@ -11,17 +11,12 @@ from torch import Tensor, nn
 from calib.sites import HeadTaps
 
 from . import cost
-from .by_head import bias_of_heads, norm_of_heads
 from .constant import Constant
-from .cosine import ScaledUnitLength
 from .head_attention import HeadAttention
 from .head_taps import taps_of
 from .modules import fill_, parameters, replaced
-from .position_bias import FixedBias, macs_of
 from .rotary import Rotary
-from .talking_heads import TalkingHeads
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
-from .windows import Windows
 
 Mixing = Literal["free", "planes", "none"]
 """Which dimensions of a head may be mixed with each other before the dot product: all, those of a plane that positions
@@ -36,10 +31,10 @@ class HeadSite:
     """The heads of one attention layer: a fused projection with rows q, k, v, and the output projection.
 
     `mixing` none: queries and keys must stay as they are, for the `reason`. `norm`: what stands between all heads and
-    the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary`,
-    `position_bias`, `windows`, `talk` and `causal`: as HeadAttention's. `merge`: the module that merges the tokens that
-    come here, None where none are merged. `grouped` heads in turn share keys and values, which go with them and keep
-    their width. `biasless`: the output projection has no bias, and gets none.
+    the output projection, so that values must stay, for the `reason`; None where nothing does. `rotary` and
+    `causal`: as HeadAttention's. `merge`: the module that merges the tokens that come here, None where none are merged.
+    `grouped` heads in turn share keys and values, which go with them and keep their width. `biasless`: the output
+    projection has no bias, and gets none.
     """
 
     kind: ClassVar[str] = "heads"
@@ -57,9 +52,6 @@ class HeadSite:
     mixing: Mixing = "free"
     norm: nn.Module | None = None
     rotary: Rotary | None = None
-    position_bias: nn.Module | None = None
-    windows: Windows | None = None
-    talk: TalkingHeads | None = None
     causal: bool = False
     biasless: bool = False
     grouped: int = 1
@@ -103,16 +95,14 @@ class HeadSite:
     @property
     def keeps_heads(self) -> str:
         """Why no head can go whole, or nothing."""
-        if self.talk is not None:
-            return "talking heads mix the scores of all heads"
         return "" if self.norm is None else f"a {type(self.norm).__name__} before the output projection mixes all heads"
 
     @property
     def keeps_heads_apart(self) -> str:
         """Why no heads can be merged, or nothing."""
         turned = self.rotary is not None and len(self.rotary.tables()[0]) > 1
-        if turned or self.position_bias is not None or isinstance(self.q_norm, ScaledUnitLength):
-            return "positions or scales are told to each head apart, so that heads can't be merged"
+        if turned:
+            return "positions turn each head in a way of its own, so that heads can't be merged"
         if self.grouped > 1:
             return "heads share keys and values in groups, so that heads can't be merged"
         return self.keeps_heads
@@ -148,46 +138,35 @@ class HeadSite:
         return taps_of(self)
 
     def words(self) -> str:
-        return f"{self._heads()}, qk {self.qk}, v {self.v}, {self.geometry}{self._windows()}"
+        return f"{self._heads()}, qk {self.qk}, v {self.v}, {self.geometry}"
 
     def _heads(self) -> str:
         return f"{self.heads} heads" + (f" in {self.groups} groups" if self.grouped > 1 else "")
 
-    def _windows(self) -> str:
-        return "" if self.windows is None else f", {self.windows.words()}"
-
     def outline(self, geometry: HeadGeometry) -> str:
         widths = f"{self._heads()} of {self.qk} and {self.v}{', Q/K kept' * self.keeps_qk}{', V kept' * self.keeps_v}"
-        beside = {"rotary": self.rotary, "biased": self.position_bias, "talking": self.talk}
-        more = "".join(f", {word}" for word, module in beside.items() if module is not None)
-        return f"attention of {self.first.in_features}, {widths}, {geometry}{more}{self._windows()}"
+        more = "" if self.rotary is None else ", rotary"
+        return f"attention of {self.first.in_features}, {widths}, {geometry}{more}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
         assert isinstance(width, HeadWidths), (self.name, width)
-        talking = 0 if self.talk is None or not width.v else 2 * (self.heads * tokens) ** 2
         heads = width.heads or self.heads
-        return (
-            talking
-            + macs_of(self._bias(self._first_heads(heads)))
-            + cost.attention_macs(
-                tokens=tokens,
-                dim=self.first.in_features,
-                heads=heads,
-                groups=heads // self.grouped,
-                qk=width.qk,
-                v=width.v,
-                padded=geometry_of_heads(width, geometry) == "padded",
-                windows=None if self.windows is None else (self.windows.count, self.windows.size),
-            )
+        return cost.attention_macs(
+            tokens=tokens,
+            dim=self.first.in_features,
+            heads=heads,
+            groups=heads // self.grouped,
+            qk=width.qk,
+            v=width.v,
+            padded=geometry_of_heads(width, geometry) == "padded",
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
-        """Norms stay, and what is added to scores; learned frequencies go with their planes."""
+        """Norms stay; learned frequencies go with their planes."""
         assert isinstance(width, HeadWidths), (self.name, width)
         heads = width.heads or self.heads
         kept_H = self._first_heads(heads)
-        norms = (norm_of_heads(norm, kept_H) for norm in (self.q_norm, self.k_norm))
-        stay = (*norms, self.norm, *((self._bias(kept_H), self.talk) if width.v else ()))
+        stay = (self.q_norm, self.k_norm, self.norm)
         changed = width.v != self.v or heads != self.heads
         turning = 0 if self.rotary is None else parameters(self._turning(kept_H)) * width.qk // self.qk
         return (
@@ -247,13 +226,10 @@ class HeadSite:
                 geometry=geometry,
                 qkv_bias=self.first.bias is not None if qkv_bias is None else qkv_bias,
                 proj_bias=self.last.bias is not None if proj_bias is None else proj_bias,
-                q_norm=norm_of_heads(self.q_norm, kept_H),
-                k_norm=norm_of_heads(self.k_norm, kept_H),
+                q_norm=copy.deepcopy(self.q_norm),
+                k_norm=copy.deepcopy(self.k_norm),
                 norm=copy.deepcopy(self.norm),
                 rotary=self._rotary(qk, kept_H),
-                position_bias=copy.deepcopy(self._bias(kept_H)) if v else None,
-                windows=copy.deepcopy(self.windows),
-                talk=copy.deepcopy(self.talk) if v else None,
                 fused=fused,
                 groups=len(kept_H) // self.grouped,
                 causal=self.causal,
@@ -262,9 +238,6 @@ class HeadSite:
 
     def _first_heads(self, count: int) -> Tensor:
         return torch.arange(count, device=self.first.weight.device)
-
-    def _bias(self, kept_H: Tensor) -> nn.Module | None:
-        return self.position_bias if len(kept_H) == self.heads else bias_of_heads(self.position_bias, kept_H)
 
     def _turning(self, kept_H: Tensor) -> Rotary:
         assert self.rotary is not None, self.name
@@ -294,8 +267,6 @@ class HeadSite:
         own, bias = torch.cat(rows), self.first.bias
         fill_(module.qkv, self.first.weight.detach()[own], None if bias is None else bias.detach()[own])
         fill_(module.proj, *last)
-        module.q_norm, module.k_norm = norm_of_heads(self.q_norm, kept_H), norm_of_heads(self.k_norm, kept_H)
-        module.position_bias = bias_of_heads(self.position_bias, kept_H)
         module.rotary = None if self.rotary is None else self._turning(kept_H)
         return replace(self.of_layer(module.eval()), heads=len(kept_H))
 
@@ -367,8 +338,6 @@ class HeadSite:
         assert isinstance(proj, nn.Linear), (self.name, proj)
         rotary = None if self.rotary is None else layer.get_submodule("rotary")
         assert rotary is None or isinstance(rotary, Rotary), (self.name, rotary)
-        talk = None if self.talk is None else layer.get_submodule("talk")
-        assert talk is None or isinstance(talk, TalkingHeads), (self.name, talk)
         return replace(
             self,
             module=layer,
@@ -378,8 +347,6 @@ class HeadSite:
             k_norm=layer.get_submodule("k_norm"),
             norm=None if self.norm is None else layer.get_submodule("norm"),
             rotary=rotary,
-            position_bias=None if self.position_bias is None else layer.get_submodule("position_bias"),
-            talk=talk,
         )
 
 
@@ -387,5 +354,3 @@ def settle_positions_(module: HeadAttention) -> None:
     """Make constants, as graphs have them, of what positions give."""
     if module.rotary is not None:
         module.rotary = module.rotary.plain()
-    if module.position_bias is not None:
-        module.position_bias = FixedBias(module.position_bias())

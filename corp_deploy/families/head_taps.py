@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from calib.sites import HeadTaps, Tap
 
 from .head_attention import rows_by_head, shared_by_heads
-from .windows import Windows
 
 Take = Callable[[Tensor], Tensor]
 
@@ -56,9 +55,6 @@ class Listened(Protocol):
     def rotary(self) -> nn.Module | None: ...
 
     @property
-    def windows(self) -> Windows | None: ...
-
-    @property
     def merge(self) -> nn.Module | None: ...
 
     @property
@@ -88,15 +84,14 @@ def _rows(site: Listened, start: int, count: int) -> Take:
     stop = start + count * site.qk
 
     def take(qkv: Tensor) -> Tensor:
-        return rows_by_head(qkv[..., start:stop], count, site.windows)
+        return rows_by_head(qkv[..., start:stop], count)
 
     return take
 
 
 def taps_of(site: Listened) -> HeadTaps:
     """q and k as they enter the dot product, keys of a group for each of its heads, and the input of the output
-    projection. In windows those of each part whose tokens see each other; nobody asks what padding is like, so that its
-    queries are zeros; its keys are seen.
+    projection.
     """
     shared: Take = _identity if site.groups == site.heads else lambda k_BGND: shared_by_heads(k_BGND, site.heads)
     if site.rotary is not None:
@@ -106,19 +101,12 @@ def taps_of(site: Listened) -> HeadTaps:
     else:
         queries = Tap(module=site.first, take=_rows(site, 0, site.heads))
         keys = Tap(module=site.first, take=_then(_rows(site, site.heads * site.qk, site.groups), shared))
-    slots = None
-    if site.windows is not None:
-        windows, slots = site.windows, site.windows.slots_Vn
-        of_tokens = _then(queries.take, windows.of_tokens)
-        queries = Tap(module=queries.module, take=_then(of_tokens, windows.in_parts))
-        keys = Tap(module=keys.module, take=_then(keys.take, windows.in_parts))
     return HeadTaps(
         name=site.name,
         queries=queries,
         keys=keys,
         output=site.last,
         merge=site.merge,
-        slots_WN=slots,
         causal=site.causal,
         plane_scale=site.scale if site.in_planes else None,
     )

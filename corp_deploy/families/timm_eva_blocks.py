@@ -64,14 +64,17 @@ def _placed(eva: Eva, block: nn.Module, table_PX: Tensor | None, index: int) -> 
     return PlacedBlock(block, head_attention(attention, layout, rotary=rotary), scales, behind=behind, layout=layout)
 
 
-def placed(eva: Eva) -> Eva:
-    """The model with its own weights; itself where its positions are of a kind that is not known here."""
+def with_placed_blocks(model: nn.Module) -> nn.Module:
+    """A model just built, Eva with such blocks; itself where its positions are of a kind that is not known here."""
+    return _of_eva(model) if isinstance(model, Eva) else model
+
+
+def _of_eva(eva: Eva) -> nn.Module:
     table_PX = _table(eva)
     known = eva.rope is None or isinstance(eva.rope, (*_FIXED, RotaryEmbeddingMixed))
     if not known or (table_PX is None and any(foreign_attention(block.get_submodule("attn")) for block in eva.blocks)):
         return eva
     blocks = {f"blocks.{index}": _placed(eva, block, table_PX, index) for index, block in enumerate(eva.blocks)}
     ours = replaced(eva, blocks)
-    assert isinstance(ours, Eva)
     ours.rope = None  # type: ignore[assignment]  # as in a model without rotary positions
     return ours

@@ -1,12 +1,12 @@
-"""timm's convolutional networks, hybrids, mixers and hierarchies (timm_hierarchies_folded.py) as version 0.1 wrote
-them: norms taken into the weights in front, widths of sites without a program. They become programs whose norms are the
+"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_folded.py): widths of sites without a
+program, norms of convolutional networks taken into the weights in front. They become programs whose norms are the
 identity.
 
 Legend: O outputs and I inputs of a layer.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from corp_deploy.traced.finding.site import Index, Site
 from ground.errors import BadInput
 
+from .timm_tables import constant, shared
 from .traced_model import tracing
 from .traced_module import TracedModule
 from .traced_narrowing import first_groups, with_groups
@@ -28,6 +29,10 @@ _ALIASES = (
     (r"\.(?:fc2|conv_expand)\.(\w+)$", r".expand.\1"),
     (r"\.conv\.(\w+)$", r".\1"),
     (r"(\d+)\.conv\.(\w+)$", r"\1_conv.\2"),
+    (r"\.ls(\d)\.gamma$", r".gamma_\1"),
+    (r"\.q_bias$", ".qkv.bias"),
+    (r"\.proj_l\.(\w+)$", r".talk.before.\1"),
+    (r"\.proj_w\.(\w+)$", r".talk.behind.\1"),
 )
 """What a program's weight was called then, where it was not as it is called now."""
 _PARTS = frozenset(("qk", "v"))
@@ -41,10 +46,15 @@ def is_of_widths(sites: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def as_program(
-    model: TracedModule, sites: Mapping[str, Mapping[str, Any]], state: State, *, where: str
+    model: TracedModule,
+    sites: Mapping[str, Mapping[str, Any]],
+    state: State,
+    built: Callable[[], nn.Module],
+    *,
+    where: str,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The dense model narrowed to the widths of these sites and weights, and the weights by its program's names. Raises
-    BadInput for weights of no widths that it can have.
+    """The dense model narrowed to the widths of these sites and weights, and the weights by its program's names;
+    `built`: timm's, for tables that no file has. Raises BadInput for weights of no widths that it can have.
     """
     own = tracing(model)
     for name in names_of(own):
@@ -56,7 +66,14 @@ def as_program(
     new, whole = with_groups(model, kept, biases)
     if whole:
         raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited or damaged, write the model again")
-    return new, {name: _weight(name, each, model, state) for name, each in new.state_dict().items()}
+    buffers = dict(built().named_buffers()) if any("relative_position" in name for name in new.state_dict()) else {}
+    weights = {name: _weight(name, each, model, state, buffers) for name, each in new.state_dict().items()}
+    if lost := [name for name, each in weights.items() if each is None] + shared(weights, state):
+        raise BadInput(
+            f"{where}: version 0.1 wrote it by a family of its own, and its weights don't tell {lost[0]} of the "
+            "model's program; reduce the dense model again"
+        )
+    return new, {name: each for name, each in weights.items() if each is not None}
 
 
 def require_widths(name: str, entry: Mapping[str, Any], where: str) -> None:
@@ -98,18 +115,20 @@ def _width(site: Site, model: nn.Module, state: State) -> int:
     return site.size
 
 
-def _weight(name: str, empty: Tensor, model: nn.Module, state: State) -> Tensor:
-    """A weight of that state, or of a norm or a gain that was taken into others."""
+def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: State) -> Tensor | None:
+    """A weight of that state, or computed of it, or of a norm or a gain that was taken into others; None else."""
     there = _found(name, state)
     if there is not None:
         if name.endswith("_folded") and not empty.is_meta:
             return empty  # made of weights of the dense model, which it has
         return there.reshape(empty.shape) if there.numel() == empty.numel() else _filled(there, empty)
+    if (computed := constant(name, empty.shape, buffers, state)) is not None:
+        return computed
     path, _, leaf = name.removesuffix("_folded").rpartition(".")
     norm = model.get_submodule(path) if path in dict(model.named_modules()) else model
     if isinstance(norm, nn.BatchNorm2d):
         return torch.full(empty.shape, _OF_IDENTITY.get(leaf, 1.0 - norm.eps), dtype=torch.float32)
-    return torch.ones(empty.shape) if leaf == "gamma" else empty
+    return torch.ones(empty.shape) if leaf == "gamma" else None
 
 
 def _filled(there: Tensor, empty: Tensor) -> Tensor:

@@ -24,10 +24,9 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
+from .timm_eva_blocks import with_placed_blocks
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
-from .timm_placing import with_placed_blocks
-from .timm_windows import with_inner_windows
 
 State = Mapping[str, Tensor]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=16_384)]
@@ -213,8 +212,7 @@ def _require_configured(model: nn.Module, name: str) -> None:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built. Attention knows its positions and cuts its
-    windows itself.
+    an unknown name or arguments, and for more parameters than are built. Eva's attention knows its positions itself.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -228,4 +226,4 @@ def build(architecture: Architecture) -> nn.Module:
     model = _built(architecture).eval()
     _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
-    return with_inner_windows(with_placed_blocks(model))
+    return with_placed_blocks(model)

@@ -122,7 +122,6 @@ def head_attention(
     layout: HeadLayout,
     *,
     rotary: Rotary | None = None,
-    position_bias: nn.Module | None = None,
 ) -> HeadAttention:
     """One of timm's attentions as ours, with its weights."""
     state = head_state(dict(attention.state_dict()), layout)
@@ -143,7 +142,7 @@ def head_attention(
             norm=norms.get("norm"),
         )
     ours.to(weight.dtype).load_state_dict(state, assign=True)
-    ours.rotary, ours.position_bias = rotary, position_bias
+    ours.rotary = rotary
     return ours
 
 

@@ -233,9 +233,14 @@ def counted_form(model: nn.Module) -> nn.Module:
     return graph
 
 
-def _program(model: nn.Module, *, is_padded: bool = False) -> fx.GraphModule | None:
-    """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models."""
-    if known_of(model).facts is None or not (program := tracing(model).running).any_batch:
+def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = False) -> fx.GraphModule | None:
+    """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
+    compute anew for every batch what is a constant: engines fuse attention with constants alone.
+    """
+    is_own = known_of(model).facts is None
+    if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
+        return None
+    if is_own and not program.folded:
         return None
     graph = copy.deepcopy(padded(program) if is_padded else program.graph)
     without_biases_(graph, tracing(model).added)
@@ -243,12 +248,12 @@ def _program(model: nn.Module, *, is_padded: bool = False) -> fx.GraphModule | N
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode: of timm's dense models as it is, of others the program, which runs in any type, as modules
-    by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a reduced one
-    queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
+    """A copy in eval mode: of most of timm's dense models as it is, of others the program, which runs in any type, as
+    modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
+    reduced one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
     known = known_of(model)
-    graph = _program(model, is_padded=known.cut is not None and geometry != "ragged")
+    graph = _program(model, is_padded=known.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
     with_one_type_(graph)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corp_deploy.algebra.gauss_newton import Lacking
 from corp_deploy.algebra.tangents import ChannelTangent, HeadTangent, RunTangent, with_one
 from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.head_attention import placed_bias, rows_by_head
+from corp_deploy.families.head_attention import rows_by_head
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.site import LinearSite
 from corp_deploy.families.steps import Branch
@@ -104,28 +104,22 @@ def counts(branch: Branch, pair: Pair) -> Tensor:
 
 
 def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
-    """All tokens are seen, those read alone count. Windows are inputs of their own to the tangent, and all that is
-    told of tokens stands in their order, padding among them, which counts nothing.
-    """
-    entering_BNC = _in_windows(site, branch.entering(pair.reduced))
+    """All tokens are seen, those read alone count."""
+    entering_BNC = branch.entering(pair.reduced)
     widths = (site.heads * site.qk, site.heads * site.qk, site.heads * site.v)
-    q, k, v = (rows_by_head(rows, site.heads, site.windows) for rows in site.first(entering_BNC).split(widths, dim=-1))
+    q, k, v = (rows_by_head(rows, site.heads) for rows in site.first(entering_BNC).split(widths, dim=-1))
     q, k = site.q_norm(q), site.k_norm(k)
     if site.rotary is not None:
         q, k = site.rotary(q, k)
     scores = site.scale * (q @ k.mT)
-    if (bias := placed_bias(site.position_bias, site.windows)) is not None:
-        scores = scores + bias
-    if site.windows is not None:
-        scores = site.windows.masked(scores)
     if branch.mixes_tokens and pair.present_BN is not None:
         scores = scores + key_bias(pair.present_BN, scores.dtype)
     tangent = HeadTangent(
-        entering_BND=_apart(site, _entering(site, entering_BNC)),
-        q_BHNQ=q.flatten(0, -4),
-        k_BHNQ=k.flatten(0, -4),
-        v_BHNV=v.flatten(0, -4),
-        chance_BHNN=scores.softmax(dim=-1).flatten(0, -4),
+        entering_BND=_entering(site, entering_BNC),
+        q_BHNQ=q,
+        k_BHNQ=k,
+        v_BHNV=v,
+        chance_BHNN=scores.softmax(dim=-1),
         last_OK=last_through_scale(branch, site),
         scale=site.scale,
         values_only=site.keeps_qk,
@@ -136,27 +130,9 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     lacking_BNC = torch.where(counts_BN1 > 0.0, branch.added_to(pair.target - behind_BNC), 0.0)
     return Lacking(
         tangent=tangent,
-        lacking_XO=_behind_windows(site, lacking_BNC).flatten(0, 1),
-        weight_X=_behind_windows(site, counts_BN1).flatten(),
+        lacking_XO=lacking_BNC.flatten(0, 1),
+        weight_X=counts_BN1.flatten(),
     )
-
-
-def _in_windows(site: HeadSite, x_BNC: Tensor) -> Tensor:
-    """Tokens in the order of their windows, with what stands in padding; as they are where there are none."""
-    if site.windows is None:
-        return x_BNC
-    slots_BSC: Tensor = site.windows(x_BNC)
-    return slots_BSC
-
-
-def _behind_windows(site: HeadSite, x_BNC: Tensor) -> Tensor:
-    """Tokens that leave in the order of their windows, zeros where there is padding."""
-    return x_BNC if site.windows is None else site.windows.leaving.slots(x_BNC)
-
-
-def _apart(site: HeadSite, x_BSC: Tensor) -> Tensor:
-    """Each window as an input of its own."""
-    return x_BSC if site.windows is None else site.windows.apart(x_BSC).flatten(0, 1)
 
 
 _OF_KIND: Mapping[str, Callable[[Branch, Any, Pair], Lacking]] = MappingProxyType(

@@ -116,7 +116,6 @@ def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOption
         "have a norm behind them": behind if options.how == "layer" else [],
         "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
         "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
-        "have heads that talk to each other": [site.name for site in heads if site.talk is not None],
     }
     for reason, names in reasons.items():
         if names:

@@ -179,7 +179,7 @@ def head_moments_in_halves(
 ) -> tuple[HeadMoments, tuple[HeadMoments, HeadMoments] | None]:
     """The same with those of either half, where the streams are in halves."""
     taps = site.taps()
-    how: dict[str, Any] = {"slots_WN": taps.slots_WN, "causal": taps.causal, "plane_scale": taps.plane_scale}
+    how: dict[str, Any] = {"causal": taps.causal, "plane_scale": taps.plane_scale}
     fit, held_out = (HeadSums(system=system, **how) for _ in range(2))
     by_half = Halves(fit=fit, held_out=held_out)
     sums = by_half.fit

@@ -55,6 +55,11 @@ def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
     return (x_XK if places_X is None else x_XK[places_X]).unsqueeze(0)
 
 
+def _times(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
+    """Weights of both, None for 1."""
+    return other_X if one_X is None else one_X if other_X is None else one_X * other_X
+
+
 class _OfRows:
     """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
 
@@ -66,11 +71,12 @@ class _OfRows:
     def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
         x_XK = x.flatten(0, -2)
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
-        weights_X1 = weights_BN.reshape(-1, 1) if weights_BN is not None and is_of_tokens else None
-        there_X = None if weights_X1 is None else weights_X1[:, 0] > 0.0
+        of_tokens_X = weights_BN.flatten() if weights_BN is not None and is_of_tokens else None
+        there_X = None if of_tokens_X is None else of_tokens_X > 0.0
+        weights_X = _times(of_tokens_X, None if lacking is None else lacking.weights)
 
         def counted(places_X: Tensor | None) -> Tensor | None:
-            return None if weights_X1 is None else _at(weights_X1, places_X)[..., 0]
+            return None if weights_X is None else _at(weights_X, places_X)
 
         if lacking is None:
             self.sums.x.add(_at(x_XK, there_X), counted(there_X))
@@ -149,6 +155,7 @@ class LayerSums:
     held_out: _OfRows | _OfPatches
     gain_O: Tensor | None = None
     energy: StreamEnergy = field(default_factory=StreamEnergy)
+    weights: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, layer: Layer, name: str, *, is_fitted: bool) -> "LayerSums":
@@ -170,6 +177,12 @@ class LayerSums:
             weights_X1 = weights_BN.reshape(-1, 1) if weights_BN is not None and is_of_tokens else None
             counted = None if weights_X1 is None else _at(weights_X1, lacking.read)
             self.energy.add(_at(wanted_XO, lacking.read), counted)
+            if lacking.weights is not None:
+                self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
+
+    def variance(self) -> float:
+        """Of what is wanted, in the unit of what is summed: by the mean weight of a place."""
+        return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
     def moments(self) -> Halved:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))

@@ -280,7 +280,7 @@ class _Making:
             return left.of(columns_G[group])
 
         left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
-        changes, fit = group_corrections(left, sums.energy.variance(), self.loop.strengths, both_ways=self.both_ways)
+        changes, fit = group_corrections(left, sums.variance(), self.loop.strengths, both_ways=self.both_ways)
         for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
             weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
             bias_GP[group] += divided_by_scale(change_P, gain_GP[group])

@@ -4,12 +4,14 @@ in the dense model.
 Legend: O outputs of the layer.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
+from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
 from corp_deploy.traced.programs.readers import LINEAR
 
@@ -18,13 +20,15 @@ from .traced_streams import Values, called
 _SUMS = frozenset(("add", "add_"))
 _EITHER, _FIRST = _SUMS | {"mul", "mul_"}, frozenset(("div", "batch_norm"))
 _EVEN_REL = 1e-4
+_NORM_ARGS = (None, None, 1e-5)
+"""What a layer norm's weight, bias and eps are where a program leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lacking:
     """What is lacking of `wanted`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
     None for the same. `counts`: which places come to the stream at all [places], `read`: which the outputs read; None
-    for all.
+    for all. `weights`: by how much each counts, None for all alike.
     """
 
     lacking: Tensor
@@ -32,16 +36,58 @@ class Lacking:
     gain_O: Tensor | None = None
     counts: Tensor | None = None
     read: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """What ops that only move and scale make of a tensor; `gain`: by how much they scale each element, 0 where it is
+    left out.
+    """
+
+    given: Tensor
+    gain: Tensor
+    pulled: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def back(self, x: Tensor) -> Tensor:
+        """Moves alone undone: by what is pulled back is scaled once more."""
+        return torch.where(self.gain == 0.0, 0.0, self.pulled(x)[0] / torch.where(self.gain == 0.0, 1.0, self.gain))
+
+
+def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values) -> _Passed:
+    def through(own: Tensor) -> Tensor:
+        here = values | {first: own}
+        for node in way:
+            here[node] = called(node, here)
+        given: Tensor = here[way[-1]] if way else own
+        return given
+
+    # torch says that there may be a third, which is asked for by has_aux alone.
+    given, pulled = torch.func.vjp(through, own)  # type: ignore[misc]
+    return _Passed(given=given, gain=pulled(torch.ones_like(given))[0], pulled=pulled)
+
+
+def _gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
+    """That of each channel, and which places count; None where no place does, or not all of them alike."""
+    counts_X = (rows_XO != 0.0).any(1)
+    if not bool(counts_X.any()):
+        return None
+    gain_O = rows_XO[counts_X][0]
+    is_even = bool(((rows_XO[counts_X] - gain_O).abs() <= _EVEN_REL * gain_O.abs()).all())
+    return (gain_O, counts_X) if is_even else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """`way`: ops that only move the layer's output and scale it, up to the sum `at` with what `other` gives; without
-    these, or where one channel is scaled in different ways, the layer is fitted to its own dense output. `read_P`:
-    which places of each input the outputs read, None for all.
+    these, or where one channel is scaled in different ways, the layer is fitted to its own dense output. `norm`: a
+    layer norm on the way, with the ops in `front` of it. `read_P`: which places of each input the outputs read, None
+    for all.
     """
 
     layer: fx.Node
+    front: tuple[fx.Node, ...] = ()
+    norm: fx.Node | None = None
     way: tuple[fx.Node, ...] = ()
     at: fx.Node | None = None
     other: fx.Node | None = None
@@ -50,55 +96,66 @@ class Target:
     @property
     def dense_ends(self) -> list[fx.Node]:
         """What the dense program has to be run up to."""
-        return [each for each in (self.layer, self.at) if each is not None]
+        before = None if self.norm is None else self.norm.all_input_nodes[0]
+        return [each for each in (self.layer, self.at, before) if each is not None]
 
     @property
     def student_ends(self) -> list[fx.Node]:
-        own = {self.layer, *self.way}
-        beside = [each for node in self.way for each in node.all_input_nodes if each not in own]
+        passed = [*self.front, *(() if self.norm is None else (self.norm,)), *self.way]
+        beside = [each for node in passed for each in node.all_input_nodes if each not in {self.layer, *passed}]
         return [self.layer, *beside, *([] if self.other is None else [self.other])]
 
     def lacking(self, dense: Values, student: Values) -> Lacking:
         """Of a few inputs, by the values of both programs."""
-        found = None if self.at is None else self._of_stream(dense[self.at], student)
+        of_stream = self._of_stream if self.norm is None else self._before_norm
+        found = None if self.at is None else of_stream(dense, student)
         wanted = dense[self.layer]
         given = found or Lacking(lacking=wanted - student[self.layer], wanted=wanted)
         return given if self.read_P is None else replace(given, read=self.read_P.repeat(len(wanted)))
 
-    def _of_stream(self, wanted: Tensor, student: Values) -> Lacking | None:
-        own = student[self.layer]
-        # torch says that there may be a third, which is asked for by has_aux alone.
-        through, pulled = torch.func.vjp(self._through(student), own)  # type: ignore[misc]
-        (gain,) = pulled(torch.ones_like(through))
-        gain_XO = rows_of(gain, self.layer)
-        counts_X = (gain_XO != 0.0).any(1)
-        if not bool(counts_X.any()) or (self.layer.target is not LINEAR and not bool(counts_X.all())):
-            return None
-        gain_O = gain_XO[counts_X][0]
-        if bool(((gain_XO[counts_X] - gain_O).abs() > _EVEN_REL * gain_O.abs()).any()):
-            return None
-
-        def back(x: Tensor) -> Tensor:
-            """Moves alone undone: by what is pulled back is scaled once more."""
-            return torch.where(gain == 0.0, 0.0, pulled(x)[0] / torch.where(gain == 0.0, 1.0, gain))
-
+    def _of_stream(self, dense: Values, student: Values) -> Lacking | None:
+        assert self.at is not None, self
         assert self.other is not None, self
+        passed = _passed(self.layer, student[self.layer], self.way, student)
+        found = _gain(rows_of(passed.gain, self.layer))
+        if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
+            return None
         return Lacking(
-            lacking=back(wanted - student[self.other] - through),
-            wanted=back(wanted),
-            gain_O=gain_O,
-            counts=None if bool(counts_X.all()) else counts_X,
+            lacking=passed.back(dense[self.at] - student[self.other] - passed.given),
+            wanted=passed.back(dense[self.at]),
+            gain_O=found[0],
+            counts=None if bool(found[1].all()) else found[1],
         )
 
-    def _through(self, values: Values) -> Callable[[Tensor], Tensor]:
-        def through(own: Tensor) -> Tensor:
-            here = values | {self.layer: own}
-            for node in self.way:
-                here[node] = called(node, here)
-            given: Tensor = here[self.way[-1]] if self.way else own
-            return given
-
-        return through
+    def _before_norm(self, dense: Values, student: Values) -> Lacking | None:
+        """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py)."""
+        assert self.at is not None, self
+        assert self.other is not None, self
+        assert self.norm is not None, self
+        given_args = (*self.norm.args[2:5], *_NORM_ARGS[len(self.norm.args) - 2 :])
+        weight, eps = given_args[0], given_args[2]
+        assert isinstance(eps, float), self
+        given = dense[self.norm.all_input_nodes[0]]
+        front = _passed(self.layer, student[self.layer], self.front, student)
+        normed = called(self.norm, student | {self.norm.all_input_nodes[0]: given})
+        behind = _passed(self.norm, normed, self.way, student)
+        found = _gain(behind.gain.flatten(0, -2))
+        if found is None or self.layer.target is not LINEAR:
+            return None
+        gain_C = found[0] * student[weight] if isinstance(weight, fx.Node) else found[0]
+        norm = NormBehind(gain_C=gain_C, offset_C=None, eps=eps)
+        added = gain_C * F.layer_norm(given, given.shape[-1:], eps=eps)
+        wanted = norm.before(added + behind.back(dense[self.at] - student[self.other] - behind.given), given)
+        own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(given)), self.layer))
+        if own is None:
+            return None
+        return Lacking(
+            lacking=front.back(wanted - gain_C * front.given),
+            wanted=front.back(behind.back(dense[self.at])),
+            gain_O=own[0],
+            counts=None if bool(own[1].all()) else own[1],
+            weights=rows_of(front.back(norm.passed(given).unsqueeze(-1).expand_as(given)), self.layer).amax(1),
+        )
 
 
 def rows_of(x: Tensor, layer: fx.Node) -> Tensor:
@@ -108,7 +165,7 @@ def rows_of(x: Tensor, layer: fx.Node) -> Tensor:
 
 def target_of(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
     """`constants`: nodes that no input's value reaches."""
-    at, way = layer, list[fx.Node]()
+    at, target = layer, Target(layer=layer)
     while True:
         users = [user for user in at.users if user not in constants]
         if len(users) != 1:
@@ -116,11 +173,20 @@ def target_of(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
         (user,) = users
         others = [each for each in user.all_input_nodes if each is not at and each not in constants]
         if operation(user) in _SUMS and len(others) == 1 and len(user.args) == 2 and not user.kwargs:
-            return Target(layer=layer, way=tuple(way), at=user, other=others[0])
-        if others or not _is_passed(user, at):
+            return replace(target, at=user, other=others[0])
+        if target.norm is None and not others and _is_norm(user, at):
+            target = replace(target, front=target.way, norm=user, way=())
+        elif others or not _is_passed(user, at):
             return Target(layer=layer)
-        way.append(user)
+        else:
+            target = replace(target, way=(*target.way, user))
         at = user
+
+
+def _is_norm(user: fx.Node, at: fx.Node) -> bool:
+    """Over the channels of each token."""
+    is_one = operation(user) == "layer_norm" and user.args[0] is at and not user.kwargs
+    return is_one and isinstance(shape := user.args[1], list | tuple) and len(shape) == 1
 
 
 def _is_passed(user: fx.Node, at: fx.Node) -> bool:

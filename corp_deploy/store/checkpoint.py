@@ -7,6 +7,7 @@ the preprocessing, and the lineage: all that it takes to build the model again, 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,13 @@ def _of_widths(
     model: TracedModule, architecture: Architecture, config: ModelConfig, state: State, where: str
 ) -> tuple[nn.Module, State]:
     """The program that version 0.1 had no word for, and its weights."""
+    library = partial(dense_from_architecture, architecture)
     if not is_hierarchy(model):
-        return as_program(model, config.sites, state, where=where)
+        return as_program(model, config.sites, state, library, where=where)
     dense = _with_outputs(dense_from_architecture(architecture), config, where)
     assert isinstance(dense, TracedModule), type(dense)
     sites, state = as_timms(dense, config.sites, state, where=where)
-    return as_program(dense, sites, state, where=where)
+    return as_program(dense, sites, state, library, where=where)
 
 
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
