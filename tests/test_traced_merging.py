@@ -288,6 +288,7 @@ def _transformers(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
+@pytest.mark.slow("models")
 def test_a_vit_of_transformers_merges(tmp_path: Path) -> None:
     _transformers(tmp_path)
     model = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}).model
