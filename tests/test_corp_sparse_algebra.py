@@ -9,7 +9,7 @@ from torch import Tensor
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask, obs_mask
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
-from corp_deploy.algebra.sparse_refit import Objective, Sparse, refitted, sparse_layer
+from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
 from corp_deploy.algebra.sparsity import RULES, Rule, Sparsity, sparsity_from_text
 from ground.errors import BadInput
 
@@ -222,3 +222,16 @@ def test_zeros_alone_are_lost_where_inputs_never_vary() -> None:
         "obs",
     )
     torch.testing.assert_close(x_XK @ made.weight_OK.T + made.bias_O, t_XO)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
+def test_what_is_damped_is_positive_definite(eps: float) -> None:
+    """Of a covariance of rank 1 that rounding gave eigenvalues below zero, as far below as that is."""
+    direction_K = torch.arange(1.0, 9.0, dtype=torch.float64)
+    covariance_KK = direction_K.outer(direction_K) - eps * direction_K.square().sum() * torch.eye(
+        8, dtype=torch.float64
+    )
+    damped_KK = damped(covariance_KK)
+    assert float(torch.linalg.eigvalsh(damped_KK)[0]) > 0.0
+    off_KK = damped_KK - covariance_KK
+    torch.testing.assert_close(off_KK, off_KK.diagonal().mean() * torch.eye(8, dtype=torch.float64))

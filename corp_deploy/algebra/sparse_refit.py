@@ -147,11 +147,17 @@ def best_dense(objective: Objective) -> Tensor:
 
 
 def damped(system_KK: Tensor, damp_rel: float = PATTERN_DAMP) -> Tensor:
-    """With so much of its mean diagonal added to it, and never nothing: positive definite."""
+    """With so much of its mean diagonal added to it, and never nothing: positive definite. Ten times as much while that
+    isn't enough, as of covariances that rounding made of inputs far from their own deviations.
+    """
     mean = max(float(system_KK.diagonal().mean()), 0.0)
-    damped_KK = system_KK.clone()
-    damped_KK.diagonal().add_(damp_rel * mean if mean > 0.0 else 1.0)
-    return damped_KK
+    damp = damp_rel * mean if mean > 0.0 else 1.0
+    while True:
+        damped_KK = system_KK.clone()
+        damped_KK.diagonal().add_(damp)
+        if not int(torch.linalg.cholesky_ex(damped_KK).info) or not bool(damped_KK.isfinite().all()):
+            return damped_KK
+        damp *= 10.0
 
 
 def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
