@@ -233,5 +233,5 @@ def test_any_image_size_is_that_of_the_configuration() -> None:
     """Windows of each image's own size are those that it was traced with."""
     model = dense_from_architecture(Architecture(name=V1, kwargs=SWIN | {"dynamic_img_size": True}))
     assert len(sites_of(model).every) == 12
-    with pytest.raises(BadInput, match="no tokens are known"):
+    with pytest.raises(BadInput, match="is added to no stream of its tokens, as in windows or on maps"):
         family_of(model).with_merging(model, Merging(schedule=(2, 2)))

@@ -187,7 +187,7 @@ def test_tokens_and_stages_that_are_not_there_are_refused() -> None:
         with_outputs(averaged, outputs_from_text("class"))
     with pytest.raises(BadInput, match="pooled is of one built with num_classes 0"):
         with_outputs(tiny.checkpoint().model, outputs_from_text("pooled"))
-    with pytest.raises(BadInput, match="a stage's channels aren't those of the last norm"):
+    with pytest.raises(BadInput, match="the model has no norm of tokens behind its last layer"):
         with_outputs(hierarchies.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
 
 

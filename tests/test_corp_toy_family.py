@@ -235,5 +235,5 @@ def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
 
 def test_a_family_that_is_not_there_is_named(home: Path) -> None:
     family._FAMILIES.pop("ladder")
-    with pytest.raises(BadInput, match="family 'ladder': expected one of timm"):
+    with pytest.raises(BadInput, match="family 'ladder': expected one of traced, timm"):
         load("dense")

@@ -156,7 +156,7 @@ def test_queries_that_are_pooled_stay_with_the_reason(tmp_path: Path) -> None:
 
 def test_what_hierarchies_dont_take_is_refused() -> None:
     model = checkpoint("maxvit_pm").model
-    with pytest.raises(BadInput, match="of a model that is traced no tokens are known"):
+    with pytest.raises(BadInput, match="is added to no stream of its tokens, as in windows or on maps"):
         family_of(model).with_merging(model, Merging(schedule=(2, 2)))
     name, kwargs = FORMS["maxvit_tf"]
     odd = dense_from_architecture(Architecture(name=name, kwargs={**kwargs, "img_size": 72}))

@@ -116,7 +116,9 @@ def _width(site: Site, model: nn.Module, state: State) -> int:
 
 
 def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: State) -> Tensor | None:
-    """A weight of that state, or computed of it, or of a norm or a gain that was taken into others; None else."""
+    """A weight of that state, or computed of it, or of a norm or a gain that was taken into others, or the model's own
+    where that has some; None else.
+    """
     there = _found(name, state)
     if there is not None:
         if name.endswith("_folded") and not empty.is_meta:
@@ -128,7 +130,7 @@ def _weight(name: str, empty: Tensor, model: nn.Module, state: State, buffers: S
     norm = model.get_submodule(path) if path in dict(model.named_modules()) else model
     if isinstance(norm, nn.BatchNorm2d):
         return torch.full(empty.shape, _OF_IDENTITY.get(leaf, 1.0 - norm.eps), dtype=torch.float32)
-    return torch.ones(empty.shape) if leaf == "gamma" else None
+    return torch.ones(empty.shape) if leaf == "gamma" else None if empty.is_meta else empty
 
 
 def _filled(there: Tensor, empty: Tensor) -> Tensor:

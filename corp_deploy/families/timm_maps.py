@@ -166,13 +166,15 @@ def _layers(model: nn.Module) -> _Layers:
         names, streams = (), []
     if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
         raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs away")
-    shape = getattr(dict(model.named_children()).get("norm"), "normalized_shape", (0,))
+    norm, last_channels = dict(model.named_children()).get("norm"), end.map_BCHW.shape[1]
+    # Of a model that norms what it pooled the norm here is the identity.
+    is_normed = isinstance(norm, nn.Identity | nn.LayerNorm)
     return _Layers(
         names=names,
         channels=tuple(each.map_BCHW.shape[1] for each in streams),
         kinds=_kinds_in_front(model, 0 if end.front_BFC is None else end.front_BFC.shape[1]),
         is_in_front=tuple(each.front_BFC is not None for each in streams),
-        normed=int(shape[0]),
+        normed=last_channels if is_normed else 0,
         classes=timm_library.classes(model),
     )
 

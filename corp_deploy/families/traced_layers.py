@@ -10,7 +10,8 @@ from torch import nn
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.site import Kind
 from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.readers import Layer, layers, listening
+from corp_deploy.traced.programs.batch import batch_of
+from corp_deploy.traced.programs.readers import InFront, Layer, layers, listening
 from ground.errors import BadInput
 
 from .traced_facts import tracing_of_all_tokens
@@ -44,18 +45,21 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
     for start, end in pairwise([None, *(cut.node for cut in cuts(own.found)), None]):
         piece = replace(own.program, graph=between(own.program, start, end))
-        called = list(layers(piece))
+        called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
+        heard = listening(piece, {each.node.name for each in called}, ())[0]
         for each in called:
+            path = f"listened.{each.node.name}"
+            inside = ".layer" if isinstance(heard.get_submodule(path), InFront) else ""
             known = ProgramLayer(
                 name=each.name,
-                path=f"{len(run)}.listened.{each.node.name}",
+                path=f"{len(run)}.{path}{inside}",
                 weight=each.weight,
                 bias=each.bias,
                 uses=uses[each.weight],
                 kinds=_kinds(own.found, each.weight),
             )
             every.setdefault(each.weight, known)
-        run.append(listening(piece, {each.node.name for each in called}, ())[0])
+        run.append(heard)
     return run, tuple(every.values())
 
 

@@ -6,7 +6,8 @@ Imports no torch until something is to be read with it.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from corp_deploy.families import torchvision_models, trusted_code
+from corp_deploy.families import trusted_code
+from corp_deploy.families.architecture import OF_TORCHVISION
 from corp_deploy.families.timm_names import require_local_name
 from corp_deploy.proof.metric_request import require_runnable
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
@@ -42,6 +43,13 @@ def _require_vision(directory: Path) -> None:
         raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {known}")
 
 
+def _require_classifier(name: str) -> None:
+    """Raise BadInput for a name that torchvision has no classifier of."""
+    from corp_deploy.families import torchvision_models
+
+    torchvision_models.require_classifier(name)
+
+
 def _require_directory(directory: Path, model: ModelTable) -> None:
     """Raise BadInput for a directory that holds no model for images, and for keys that one of ours has itself; one that
     is not there is told of otherwise.
@@ -68,12 +76,12 @@ def _require_model(model: ModelTable, mistakes: Mistakes) -> None:
             trusted_code.refuse_untrusted(model.code.name)
         elif model.directory is not None:
             _require_directory(model.directory, model)
-        elif model.model.startswith(torchvision_models.PREFIX):
-            torchvision_models.require_classifier(model.model)
+        elif model.model.startswith(OF_TORCHVISION):
+            _require_classifier(model.model)
         else:
             require_local_name(model.model)
     if model.code is None and model.directory is None and model.weights is None:
-        library = "torchvision" if model.model.startswith(torchvision_models.PREFIX) else "timm"
+        library = "torchvision" if model.model.startswith(OF_TORCHVISION) else "timm"
         mistakes.add(f"model.weights: the {library} model {model.model!r:.100} needs the weights of a trained model")
 
 
