@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .architecture import MOST_PARAMETERS, Architecture
-from .architecture import OF_TORCHVISION as PREFIX
+from .architecture import MOST_PARAMETERS, OF_TORCHVISION, Architecture
 from .module_facts import facts_with
 from .modules import counts_of_batches, parameters
 from .own_modules import PREPARED
@@ -21,6 +20,7 @@ from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .traced_module import traced_module
 
+PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]
 _OF_TRAINING = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
 """Beside the classifier, never run once trained."""
