@@ -3,7 +3,7 @@
 Legend: B inputs, N = H * W tokens, row by row of a map, C channels.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Grid = tuple[int, int]
 """Height and width of a map."""
@@ -19,17 +19,3 @@ def tokens_from_map(x_BCHW: Tensor) -> Tensor:
     """[B,C,H,W] -> [B,N,C]."""
     assert x_BCHW.ndim == 4, x_BCHW.shape
     return x_BCHW.flatten(2).mT
-
-
-class OnRows(nn.Module):
-    """A module of maps with channels last [B,H,W,C] for tokens [B,N,C]; what it gives may be another map of other
-    channels.
-    """
-
-    def __init__(self, inner: nn.Module, grid: Grid) -> None:
-        super().__init__()
-        self.inner, self.grid = inner, grid
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x.unflatten(1, self.grid))
-        return out.flatten(1, 2)

@@ -114,11 +114,6 @@ def unused(model: nn.Module) -> tuple[str, ...]:
     return () if classes(model) else tuple(f"{name}." for name in _classifiers(model))
 
 
-def names_of_weights(model: nn.Module) -> Mapping[str, torch.Size]:
-    """The shapes of a model's weights by timm's names, in timm's order."""
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
     """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
     config: Any = {**_config(model), **preprocessing.settings}

@@ -34,11 +34,6 @@ _LAYERS: Mapping[type[nn.Module], _Layers] = MappingProxyType(
 )
 
 
-def is_mlp(module: nn.Module) -> bool:
-    """Whether it is an MLP whose layers have names here."""
-    return type(module) in _LAYERS
-
-
 def mlp_refusal(mlp: nn.Module) -> str:
     """Why the hidden channels can't be reduced, or nothing."""
     layers = _LAYERS.get(type(mlp))
