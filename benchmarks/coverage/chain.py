@@ -42,6 +42,7 @@ DRAWS, CLOSE = 4, 1.2
 OTHER_SIZE = 1.5
 """The second image size that nothing removed is tried at, beside the instance's own."""
 TARGET = "86"
+PAIRS, VALUES = "traced queries and keys", "traced values"
 
 
 def method(preset: str, sparsity: float) -> Method:
@@ -111,7 +112,8 @@ def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes:
     directory.mkdir(parents=True)
     checkpoint = dense(instance, directory, seed=seed, **changes)
     fitted = inputs(instance, checkpoint.model, needed(checkpoint.model), 2 * seed + 1, directory)
-    statistics = Statistics(attention_system=bool(sites_of(checkpoint.model).heads))
+    has_heads = any(site.kind in ("heads", PAIRS) for site in sites_of(checkpoint.model).every)
+    statistics = Statistics(attention_system=has_heads)
     taken = calibrate(checkpoint, fitted, batch_size=BATCH, statistics=statistics)
     return Subject(
         checkpoint=checkpoint, moments=taken, judged=inputs(instance, checkpoint.model, JUDGED, 2 * seed + 2, directory)
@@ -191,15 +193,19 @@ def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
         return row | {"refused": str(refusal)}
     sites = sites_of(subject.model)
     kinds = Counter(HONOURED.get(site.kind, site.kind) for site in sites.every)
+    own = Counter(site.kind for site in sites.every)
     half = subject.reduced("best", 0.5)
     errors, draws = errors_of(instance, subject, directory)
     return row | {
         "class": type(subject.model).__name__,
         "room": family_of(subject.model).NAME,
         "mlps": kinds["channels"],
-        "attentions": kinds["heads"],
+        "attentions": own["heads"] + own[VALUES],
         "rows": kinds[CONVOLUTIONS],
-        "kept": {"qk": sum(site.keeps_qk for site in sites.heads), "v": sum(site.keeps_v for site in sites.heads)},
+        "kept": {
+            "qk": sum(site.keeps_qk for site in sites.heads) + max(own[VALUES] - own[PAIRS], 0),
+            "v": sum(site.keeps_v for site in sites.heads),
+        },
         "reasons": sorted({refusal.reason for refusal in sites.refused}),
         "identity": identities(instance, subject, directory),
         "inputs": subject.moments.images,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.coverage.group import Group
+from benchmarks.coverage.group import HEAD_DIM, Group
 
 
 def _vit(patch: int, **more: Any) -> dict[str, Any]:
@@ -175,6 +175,82 @@ TIMM: tuple[Group, ...] = (
             ("convnext_atto", (16, 32, 64, 128)),
             ("convnext_femto", (48, 96, 192, 384)),
         )
+    ),
+    Group(
+        family="Hiera",
+        names=("hiera_tiny_224", "hiera_small_abswin_256"),
+        kwargs={**_STAGES, "embed_dim": 16, "num_heads": 1, "stages": (1, 2, 1, 1), "init_values": 0.5},
+        head_dim=None,
+    ),
+    Group(
+        family="MaxViT",
+        names=("maxvit_tiny_tf_224", "maxvit_rmlp_pico_rw_256", "maxxvit_rmlp_nano_rw_256"),
+        kwargs={
+            **_STAGES,
+            "embed_dim": (32, 64),
+            "depths": (1, 1),
+            "block_type": ("M", "M"),
+            "stem_width": (16, 16),
+            "conv_init_values": 0.5,
+            "transformer_init_values": 0.5,
+            "transformer_window_size": (4, 4),
+            "transformer_grid_size": (4, 4),
+            "transformer_dim_head": HEAD_DIM,
+        },
+        head_dim=None,
+    ),
+    Group(
+        family="CoAtNet",
+        names=("coatnet_0_rw_224", "coatnext_nano_rw_224"),
+        kwargs={
+            **_STAGES,
+            "embed_dim": (16, 32, 64),
+            "depths": (1, 2, 1),
+            "block_type": ("C", "T", "T"),
+            "stem_width": (16, 16),
+            "conv_init_values": 0.5,
+            "transformer_init_values": 0.5,
+            "transformer_dim_head": HEAD_DIM,
+        },
+        head_dim=None,
+    ),
+    Group(
+        family="TinyViT",
+        names=("tiny_vit_5m_224",),
+        kwargs={
+            **_STAGES,
+            "embed_dims": (16, 32, 48, 64),
+            "depths": (1, 1, 2, 1),
+            "num_heads": (1, 2, 3, 4),
+            "window_sizes": (4, 4, 3, 2),
+        },
+        head_dim=None,
+    ),
+    Group(
+        family="EfficientFormer",
+        names=("efficientformer_l1",),
+        kwargs={
+            "num_classes": 10,
+            "embed_dims": (16, 24, 32, 160),
+            "depths": (1, 1, 1, 2),
+            "num_vit": 1,
+            "mlp_ratios": 2,
+            "layer_scale_init_value": 0.5,
+        },
+        head_dim=None,
+    ),
+    Group(
+        family="EfficientFormer V2",
+        names=("efficientformerv2_s0",),
+        kwargs={
+            **_STAGES,
+            "embed_dims": (16, 24, 32, 48),
+            "depths": (1, 1, 2, 2),
+            "num_vit": 1,
+            "mlp_ratios": 3,
+            "layer_scale_init_value": 0.5,
+        },
+        head_dim=None,
     ),
     *(
         Group(
