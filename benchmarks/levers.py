@@ -111,7 +111,9 @@ def _exported(precision: str) -> Lever:
 
 LEVERS: Mapping[str, Lever] = {
     "`--preset none`": _asking(preset="none"),
-    "`--preset corp`": lambda room: room.reduced({room.kind.share: 0.5, "preset": "corp"}, {"attention_system": True}),
+    "`--preset corp`": lambda room: room.reduced(
+        {room.kind.share: 0.5, "preset": "corp"}, {"attention_system": room.kind.share == "attn"}
+    ),
     "`--preset grail`": _asking(preset="grail"),
     "`--preset best`": _asking(preset="best"),
     "`--preset thorough`": _budget(preset="thorough", macs=0.8, polish_steps=8),

@@ -4,6 +4,7 @@ Legend: G groups of a site, H heads, T heads that share their keys, D dimensions
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +75,12 @@ class BothHeads:
         return self.groups_HTD[:: self.shared, 0, : self.groups_HTD.shape[2] // self.joined]
 
 
-def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node]) -> BothHeads | str:
-    """Of the product of two tensors; or why they can't be told."""
+def both_heads(
+    reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int = 1
+) -> BothHeads | str:
+    """Of the product of two tensors; or why they can't be told. `rows`: of one layer, that a group has at most: more
+    than a head has for it are of several heads, those of one layer alone of several windows.
+    """
     if _sums_over_several(reader):
         return "its products are summed over several axes at once"
     labels, sizes = zip(*(_labels(span, node) for span, node in zip(spans, nodes, strict=True)), strict=True)
@@ -83,6 +88,22 @@ def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, 
         return "it can't be told where images stand among its queries and keys"
     counts = range(len(spans[0].axes) - 1)
     own = [place for place in counts if sizes[0][place] != sizes[1][place] or any(_varies(x, place) for x in labels)]
+    found = _of_axes(spans, nodes, labels, sizes, own)
+    if isinstance(found, str) or rows <= found.joined * found.groups_HTD.shape[1] or len(own) == len(counts):
+        return found
+    again = _of_axes(spans, nodes, labels, sizes, list(counts))
+    return found if isinstance(again, str) else again
+
+
+def _of_axes(
+    spans: tuple[Span, Span],
+    nodes: tuple[fx.Node, fx.Node],
+    labels: Sequence[Tensor],
+    sizes: Sequence[tuple[int, ...]],
+    own: list[int],
+) -> BothHeads | str:
+    """With heads along these axes that both have, windows along others."""
+    counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
         kept = _at_first(each, [place for place in counts if place not in own])

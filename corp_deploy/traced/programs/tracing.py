@@ -32,6 +32,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
     _without_views_(graph)
+    _by_sizes_(graph.graph)
     means_as_layers_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
@@ -91,6 +92,18 @@ def _plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _by_sizes_(graph: fx.Graph) -> None:
+    """What is spread out to another tensor's sizes is so by these numbers, where none that the batch counts is new: of
+    the other tensor nothing else is taken, and its elements may go.
+    """
+    for node in [each for each in graph.nodes if operation(each) == "expand_as"]:
+        source = node.args[0]
+        before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
+        sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
+        if all(isinstance(size, int) for size in sizes):
+            node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
