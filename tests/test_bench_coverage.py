@@ -55,8 +55,11 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
     if row["source"] != "timm" and find_spec(row["source"]) is None:
         pytest.skip(f"{row['source']} is not installed")
     sites = sites_of(dense(instance_of(row), tmp_path).model)
-    kinds = Counter(HONOURED.get(site.kind, site.kind) for site in sites.every)
-    found = kinds[ChannelSite.kind], kinds[HeadSite.kind], kinds[CONVOLUTIONS]
+    kinds, own = (
+        Counter(HONOURED.get(each.kind, each.kind) for each in sites.every),
+        Counter(each.kind for each in sites.every),
+    )
+    found = kinds[ChannelSite.kind], own[HeadSite.kind] + own[chain.VALUES], kinds[CONVOLUTIONS]
     assert (row["mlps"], row["attentions"], row.get("rows", 0)) == found
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})
 

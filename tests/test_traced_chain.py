@@ -407,7 +407,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
     [
         (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without channels between convolutions"),
-        (("--mlp", 0.5, "--outputs", "class"), "neither class tokens nor norms behind layers"),
+        (("--mlp", 0.5, "--outputs", "class"), "the model has no class token; its tokens are patch"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
+from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
 from corp_deploy.traced.programs.padding import padded
+from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Layer, as_module, layers, without_biases_
 from corp_deploy.traced.programs.tree import tree
 from corp_deploy.traced.programs.types import made_on_, with_one_type_
@@ -240,7 +242,8 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     is_own = known_of(model).facts is None
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
-    if is_own and not program.folded:
+    has_attention = any(operation(node) in (WHOLE, *SOFTMAX) for node in program.nodes)
+    if is_own and not (program.folded and has_attention):
         return None
     graph = copy.deepcopy(padded(program) if is_padded else program.graph)
     without_biases_(graph, tracing(model).added)

@@ -163,7 +163,8 @@ def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) 
     """
     found = _needed(program, before, ends)
     inputs = {node for node in program.nodes if node.op == "placeholder"}
-    assert before is None or found.isdisjoint(inputs), (before, ends)
+    crossing = found & inputs
+    assert before is None or not crossing, (before, ends)
     found |= inputs if before is None else set()
     return [node for node in program.nodes if node in found]
 
