@@ -82,12 +82,12 @@ def _timm(name: str, share: str, *parts: str, calibration: Mapping[str, Any] | N
 KINDS: Mapping[str, Kind] = {
     "channels": _timm("vit_tiny_patch16_224", "mlp", "mlp", **_VIT),
     "gated channels": _timm("vit_giant_patch14_dinov2", "mlp", "mlp", **_VIT, mlp_ratio=4.0),
-    "heads": _timm("vit_tiny_patch16_224", "attn", "qk", "v", **_VIT),
-    "rotary heads": _timm("vit_small_patch16_rope_224", "attn", "qk", "v", **_VIT),
+    "heads": _timm("vit_tiny_patch16_224", "attn", "heads", "qk", "v", **_VIT),
+    "rotary heads": _timm("vit_small_patch16_rope_224", "attn", "heads", "qk", "v", **_VIT),
     "grouped heads": Kind(
         architecture=architecture_of(Code(file="own.py", function="make", source=GROUPED), {}, Preprocessing()),
         share="attn",
-        parts=frozenset(("qk", "v")),
+        parts=frozenset(("heads", "qk", "v")),
     ),
     "convolutions": _timm("resnet18d", "conv", "convolutions", **_CONVS),
     "squeeze and excitation": _timm("seresnet18", "conv", "convolutions", **_CONVS),
@@ -101,7 +101,7 @@ def _asking(**options: Any) -> Lever:
     return lambda room: room.reduced({room.kind.share: 0.5, **options})
 
 
-def _budget(**options: Any) -> Lever:
+def _alone(**options: Any) -> Lever:
     return lambda room: room.reduced(options)
 
 
@@ -116,10 +116,10 @@ LEVERS: Mapping[str, Lever] = {
     ),
     "`--preset grail`": _asking(preset="grail"),
     "`--preset best`": _asking(preset="best"),
-    "`--preset thorough`": _budget(preset="thorough", macs=0.8, polish_steps=8),
-    "`--macs`": _budget(macs=0.8),
-    "`--params`": _budget(params=0.8),
-    "`--latency`": _budget(latency=0.9, latency_tables="tables"),
+    "`--preset thorough`": _alone(preset="thorough", macs=0.8, polish_steps=8),
+    "`--macs`": _alone(macs=0.8),
+    "`--params`": _alone(params=0.8),
+    "`--latency`": _alone(latency=0.9, latency_tables="tables"),
     "`--within`": lambda room: room.reduced({"within": "error 0.5"}, calibration={"hold_out": 32}),
     "`--closed-loop asymmetric`": _asking(closed_loop="asymmetric"),
     "`--closed-loop symmetric`": _asking(closed_loop="symmetric"),
@@ -131,7 +131,7 @@ LEVERS: Mapping[str, Lever] = {
     "`--rescale`": _asking(rescale=True),
     "`--sparse 2:4`": _asking(sparse="2:4"),
     "`--merge-tokens`": _asking(merge_tokens=3),
-    "`--whole-heads`": _asking(whole_heads=0.5),
+    "`--whole-heads`": _alone(whole_heads=0.5),
     "`--heads square`": _asking(heads="square"),
     "`--rotate`": _asking(rotate=True),
     "INT8": _exported("int8"),
