@@ -76,10 +76,10 @@ class BothHeads:
 
 
 def both_heads(
-    reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int = 1
+    reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int = 2
 ) -> BothHeads | str:
-    """Of the product of two tensors; or why they can't be told. `rows`: of one layer, that a group has at most: more
-    than a head has for it are of several heads, those of one layer alone of several windows.
+    """Of the product of two tensors; or why they can't be told. `rows`: that layers of queries and keys have of a group:
+    more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
     """
     if _sums_over_several(reader):
         return "its products are summed over several axes at once"
@@ -89,7 +89,7 @@ def both_heads(
     counts = range(len(spans[0].axes) - 1)
     own = [place for place in counts if sizes[0][place] != sizes[1][place] or any(_varies(x, place) for x in labels)]
     found = _of_axes(spans, nodes, labels, sizes, own)
-    if isinstance(found, str) or rows <= found.joined * found.groups_HTD.shape[1] or len(own) == len(counts):
+    if isinstance(found, str) or rows <= found.joined * (found.groups_HTD.shape[1] + 1) or len(own) == len(counts):
         return found
     again = _of_axes(spans, nodes, labels, sizes, list(counts))
     return found if isinstance(again, str) else again

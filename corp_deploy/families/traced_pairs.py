@@ -119,7 +119,8 @@ def pairs(tracing: Tracing, name: str, groups: Groups, behind: str) -> TracedPai
         return "its program is for one batch size alone, so that no statistics can be taken"
     spans = _spans(groups)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
-    rows = max(span.index_GM.shape[1] for span in groups.writers)
+    weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
+    rows = sum(span.index_GM.shape[1] for span in weights)
     both = both_heads(tracing.by_node[spans[0].reader], spans, nodes, rows)
     if isinstance(both, str):
         return both
