@@ -78,8 +78,8 @@ class BothHeads:
 def both_heads(
     reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int = 2
 ) -> BothHeads | str:
-    """Of the product of two tensors; or why they can't be told. `rows`: that layers of queries and keys have of a group:
-    more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
+    """Of the product of two tensors; or why they can't be told. `rows`: those that layers of queries and keys have of a
+    group: more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
     """
     if _sums_over_several(reader):
         return "its products are summed over several axes at once"
