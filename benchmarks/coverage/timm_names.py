@@ -215,18 +215,6 @@ TIMM: tuple[Group, ...] = (
         head_dim=None,
     ),
     Group(
-        family="TinyViT",
-        names=("tiny_vit_5m_224",),
-        kwargs={
-            **_STAGES,
-            "embed_dims": (16, 32, 48, 64),
-            "depths": (1, 1, 2, 1),
-            "num_heads": (1, 2, 3, 4),
-            "window_sizes": (4, 4, 3, 2),
-        },
-        head_dim=None,
-    ),
-    Group(
         family="EfficientFormer",
         names=("efficientformer_l1",),
         kwargs={
