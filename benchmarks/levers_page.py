@@ -16,9 +16,9 @@ def levers(record: dict[str, Any]) -> str:
     lines = [[lever, *(_cell(cells[lever, kind], reasons) for kind in kinds)] for lever in every]
     text = (
         "Every lever on every kind of site, each on a small model with random weights of some structure, half of the "
-        "sites of that kind removed (budgets: a fifth of the whole): the error of the outputs on other inputs, of a "
-        "precision that of its graph beside the reduced model. A number in brackets is the tool's reason why a lever "
-        "does nothing there:"
+        "sites of that kind removed (budgets: a fifth of the whole model, of latency a tenth, of this kind among "
+        "others): the error of the outputs on other inputs, of a precision that of its graph beside the reduced model. "
+        "A number in brackets is the tool's reason why a lever does nothing there:"
     )
     said = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
     return "\n\n".join([text, table(["", *kinds], lines), said])

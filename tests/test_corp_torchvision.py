@@ -73,6 +73,10 @@ def test_a_vits_size_is_that_of_its_positions() -> None:
     assert asked.kwargs == {"image_size": 384, "img_size": 384, "num_classes": 5}
     assert (asked.preprocessing.crop_pct, asked.preprocessing.interpolation) == (1.0, "bicubic")
     assert architecture_of("torchvision:vit_b_16", {}, Preprocessing()).kwargs["image_size"] == 224
+    sized = architecture_of("torchvision:vit_b_16", {"img_size": 288}, Preprocessing())
+    assert (sized.kwargs["image_size"], sized.kwargs["img_size"]) == (288, 288)
+    with pytest.raises(BadInput, match="positions for images of 384x384, --model-kwargs ask for img_size 224"):
+        architecture_of("torchvision:vit_b_16", {"img_size": 224}, Preprocessing(), state)
 
 
 def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:

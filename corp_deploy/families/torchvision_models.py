@@ -61,11 +61,16 @@ def architecture_of(
     if asked := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
         raise BadInput(f"--model-kwargs: {asked[0]}: nothing is downloaded; give --weights FILE")
     own: dict[str, Any] = {"transform_input": True} if name in _OF_TRAINING else {}
-    if (side := _side_of_places(state or {})) is not None:
-        own["image_size"] = side
+    side = _side_of_places(state or {})
+    if side is not None:
+        if kwargs.get("img_size", side) not in (side, [side, side]):
+            raise BadInput(
+                f"--model {text:.100}: its weights have positions for images of {side}x{side}, --model-kwargs ask for "
+                f"img_size {kwargs['img_size']}; leave img_size away"
+            )
         entry = next((each for each in type(entry) if each.transforms().crop_size[0] == side), entry)
-    elif name.startswith("vit_"):
-        own["image_size"] = entry.transforms().crop_size[0]
+    if name.startswith("vit_"):
+        own["image_size"] = side or kwargs.get("img_size", entry.transforms().crop_size[0])
     prepares = entry.transforms()
     if state is not None and "num_classes" not in kwargs:
         own |= _classes(name, state)

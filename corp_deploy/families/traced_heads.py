@@ -75,9 +75,7 @@ class BothHeads:
         return self.groups_HTD[:: self.shared, 0, : self.groups_HTD.shape[2] // self.joined]
 
 
-def both_heads(
-    reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int = 2
-) -> BothHeads | str:
+def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int) -> BothHeads | str:
     """Of the product of two tensors; or why they can't be told. `rows`: those that layers of queries and keys have of a
     group: more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
     """

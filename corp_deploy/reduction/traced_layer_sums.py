@@ -174,8 +174,7 @@ class LayerSums:
             self.gain_O = lacking.gain_O
             wanted_XO = rows_of(lacking.wanted, layer.node)
             is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
-            weights_X1 = weights_BN.reshape(-1, 1) if weights_BN is not None and is_of_tokens else None
-            counted = None if weights_X1 is None else _at(weights_X1, lacking.read)
+            counted = None if weights_BN is None or not is_of_tokens else _at(weights_BN.reshape(-1, 1), lacking.read)
             self.energy.add(_at(wanted_XO, lacking.read), counted)
             if lacking.weights is not None:
                 self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
