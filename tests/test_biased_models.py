@@ -52,7 +52,7 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     images, family = pixels(ours, 3), family_of(ours)
     assert error(ours, theirs, images) < 1e-6
     assert error(family.exportable(ours), theirs, images) < 1e-6
-    walk = Walk.of(family.embedded(ours, images), None, merges=False)
+    walk = Walk.of(family.embedded(ours, images), None)
     for step in family.steps(ours):
         walk = walk.behind(step)
     torch.testing.assert_close(family.finished(ours, walk.tokens.x, images), theirs(images))

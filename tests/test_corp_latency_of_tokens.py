@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, grown
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_parts import STREAM
@@ -62,7 +63,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
-    return replace(dense, model=vit.with_merging(dense.model, Merging(schedule=schedule, **how)))
+    return replace(dense, model=family_of(dense.model).with_merging(dense.model, Merging(schedule=schedule, **how)))
 
 
 def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:
@@ -84,6 +85,20 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
     assert shown[-2:] == ["dense model", "dense model with all tokens"]
     assert bench.tables(merged(dense, 3, 4)).measured == 0
     assert bench.tables(merged(dense, 3, 3)).measured == 3, "the last MLP, the last merge, the whole model"
+
+
+def test_segments_of_a_traced_model_are_timed_at_their_tokens(bench: Bench) -> None:
+    """As long as one has parameters and tokens: a site's share is what is above its narrowest."""
+    dense = tiny.traced(tiny.checkpoint())
+    plain, tables = bench.tables(dense), bench.tables(merged(dense, 3, 4))
+    assert plain.whole_ms(1) == pytest.approx(tables.whole_ms(1), rel=1e-3)
+    mlp = plain.latency_ms("blocks.0.mlp", 192, 1) / 17
+    for site, tokens in (("blocks.0.mlp", 14), ("blocks.1.mlp", 10)):
+        assert tables.latency_ms(site, 192, 1) == pytest.approx(tokens * mlp, rel=1e-3)
+    fewer, whole = (each.latency_ms("blocks.1.attn.v", 48, 1) for each in (tables, plain))
+    assert fewer == pytest.approx(whole * 14 / 17, rel=1e-3)
+    assert tables.merging_ms(1) == pytest.approx(2 * MERGE_MS, rel=1e-3)
+    assert tables.dense.latency_ms(1, 1) == pytest.approx(MERGED_MS, rel=1e-3)
 
 
 def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:

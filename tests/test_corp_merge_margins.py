@@ -87,7 +87,7 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
     assert found is not None
     each = []
     with torch.inference_mode():
-        walk = Walk.of(vit.embedded(merged, images), None, merges=True)
+        walk = Walk.of(vit.embedded(merged, images), None)
         for step in vit.steps(merged):
             if isinstance(step, Merge):
                 beside = walk.beside_BNX

@@ -46,7 +46,7 @@ def sums_by_loops() -> dict[str, Tensor]:
     """By site: sums of outer products of what enters the last layer, beside a 1, image by image and token by token."""
     model, sums = merged_tiny(), dict[str, Tensor]()
     for image in torch.from_numpy(tiny.images(9)).split(1):
-        walk = Walk.of(vit.embedded(model, image), None, merges=True)
+        walk = Walk.of(vit.embedded(model, image), None)
         for step in vit.steps(model):
             if isinstance(step, Branch):
                 entered = list[Tensor]()

@@ -109,7 +109,7 @@ def test_what_a_layer_should_give_is_the_damped_least_squares_answer(case: str) 
 def test_the_steps_make_the_models_own_outputs(form: str) -> None:
     model = checkpoint(form).model
     images, family = biased_models.pixels(model, 3), family_of(model)
-    walk = Walk.of(family.embedded(model, images), None, merges=False)
+    walk = Walk.of(family.embedded(model, images), None)
     for step in family.steps(model):
         walk = walk.behind(step)
     torch.testing.assert_close(family.finished(model, walk.tokens.x, images), model(images), rtol=1e-4, atol=1e-5)

@@ -272,7 +272,7 @@ def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
     x = torch.randn(2, 17, 48)
     with torch.no_grad():
         for block, own in zip(blocks(model), model.blocks, strict=True):  # type: ignore[arg-type]
-            torch.testing.assert_close(block(Walk.of(x, None, merges=False)).tokens.x, own(x))
+            torch.testing.assert_close(block(Walk.of(x, None)).tokens.x, own(x))
 
 
 def test_errors_are_those_of_loops_over_tokens() -> None:

@@ -261,10 +261,14 @@ def test_activations_that_are_not_finite_are_refused() -> None:
         sparsified(own, images(), Sparsifying(kinds=ALL))
 
 
-def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
-    own = tiny.checkpoint().model
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream(is_traced: bool) -> None:
+    own = (tiny.traced(tiny.checkpoint()) if is_traced else tiny.checkpoint()).model
     merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
-    _, report = sparsified(family_of(own).with_merging(own, merging), images(), Sparsifying(kinds=ALL))
+    merged = family_of(own).with_merging(own, merging)
+    new, report = sparsified(merged, images(), Sparsifying(kinds=ALL, permute="none"))
+    assert family_of(new).merging_of(new) == merging
+    assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
     assert report.target == "own"
     assert len(report.patterns) == 8
     assert all(each.error <= each.error_masked for each in report.layers)

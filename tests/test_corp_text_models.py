@@ -150,7 +150,7 @@ def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> No
     encoders.write_encoder(tmp_path)
     model, tokens = load_transformers(tmp_path).model, _tokens(tmp_path)
     family = family_of(model)
-    walk = Walk.of(family.embedded(model, tokens), family.token_weights(model, tokens), merges=False)
+    walk = Walk.of(family.embedded(model, tokens), family.token_weights(model, tokens))
     for step in family.steps(model):
         walk = walk.behind(step)
     expected = run_model(model, tokens)

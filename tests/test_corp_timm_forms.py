@@ -67,7 +67,7 @@ def test_a_walk_through_the_branches_is_the_model(form: str) -> None:
     model = checkpoint(form).model
     family, x = family_of(model), torch.from_numpy(tiny.images(3))
     with torch.inference_mode():
-        walk = Walk.of(family.embedded(model, x), None, False)
+        walk = Walk.of(family.embedded(model, x), None)
         assert len(family.token_kinds(model)) == walk.tokens.x.shape[1]
         steps = list(family.steps(model))
         assert all(isinstance(step, Branch | Fork | Join) for step in steps)

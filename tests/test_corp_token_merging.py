@@ -243,7 +243,7 @@ def test_the_steps_are_the_model(options: Any) -> None:
     model = vit.with_merging(checkpoint(depth=3).model, Merging(schedule=(3, 0, 4), **options))
     x = torch.from_numpy(images(3))
     with torch.inference_mode():
-        walk = Walk.of(vit.embedded(model, x), None, merges=True)
+        walk = Walk.of(vit.embedded(model, x), None)
         for step in vit.steps(model):
             walk = walk.behind(step)
         assert torch.equal(vit.finished(model, walk.tokens.x, x, walk.tokens.sources), model(x))

@@ -24,6 +24,7 @@ from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.steps import Passage
 from corp_deploy.families.traced_module import known_of
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.trusted_code import Code, trusting_code
@@ -255,6 +256,7 @@ def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_pat
     for model in (dense.model, reduced):
         stream_BNC = traced_model.embedded(model, pixels)
         for step in traced_model.steps(model):
+            assert isinstance(step, Passage), step
             stream_BNC = step(stream_BNC)
             assert stream_BNC.ndim == 3
         assert torch.allclose(traced_model.finished(model, stream_BNC, pixels), model(pixels), atol=1e-5)

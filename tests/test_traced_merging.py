@@ -24,6 +24,7 @@ from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.families.steps import Merge, Walk
 from corp_deploy.families.token_merging import key_bias
 from corp_deploy.families.traced_layers import layered
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -248,10 +249,22 @@ def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
     assert reason in traced_model.merging_refusal(model)
 
 
-def test_what_walks_through_all_tokens_is_refused() -> None:
-    for walk in (lambda model: list(traced_model.steps(model)), layered):
-        with pytest.raises(BadInput, match="of a traced model that merges tokens no stream is followed"):
-            walk(merged("class token"))
+@pytest.mark.parametrize(("form", "options"), [(form, each) for form, every in FORMS.items() for each in every])
+def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options: dict[str, Any]) -> None:
+    model, images = merged(form, **options), torch.from_numpy(tiny.images(5))
+    with torch.inference_mode():
+        walk = Walk.of(traced_model.embedded(model, images), None)
+        for step in traced_model.steps(model):
+            walk = walk.behind(step)
+        (given,) = traced_model.answers(model, walk, images)
+        pieces, layers = layered(model)
+        torch.testing.assert_close(given, outputs(model), rtol=0, atol=0)
+        torch.testing.assert_close(pieces(images), outputs(model), rtol=0, atol=0)
+    assert [step.name for step in traced_model.steps(model) if isinstance(step, Merge)] == [
+        "blocks.0.merge",
+        "blocks.1.merge",
+    ]
+    assert {f"blocks.{block}.mlp.fc1" for block in range(2)} <= {layer.name for layer in layers}
 
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:

@@ -192,7 +192,7 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
     dense = traced(made, Architecture(name=name, kwargs={"img_size": 32}))
     model, pixels = with_outputs(dense, outputs_from_text(names)), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
-        walk = Walk.of(family_of(model).embedded(model, pixels), None, False)
+        walk = Walk.of(family_of(model).embedded(model, pixels), None)
         for step in steps_to_outputs(model):
             walk = walk.behind(step)
         for got, wanted in zip(answers(model, walk, pixels), model(pixels), strict=True):

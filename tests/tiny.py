@@ -1,5 +1,7 @@
 """A tiny trained-looking ViT and images for the tests of corp_deploy."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
@@ -27,6 +30,11 @@ def checkpoint(seed: int = 0, **kwargs: object) -> Checkpoint:
     model = dense_from_architecture(architecture)
     enliven(model, seed)
     return Checkpoint(model=model, architecture=architecture, lineage={})
+
+
+def traced(dense: Checkpoint) -> Checkpoint:
+    """The same model as one that no family reads."""
+    return replace(dense, model=traced_model.traced(copy.deepcopy(dense.model), dense.architecture))
 
 
 @torch.no_grad()

@@ -95,8 +95,7 @@ class NamedOutputs(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """One output bare, several as a tuple."""
-        merges = self.family.merging_of(self) is not None
-        walk = Walk.of(self.family.embedded(self, images), self.family.token_weights(self, images), merges)
+        walk = Walk.of(self.family.embedded(self, images), self.family.token_weights(self, images))
         for step in self.steps():
             walk = walk.behind(step)
         answers = self.answers(walk, images)

@@ -6,13 +6,14 @@ that within its step and put back. Between a fork and its join the stream is [B,
 branches side by side add to, then those that all of them read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .head_attention import Beside
-from .token_merging import TokenMerge, Tokens, sources_of
+from .token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +124,23 @@ class Nothing(nn.Module):
 class Passage:
     """What is no branch of a model and is run as it is: a norm after a sum, a block that can't be taken apart.
 
-    `sites`: those inside a block that has all of its sites in this one step.
+    `sites`: those inside a block that has all of its sites in this one step. `compared`: what gives beside what the
+    module does that which tokens are then compared by.
     """
 
     module: nn.Module
     mixes_tokens: bool = False
     name: str = ""
     sites: tuple[str, ...] = ()
+    compared: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+
+    def passed(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The stream behind it, and what tokens are then compared by where it tells."""
+        entering = (x_BNC, weights_BN) if self.mixes_tokens and weights_BN is not None else (x_BNC,)
+        return (self.module(*entering), None) if self.compared is None else self.compared(*entering)
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        masked = self.mixes_tokens and weights_BN is not None
-        out_BNC: Tensor = self.module(x_BNC, weights_BN) if masked else self.module(x_BNC)
-        return out_BNC
+        return self.passed(x_BNC, weights_BN)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +165,32 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Tokens merged away between two branches, by the stream itself or what lay beside the branch."""
+    """Tokens merged away between two branches, by the stream itself or what lay beside the branch. Where source tokens
+    are is known from the first merge on.
+    """
 
     name: str
     merge: TokenMerge
 
     def __call__(self, tokens: Tokens, compared_BNX: Tensor | None) -> Tokens:
-        return Tokens(*self.merge(*tokens, tokens.x if compared_BNX is None else compared_BNX))
+        sources_BM = sources_of(tokens.x) if tokens.sources is None else tokens.sources
+        compared_BNX = tokens.x if compared_BNX is None else compared_BNX
+        return Tokens(*self.merge(tokens.x, tokens.sizes, sources_BM, compared_BNX))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmerge:
+    """Where merged tokens end: each source token has the value of the one that it is in, or what follows is of no
+    tokens as they were.
+    """
+
+    name: str
+    gives_back: bool
+
+    def __call__(self, tokens: Tokens) -> Tokens:
+        if tokens.sources is None or not self.gives_back:
+            return Tokens(tokens.x)
+        return Tokens(unmerged(tokens.x, tokens.sources))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +203,14 @@ class Outlet:
         return x_BNC
 
 
-Step = Branch | Fork | Join | Merge | Passage | Outlet
+def through(step: Branch | Passage, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The stream behind a step as it is, and what tokens are then compared by where it tells."""
+    if isinstance(step, Branch):
+        return step.passed(step.layer, x_BNC, weights_BN)
+    return step.passed(x_BNC, weights_BN)
+
+
+Step = Branch | Fork | Join | Merge | Unmerge | Passage | Outlet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +224,9 @@ class Walk:
     kept: tuple[tuple[str, Tokens], ...] = ()
 
     @classmethod
-    def of(cls, x_BNC: Tensor, weights_BN: Tensor | None, merges: bool) -> "Walk":
-        """What enters the first step; where tokens are merged they are followed."""
-        return cls(tokens=Tokens(x_BNC, weights_BN, sources_of(x_BNC) if merges else None))
+    def of(cls, x_BNC: Tensor, weights_BN: Tensor | None) -> "Walk":
+        """What enters the first step."""
+        return cls(tokens=Tokens(x_BNC, weights_BN))
 
     def behind(self, step: Step) -> "Walk":
         """The same behind one more step."""
@@ -203,7 +235,9 @@ class Walk:
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))
         if isinstance(step, Merge):
             return Walk(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
-        if isinstance(step, Branch):
-            x_BNC, beside_BNX = step.passed(step.layer, x_BNC, weights_BN)
+        if isinstance(step, Unmerge):
+            return Walk(tokens=step(self.tokens), kept=self.kept)
+        if isinstance(step, Branch | Passage):
+            x_BNC, beside_BNX = through(step, x_BNC, weights_BN)
             return Walk(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
         return Walk(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM), kept=self.kept)

@@ -108,7 +108,6 @@ def with_merging(vit: VisionTransformer, merging: Merging | None) -> nn.Module:
 def unmerged_for_head(vit: VisionTransformer, x_BNC: Tensor, sources_BM: Tensor | None) -> Tensor:
     """The last stream as what reads it takes it: unmerged where the model does that."""
     blocks: nn.Module = vit.blocks
-    if not isinstance(blocks, MergingBlocks) or not blocks.unmerges:
+    if not isinstance(blocks, MergingBlocks) or not blocks.unmerges or sources_BM is None:
         return x_BNC
-    assert sources_BM is not None, "a walk through a model that unmerges follows its tokens"
     return unmerged(x_BNC, sources_BM)

@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
@@ -36,10 +35,3 @@ def facts_of(model: nn.Module) -> Facts:
 def tracing(model: nn.Module) -> Tracing:
     """The model's program and what is found there."""
     return tracing_of(model, input_spec(model).ports)
-
-
-def tracing_of_all_tokens(model: nn.Module, what: str) -> Tracing:
-    """Likewise. Raises BadInput where tokens are merged, for what is done on streams of all tokens."""
-    if known_of(model).merging is not None:
-        raise BadInput(f"{what}: of a traced model that merges tokens no stream is followed; leave it or merging away")
-    return tracing(model)

@@ -4,17 +4,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.site import Kind
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.batch import batch_of
+from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import InFront, Layer, layers, listening
 from ground.errors import BadInput
 
-from .traced_facts import tracing_of_all_tokens
+from .token_merging import Tokens
+from .traced_facts import tracing
+from .traced_fewer import Crossing
+from .traced_merging import Mergeable
+from .traced_module import Tracing
 from .traced_narrowing import narrowed
 
 
@@ -36,20 +42,22 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     """What runs as the model does, from one of its cuts to the next, with its layers as modules that share its weights.
     Raises BadInput where it runs at one batch size alone.
     """
-    own = tracing_of_all_tokens(model, "k:n sparse layers")
+    own = tracing(model)
     if not own.program.any_batch:
         raise BadInput(f"{own.program.model}: its program is for one batch size alone, so that no layer can be heard")
     uses: Counter[str] = Counter()
     for node in own.program.nodes:
         uses[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
-    for start, end in pairwise([None, *(cut.node for cut in cuts(own.found)), None]):
-        piece = replace(own.program, graph=between(own.program, start, end))
+    program, crossings = _crossings(own)
+    for start, end in pairwise([None, *crossings, None]):
+        piece = replace(program, graph=_between(program, start, end, merges=own.merging is not None))
         called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
         heard = listening(piece, {each.node.name for each in called}, ())[0]
         for each in called:
             path = f"listened.{each.node.name}"
             inside = ".layer" if isinstance(heard.get_submodule(path), InFront) else ""
+            path = path if own.merging is None else f"module.{path}"
             known = ProgramLayer(
                 name=each.name,
                 path=f"{len(run)}.{path}{inside}",
@@ -59,8 +67,42 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
                 kinds=_kinds(own.found, each.weight),
             )
             every.setdefault(each.weight, known)
-        run.append(heard)
+        run.append(heard if own.merging is None else _OfTokens(heard, end))
     return run, tuple(every.values())
+
+
+class _OfTokens(nn.Module):
+    """What stands between two cuts of a program whose tokens are merged: Tokens of Tokens, in front of the first cut of
+    inputs, behind the last one outputs.
+    """
+
+    def __init__(self, module: nn.Module, end: Crossing | None) -> None:
+        super().__init__()
+        self.module, self.end = module, end
+
+    def forward(self, given: Tensor | Tokens) -> Any:
+        entering = given if isinstance(given, Tokens) else (given,)
+        leaving = self.module(*(each for each in entering if each is not None))
+        if self.end is None:
+            return leaving
+        names = [name for name in ("sizes", "sources") if getattr(self.end, name) is not None]
+        return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
+
+
+def _crossings(own: Tracing) -> tuple[Program, list[Crossing]]:
+    """What runs, and what crosses its cuts; where tokens are merged with all that is known of them."""
+    nodes = [cut.node for cut in cuts(own.found)]
+    if own.merging is None:
+        return own.program, [Crossing(raw=node, node=node) for node in nodes]
+    assert isinstance(own.mergeable, Mergeable), own.mergeable
+    fewer = own.mergeable.merged(own.program, own.merging, follows=True)
+    return fewer.program, [fewer.crossing(node) for node in nodes]
+
+
+def _between(program: Program, start: Crossing | None, end: Crossing | None, *, merges: bool) -> fx.GraphModule:
+    before, beside = (None, ()) if start is None else (start.node, start.told)
+    outputs = [end.node, *end.told] if merges and end is not None else None
+    return between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
 
 
 def _kinds(found: Found, weight: str) -> frozenset[Kind]:

@@ -1,16 +1,22 @@
 """Token merging in traced models: where tokens of a program can be merged, and a model whose program merges them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from corp_deploy.traced.finding.attentions import Block, blocks_of, in_front
-from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.finding.attentions import Block, attentions_of, blocks_of, in_front
+from corp_deploy.traced.finding.cost import macs
+from corp_deploy.traced.finding.cuts import passed_by_all, ways_out
+from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import without_biases_
+from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
-from .merging import Merging, capped
-from .traced_fewer import Fewer, fewer_tokens
+from .merging import Merging, capped, tokens_after
+from .traced_fewer import Fewer
+from .traced_fewer_nodes import FewerNodes, Stands
+from .traced_merges import Merges, by_node, sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,11 @@ class Mergeable:
     def tokens(self) -> int:
         """That enter each block."""
         return self.blocks[0].tokens
+
+    @property
+    def channels(self) -> int:
+        """Of the stream that attentions are added to."""
+        return int(sizes_at_one(self.blocks[0].added)[2])
 
     def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> Fewer:
         """See fewer_tokens. Raises BadInput where the merging doesn't fit too."""
@@ -64,3 +75,69 @@ def merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> 
     graph = found.merged(program, merging).program.graph
     without_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
     return graph
+
+
+def fewer_tokens(
+    program: Program, blocks: Sequence[Block], protected: int, merging: Merging, *, follows: bool
+) -> Fewer:
+    """The program with tokens merged behind these blocks' attentions; `follows`: it is told where each source token is,
+    whether anything asks for that or not. Raises BadInput where something needs all tokens.
+    """
+    tokens_after(merging, blocks[0].tokens, protected)
+    try:
+        merged, reader = _made(program, blocks, protected, merging, None, follows), None
+        if not merging.unmerged:
+            return merged
+    except Stands as read:
+        reason, reader = read, read.node
+    unmerging = None if merging.how == "drop" else _last_stream(program, blocks, reader)
+    try:
+        if unmerging is None:
+            raise reason
+        return _made(program, blocks, protected, merging, unmerging, follows)
+    except Stands as still:
+        raise BadInput(f"token merging: {still}; leave --merge-tokens away") from None
+
+
+def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
+    """A part of a program that one stream enters [B,N,C], with so many tokens in it that all count alike. Raises
+    BadInput where it needs all.
+    """
+    (entering,) = (node for node in piece.nodes if node.op == "placeholder")
+    size_(piece.graph, [entering.meta["val"]], any_batch=True)
+    made, attentions = FewerNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
+    try:
+        for node in piece.nodes:
+            if node.op == "output" or operation(node) == "sym_size" or not made.is_behind(node):
+                made.copy_(node)
+            else:
+                made.behind_(node, attentions.get(node))
+            if node is entering:
+                made.begin_(node, tokens)
+    except Stands as reason:
+        raise BadInput(f"{piece.model}: {reason}, so that it can't be timed with fewer") from None
+    return sized(made, {}, [made.values[entering]], dead=False)
+
+
+def _made(
+    program: Program,
+    blocks: Sequence[Block],
+    protected: int,
+    merging: Merging,
+    unmerging: fx.Node | None,
+    follows: bool,
+) -> Fewer:
+    nodes = FewerNodes(program=program, protected=protected, as_before=merging.how == "drop")
+    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).made()
+
+
+def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:
+    """The last cut of the stream of all tokens [B,N,C] that the last block's attention is added to."""
+    last, stream = None, sizes_at_one(blocks[-1].added)
+    for passed in passed_by_all(program, ways_out(program)):
+        if before in passed.since:
+            break
+        is_cut = sizes_at_one(passed.node) == stream and any(macs(each) for each in passed.since)
+        if passed.node is blocks[-1].added or (last is not None and is_cut):
+            last = passed.node
+    return last

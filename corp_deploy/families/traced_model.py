@@ -31,10 +31,11 @@ from .array_inputs import is_mask
 from .merging import Merging
 from .module_facts import facts_of_module
 from .modules import replaced
+from .named_outputs import merging_refusal as refusal_beside
 from .own_modules import grid as grid
 from .site import Site
 from .sites import Sites
-from .steps import Outlet, Passage, Step, Walk
+from .steps import Merge, Outlet, Passage, Step, Unmerge, Walk
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import TextSpec, content_of_tokenizer
 from .traced_facts import classes as classes
@@ -42,7 +43,6 @@ from .traced_facts import facts_of as facts_of
 from .traced_facts import input_spec as input_spec
 from .traced_facts import output_ports as output_ports
 from .traced_facts import tracing as tracing
-from .traced_facts import tracing_of_all_tokens
 from .traced_merging import Mergeable
 from .traced_module import TracedModule, known_of, merging_module, traced_module
 from .traced_narrowing import narrowed
@@ -119,8 +119,8 @@ def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
 
 
 def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
-    """The names of the sites that stand in each segment, in order. Raises BadInput where tokens are merged."""
-    own = tracing_of_all_tokens(model, "polish, --merge-tokens auto or tables of latency")
+    """The names of the sites that stand in each segment, in order."""
+    own = tracing(model)
     held = {name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()}
     return {each: tuple(name for name in held if not held[name].isdisjoint(each.held)) for each in own.segments}
 
@@ -134,23 +134,46 @@ def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
     return layout_of(first.before if is_first else last.after, input_spec(model).shape)
 
 
-def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Passage]:
-    """The segments of the program, the last one where a site stands there or several outputs are of what is behind it;
-    none where no stream can be followed.
+def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+    """The segments of the program, the last one where a site stands there or several outputs are of what is behind it,
+    and what becomes of tokens between them; none where no stream can be followed.
     """
+    for segment, inside in _followed(model):
+        yield from _steps_of(segment, inside, input_spec(model).shape)
+
+
+def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
+    """With the sites that stand in them."""
+    own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
-        if inside or tracing(model).given or segment is not tracing(model).segments[-1]:
-            yield Passage(module=ByRows(segment, input_spec(model).shape), name=segment.name, sites=inside)
+        if inside or own.given or segment is not own.segments[-1]:
+            yield segment, inside
+
+
+def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
+    """A segment and what is done at the cut behind it."""
+    rows, start, end = ByRows(segment, image), segment.start, segment.end
+    if start.is_fewer and not end.is_fewer and end.raw is end.node:
+        yield Unmerge(name=segment.name, gives_back=False)
+    yield Passage(
+        module=rows,
+        name=segment.name,
+        sites=inside,
+        mixes_tokens=bool(segment.beside),
+        compared=None if end.compared is None else rows.compared,
+    )
+    if end.merge is not None:
+        yield Merge(name=end.name, merge=end.merge)
+    elif end.raw is not end.node:
+        yield Unmerge(name=segment.name, gives_back=True)
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     """With an outlet where outputs are of a stream in front of the last."""
-    own = tracing(model)
-    ends = {segment.name: segment.after for segment in own.segments}
-    outlets = {given.before: given.name for given in own.given[:-1]}
-    for step in steps(model):
-        yield step
-        if (name := outlets.get(ends[step.name])) is not None:
+    outlets = {given.before: given.name for given in tracing(model).given[:-1]}
+    for segment, inside in _followed(model):
+        yield from _steps_of(segment, inside, input_spec(model).shape)
+        if (name := outlets.get(segment.end.node)) is not None:
             yield Outlet(name=name)
 
 
@@ -159,7 +182,7 @@ def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
     own, image = tracing(model), input_spec(model).shape
     if not own.given:
         return (finished(model, walk.tokens.x, inputs),)
-    at = {**{name: tokens.x for name, tokens in walk.kept}, own.given[-1].name: walk.tokens.x}
+    at = {**dict(walk.kept), own.given[-1].name: walk.tokens}
     by_number = {
         key: each for given in own.given if given.name in at for key, each in given(at[given.name], image).items()
     }
@@ -218,6 +241,12 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens away")
+    facts = known_of(model).facts
+    named = None if facts is None else facts.named
+    if merging is not None and named is not None:
+        if reason := refusal_beside(merging.how, named):
+            raise BadInput(f"merging: {reason}")
+        merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
     program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
     return merging_module(program, merging).eval().requires_grad_(False)
 

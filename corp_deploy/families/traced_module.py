@@ -110,11 +110,11 @@ class Tracing:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        return segments(self.found)
+        return segments(self.found, self.fewer)
 
     @cached_property
     def given(self) -> tuple[Given, ...]:
-        return given_at_cuts(self.found)
+        return given_at_cuts(self.found, self.fewer)
 
     @cached_property
     def shares(self) -> Shares:

@@ -1,14 +1,18 @@
 """What a site of a traced model stands in, at any of its widths, to be timed alone."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
+from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import between
-from corp_deploy.traced.programs.program import sizes_at_one
+from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
-from .traced_model import input_spec, output_ports, sites_by_segment, tracing
+from .traced_merging import Mergeable, at_tokens
+from .traced_model import input_spec, output_ports, sites, sites_by_segment, tracing
+from .traced_module import Tracing
 from .traced_narrowing import at_widths
 from .traced_segments import outline_of
 from .traced_site import TracedSite
@@ -28,9 +32,38 @@ class Part:
     outline: str
 
 
-def part_of(model: nn.Module, site: TracedSite, width: int) -> Part:
+def tokens_that_enter(model: nn.Module) -> dict[str, int]:
+    """By site how many tokens enter the first segment that it stands in; 0 in a model of none."""
+    found, tokens = tracing(model).mergeable, dict[str, int]()
+    whole = found.tokens if isinstance(found, Mergeable) else 0
+    for segment, inside in sites_by_segment(model).items():
+        entering = int(sizes_at_one(segment.before)[1]) if segment.start.is_fewer else whole
+        tokens = dict.fromkeys(inside, entering) | tokens
+    return {site.name: tokens.get(site.name, whole) for site in sites(model).every}
+
+
+def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
+    """What stands between two cuts at so many tokens."""
+    assert isinstance(own.mergeable, Mergeable), own.mergeable
+    return at_tokens(replace(own.program, graph=module), own.mergeable.protected, tokens)
+
+
+def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[int]:
+    """Multiply-adds of a segment at so many tokens each: a polynomial of second degree, attention being what it is."""
+    own = tracing(model)
+    (segment,) = (each for each in own.segments if each.name == name)
+    whole = int(sizes_at_one(segment.before)[1])
+    last, before, first = (
+        sum(map(macs, _at_tokens(own, segment.module, count).nodes)) for count in (whole, whole - 1, whole - 2)
+    )
+    slope, bend = last - before, last - 2 * before + first
+    return [last - gone * slope + gone * (gone - 1) // 2 * bend for gone in (whole - count for count in tokens)]
+
+
+def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None = None) -> Part:
     """From the first segment that the site stands in to the last one, all else whole; the model where no segments are
-    known. The site has the first groups of each of its parts. Raises BadInput where it can't be narrower.
+    known. The site has the first groups of each of its parts. `tokens`: that enter, None for all. Raises BadInput where
+    it can't be narrower, and where it needs all tokens.
     """
     inside = [found.name for found, names in sites_by_segment(model).items() if site.name in names]
     own = tracing(model if width == site.width else at_widths(model, {site.name: width}))
@@ -38,9 +71,14 @@ def part_of(model: nn.Module, site: TracedSite, width: int) -> Part:
     before = found[0].before if found and found[0] is not own.segments[0] else None
     after = found[-1].after if found and (own.given or found[-1] is not own.segments[-1]) else None
     module = between(own.program, before, after)
+    whole = 0 if isinstance(own.mergeable, str) else own.mergeable.tokens
+    is_stream = before is not None and sizes_at_one(before)[1:2] == (whole,)
+    if is_stream and tokens not in (None, whole):
+        module = _at_tokens(own, module, tokens).graph
     held = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
     touched = [held.index(span.name) for span in site.groups.writers if span.name in held]
-    shape = None if before is None else sizes_at_one(before)[1:]
+    entering = next(iter(module.graph.nodes))
+    shape = None if before is None else sizes_at_one(entering)[1:]
     return Part(
         module=module,
         inputs=input_spec(model).ports if shape is None else (Port(name="entering", shape=shape),),

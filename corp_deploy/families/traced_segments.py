@@ -14,9 +14,12 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.cost import macs
-from corp_deploy.traced.finding.cuts import between, cuts, outputs_behind
+from corp_deploy.traced.finding.cuts import between, cuts, needed, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
+
+from .token_merging import Tokens
+from .traced_fewer import Crossing, Fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,75 +54,134 @@ def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """The program between two cuts, `module` [B,...] -> [B,...] with the model's own parameters, of which `held` are
-    the names; `name`: the path of what it contracts, once in a program.
+    the names; `name`: the path of what it contracts, once in a program. `cut`: the node behind it in the program with
+    all tokens.
+
+    Where tokens are merged the module takes the sizes that its attentions count keys by, those of `beside`, and gives
+    what is compared behind it too; `start`, `end`: what comes to the cuts and goes on there.
     """
 
     name: str
-    before: fx.Node
-    after: fx.Node
+    start: Crossing
+    end: Crossing
+    cut: fx.Node
     module: fx.GraphModule
     held: frozenset[str]
+    beside: tuple[fx.Node, ...]
+
+    @property
+    def before(self) -> fx.Node:
+        """What enters it."""
+        return self.start.node
+
+    @property
+    def after(self) -> fx.Node:
+        """What it gives."""
+        return self.end.raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`: a tuple."""
+    """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`, and of where its
+    tokens are: a tuple.
+    """
 
     name: str
     before: fx.Node
+    takes_sources: bool
     numbers: tuple[int, ...]
     module: fx.GraphModule
 
-    def __call__(self, x_BNC: Tensor, image: tuple[int, ...]) -> dict[int, Tensor]:
-        return dict(zip(self.numbers, self.module(layout_of(self.before, image).tensor(x_BNC)), strict=True))
+    def __call__(self, tokens: Tokens, image: tuple[int, ...]) -> dict[int, Tensor]:
+        x = layout_of(self.before, image).tensor(tokens.x)
+        given = self.module(x, tokens.sources) if self.takes_sources else self.module(x)
+        return dict(zip(self.numbers, given, strict=True))
 
 
-def given_at_cuts(found: Found) -> tuple[Given, ...]:
+def _crossing(fewer: Fewer | None, node: fx.Node) -> Crossing:
+    return Crossing(raw=node, node=node) if fewer is None else fewer.crossing(node)
+
+
+def given_at_cuts(found: Found, fewer: Fewer | None = None) -> tuple[Given, ...]:
     """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
-    a model of one, and where some output is of no stream at a cut.
+    a model of one, and where some output is of no stream at a cut. `fewer`: what runs where tokens are merged.
     """
-    program = found.program
-    leaves = tree_leaves(program.output.args[0])
+    program, running = found.program, found.program if fewer is None else fewer.program
+    leaves, now = (tree_leaves(each.output.args[0]) for each in (program, running))
     if len(leaves) == 1 or not all(isinstance(leaf, fx.Node) for leaf in leaves):
         return ()
     every, left, given = cuts(found, beside_outputs=True), set(range(len(leaves))), list[Given]()
     for cut in reversed(every):
-        behind = set(outputs_behind(program, cut.node))
+        behind, crossing = set(outputs_behind(program, cut.node)), _crossing(fewer, cut.node)
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
         if numbers:
-            module = between(program, cut.node, None, outputs=[leaves[number] for number in numbers])
-            given.insert(0, Given(name=cut.name, before=cut.node, numbers=numbers, module=module))
+            outputs = [now[number] for number in numbers]
+            beside = _taken(running, crossing, outputs)
+            assert crossing.sizes not in beside or crossing.sizes is None, cut
+            module = between(running, crossing.node, None, beside=beside, outputs=outputs)
+            given.insert(
+                0,
+                Given(
+                    name=cut.name,
+                    before=crossing.node,
+                    takes_sources=bool(beside),
+                    numbers=numbers,
+                    module=module,
+                ),
+            )
             left.difference_update(numbers)
-    return () if left or given[-1].before is not every[-1].node else tuple(given)
+    is_to_last = bool(given) and given[-1].before is _crossing(fewer, every[-1].node).node
+    return tuple(given) if is_to_last and not left else ()
 
 
-def segments(found: Found) -> tuple[Segment, ...]:
+def _taken(program: Program, at: Crossing, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """What is told of the tokens at a cut that anything of these ends takes."""
+    nodes = needed(program, at.node, ends, beside=at.told)
+    return tuple(told for told in at.told if told in ends or any(told in node.all_input_nodes for node in nodes))
+
+
+def segments(found: Found, fewer: Fewer | None = None) -> tuple[Segment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
-    where the model takes several tensors, or several outputs are of no such stream or have sites behind it.
+    where the model takes several tensors, or several outputs are of no such stream or have sites behind it. `fewer`:
+    what runs where tokens are merged; none where that is at no cut.
     """
     program = found.program
     inputs, given = [node for node in program.nodes if node.op == "placeholder"], _given(program)
     if len(inputs) != 1:
         return ()
     if given is not None:
-        return tuple(_segments(program, [inputs[0], *(cut.node for cut in cuts(found)), given]))
+        at, every = cuts(found), cuts(found, to_end=True)
+        streams = [cut for cut in every[len(at) :] if cut.node is not given and len(sizes_at_one(cut.node)) == 3]
+        return _segments(found, [inputs[0], *(cut.node for cut in (*at, *streams)), given], fewer)
     last = given_at_cuts(found)[-1:]
     held = {str(node.target) for each in last for node in each.module.graph.nodes if node.op == "get_attr"}
     if not last or any(span.name in held for site in found.sites for span in (*site.writers, *site.readers)):
         return ()
-    return tuple(_segments(program, [inputs[0], *(cut.node for cut in cuts(found, beside_outputs=True))]))
+    return _segments(found, [inputs[0], *(cut.node for cut in cuts(found, beside_outputs=True))], fewer)
 
 
-def _segments(program: Program, at: list[fx.Node]) -> Iterator[Segment]:
-    count: Counter[str] = Counter()
-    given = _given(program)
-    for before, after in pairwise(at):
-        module = between(program, None if before is at[0] else before, None if after is given else after)
-        name = common_path([node for node in module.graph.nodes if macs(node)] or [after])
+def _segments(found: Found, at: list[fx.Node], fewer: Fewer | None) -> tuple[Segment, ...]:
+    running, crossings = found.program if fewer is None else fewer.program, [_crossing(fewer, node) for node in at]
+    count, every = Counter[str](), list[Segment]()
+    for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
+        ends = [end.raw] if end.compared is None else [end.raw, end.compared]
+        beside = _taken(running, start, ends)
+        if start.sources in beside and start.sources is not None:
+            return ()
+        module = _module(running, None if start is crossings[0] else start.node, beside, end)
+        name = common_path([node for node in module.graph.nodes if macs(node)] or [end.raw])
         count[name] += 1
-        unique = name if count[name] == 1 else f"{name}#{count[name]}"
+        name = name if count[name] == 1 else f"{name}#{count[name]}"
         held = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
-        yield Segment(name=unique, before=before, after=after, module=module, held=held)
+        every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, held=held, beside=beside))
+    merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
+    return () if merges else tuple(every)
+
+
+def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: Crossing) -> fx.GraphModule:
+    if end.compared is not None:
+        return between(program, before, None, beside=beside, outputs=[end.raw, end.compared])
+    return between(program, before, None if end.raw is _given(program) else end.raw, beside=beside)
 
 
 def _given(program: Program) -> fx.Node | None:
@@ -130,15 +192,21 @@ def _given(program: Program) -> fx.Node | None:
 
 
 class ByRows(nn.Module):
-    """A segment of streams as rows [B,N,C]."""
+    """A segment of streams as rows [B,N,C], with the sizes of tokens [B,N] where it takes them."""
 
     def __init__(self, segment: Segment, image: tuple[int, ...]) -> None:
         super().__init__()
-        self.module = segment.module
+        self.module, self.compares = segment.module, segment.end.compared is not None
         self.entering, self.leaving = (layout_of(node, image) for node in (segment.before, segment.after))
 
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        return self.leaving.rows(self.module(self.entering.tensor(x_BNC)))
+    def compared(self, x_BNC: Tensor, *sizes: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream behind it, and what tokens are then compared by where that isn't the stream."""
+        given = self.module(self.entering.tensor(x_BNC), *sizes)
+        x, compared_BNX = given if self.compares else (given, None)
+        return self.leaving.rows(x), compared_BNX
+
+    def forward(self, x_BNC: Tensor, *sizes: Tensor) -> Tensor:
+        return self.compared(x_BNC, *sizes)[0]
 
 
 def outline_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.inputs import Inputs, each, pieces
 from corp_deploy.families.family import answers, family_of, steps_to_outputs
-from corp_deploy.families.steps import Branch, Walk
+from corp_deploy.families.steps import Branch, Passage, Walk
 from corp_deploy.families.token_merging import Tokens
 
 DIRECTIONS = 3
@@ -26,8 +26,8 @@ PIECE_TOKENS = 2048  # as many tokens have their gradients by branch and directi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tangent:
-    """Of a piece of the inputs: what enters every branch, the stream behind it [B,N,C], the gradients of the outputs by
-    that stream in every direction [V,B,N,C], and the outputs' energy.
+    """Of a piece of the inputs: what enters every branch, the stream behind it and behind every named passage [B,N,C],
+    the gradients of the outputs by that stream in every direction [V,B,N,C], and the outputs' energy.
     """
 
     entering: Mapping[str, Tokens]
@@ -65,13 +65,14 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
 def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch.Generator) -> Tangent:
     family = family_of(model)
     x_BNC = family.embedded(model, inputs).detach().requires_grad_()
-    walk = Walk.of(x_BNC, family.token_weights(model, inputs), family.merging_of(model) is not None)
+    walk = Walk.of(x_BNC, family.token_weights(model, inputs))
     entering: dict[str, Tokens] = {}
     behind: dict[str, Tensor] = {}
     for step in steps_to_outputs(model):
         before, walk = walk.tokens, walk.behind(step)
         if isinstance(step, Branch):
             entering[step.name] = before._replace(x=before.x.detach())
+        if isinstance(step, Branch) or (isinstance(step, Passage) and step.name):
             behind[step.name] = walk.tokens.x
     outputs = joined(answers(model, walk, inputs))
     moved = [
@@ -89,8 +90,10 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
 
 def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) -> Iterator[Tangent]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
-    with torch.no_grad():
-        tokens = family_of(model).embedded(model, next(pieces(inputs, 1))).shape[1]
+    tokens = len(family_of(model).token_kinds(model))
+    if not tokens:
+        with torch.no_grad():
+            tokens = family_of(model).embedded(model, next(pieces(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
     for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
         with torch.enable_grad():

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from corp_deploy.families.family import family_of
@@ -145,7 +146,9 @@ class Joint:
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
         probe, model = self.probe.fewer.fewer, self.probe.model
         if way.merging is not None:
-            probe = replace(probe, model=family_of(model).with_merging(model, way.merging))
+            with torch.inference_mode(False), torch.no_grad():  # gradients go through it
+                merged = family_of(model).with_merging(model, way.merging)
+            probe = replace(probe, model=merged)
         errors = output_errors(probe, self.own, around=around)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
         widths = allocate(curves, stage.cost, share, whole=self.whole)

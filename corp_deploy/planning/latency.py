@@ -12,8 +12,9 @@ the whole model by its digest.
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from corp_deploy.families.family import family_of, input_ports, output_ports, si
 from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.families.traced_parts import STREAM, Part, part_of
+from corp_deploy.families.traced_parts import STREAM, part_of
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.kinds import kind_of
@@ -41,7 +42,7 @@ from perf.timing.watch import watching
 
 from .curves import CostCurve
 from .latency_of_tokens import POINTS as TOKEN_POINTS
-from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, tokens_of_sites
+from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels, tokens_of_sites
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6
@@ -176,71 +177,93 @@ def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -
     )
 
 
-def _grids_of_sites(
-    model: nn.Module, method: Method, tokens: Mapping[str, int], where: LatencyTarget, scratch: Path
-) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
-    """Grids by name, one for each distinct shape and number of tokens, and those of each site by number of tokens;
-    none where a constant is left, which takes no time.
+class SiteGrids(Protocol):
+    """How the sites of a model are timed alone: `shapes` by site, the same for those that take as long as each other;
+    none where a constant is left, which takes no time, or a site stays.
     """
-    sites = sites_of(model).every
-    every = [site for site in sites if not is_empty(site.width)]
-    shapes = {site.name: table_name(site, method, model) for site in every}
+
+    @property
+    def shapes(self) -> Mapping[str, str]: ...
+    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfLayers:
+    model: nn.Module
+    method: Method
+    where: LatencyTarget
+    scratch: Path
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        every = [site for site in sites_of(self.model).every if not is_empty(site.width)]
+        return {site.name: table_name(site, self.method, self.model) for site in every}
+
+    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
+        own = sites_of(self.model).by_name[site]
+        return grid_of_site(name, own, self.method, self.model, tokens, self.where, self.scratch, points=points)
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
+class _OfSegments:
+    """Of a traced model the segments of its program that a site stands in, one for all that stand alike in alike
+    ones.
+    """
+
+    model: nn.Module
+    method: Method
+    where: LatencyTarget
+    scratch: Path
+
+    def _sizes(self, site: TracedSite) -> tuple[int, ...]:
+        return tuple(site.size_of(width) for width in kind_of(site).offers(site, self.method))
+
+    @cached_property
+    def shapes(self) -> dict[str, str]:
+        shapes, known = dict[str, str](), dict[str, str]()
+        for site in sites_of(self.model).every:
+            assert isinstance(site, TracedSite), site
+            if len(self._sizes(site)) > 1:
+                outline = part_of(self.model, site, site.width).outline
+                name = f"{site.outline(self.method.geometry)}, as in {site.name}"
+                shapes[site.name] = known.setdefault(outline, name)
+        return shapes
+
+    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
+        own = sites_of(self.model).by_name[site]
+        assert isinstance(own, TracedSite), own
+        part = part_of(self.model, own, own.width, tokens)
+
+        def open_width(size: int) -> ModuleRunner | OnnxRunner:
+            module = part_of(self.model, own, size, tokens).module
+            return _runner(module, part.inputs, part.outputs, self.where, self.scratch)
+
+        return Grid(
+            name=name,
+            identity=part.outline,
+            open_width=open_width,
+            inputs=part.inputs,
+            widths=spread(self._sizes(own), points),
+            batches=self.where.batches,
+        )
+
+
+def site_grids(model: nn.Module, method: Method, where: LatencyTarget, scratch: Path) -> SiteGrids:
+    """Of a model that merges nothing. Raises BadInput for a site of a traced model that can't be narrower."""
+    kind = _OfSegments if isinstance(model, TracedModule) else _OfLayers
+    return kind(model=model, method=method, where=where, scratch=scratch)
+
+
+def _names_at_tokens(shapes: Mapping[str, str], tokens: Mapping[str, int], whole: int) -> dict[str, dict[int, str]]:
+    """By site the names of its tables, by a few of the numbers of tokens that reach sites of its shape."""
     reach: dict[str, set[int]] = {}
-    for site in every:
-        reach.setdefault(shapes[site.name], set()).add(tokens[site.name])
+    for site, shape in shapes.items():
+        reach.setdefault(shape, set()).add(tokens[site])
     points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
-    whole = len(family_of(model).token_kinds(model))
-
-    def named(shape: str) -> dict[int, str]:
-        return {count: shape if count == whole else f"{shape}, {count} tokens" for count in points[shape]}
-
-    grids: dict[str, Grid] = {}
-    for site in every:
-        for count, name in named(shapes[site.name]).items():
-            if name not in grids:
-                grids[name] = grid_of_site(name, site, method, model, count, where, scratch)
-    return grids, {site.name: named(shapes[site.name]) if site.name in shapes else {} for site in sites}
-
-
-def _grids_of_segments(
-    model: nn.Module, method: Method, tokens: Mapping[str, int], where: LatencyTarget, scratch: Path
-) -> tuple[dict[str, Grid], dict[str, dict[int, str]]]:
-    """Of a traced model: grids of the segments that sites stand in, one for all that stand alike in alike ones, and
-    that of each site; none where a site stays.
-    """
-    grids, names, known = dict[str, Grid](), dict[str, dict[int, str]](), dict[str, str]()
-    for site in sites_of(model).every:
-        assert isinstance(site, TracedSite), site
-        sizes = tuple(site.size_of(width) for width in kind_of(site).offers(site, method))
-        names[site.name] = {}
-        if len(sizes) > 1:
-            part = part_of(model, site, site.width)
-            name = known.setdefault(part.outline, f"{site.outline(method.geometry)}, as in {site.name}")
-            names[site.name] = {tokens[site.name]: name}
-            grids.setdefault(name, _grid_of_segments(name, model, site, sizes, where, scratch, part))
-    return grids, names
-
-
-def _grid_of_segments(
-    name: str,
-    model: nn.Module,
-    site: TracedSite,
-    sizes: tuple[int, ...],
-    where: LatencyTarget,
-    scratch: Path,
-    part: Part,
-) -> Grid:
-    def open_width(size: int) -> ModuleRunner | OnnxRunner:
-        return _runner(part_of(model, site, size).module, part.inputs, part.outputs, where, scratch)
-
-    return Grid(
-        name=name,
-        identity=part.outline,
-        open_width=open_width,
-        inputs=part.inputs,
-        widths=spread(sizes, POINTS),
-        batches=where.batches,
-    )
+    return {
+        site: {count: shape if count == whole else f"{shape}, {count} tokens" for count in points[shape]}
+        for site, shape in shapes.items()
+    }
 
 
 def _runner(
@@ -271,15 +294,18 @@ def measure_tables(
     holds them. Raises BadInput for a site of a traced model that can't be narrower.
     """
     model = checkpoint.model
-    is_traced = isinstance(model, TracedModule)
     tokens, merges = tokens_of_sites(model), merges_of(model)
+    unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None)) if merges else checkpoint
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
         at = Path(scratch)
-        grids_of = _grids_of_segments if is_traced else _grids_of_sites
-        grids, names = grids_of(model, method, tokens, where, at)
-        channels = sites_of(model).every[0].entering(1)[-1] if merges else 0
+        of_sites, grids = site_grids(unmerged.model, method, where, at), dict[str, Grid]()
+        names = _names_at_tokens(of_sites.shapes, tokens, len(family_of(model).token_kinds(model)))
+        for site, at_tokens in names.items():
+            for count, name in at_tokens.items():
+                grids[name] = grids.get(name) or of_sites.grid(name, site, count)
+        channels = stream_channels(model) if merges else 0
         for step, (merge, entering) in merges.items():
             of_merges[step] = name = merge_name(merge, entering, channels)
             inputs = (Port(name="tokens", shape=(entering, channels)),)
@@ -287,17 +313,16 @@ def measure_tables(
         found = {name: cached_table(grid, where.plan, where.cache, **how) for name, grid in grids.items()}
         wholes = [cached_table(grid_of_model(checkpoint, where, at), where.plan, where.cache, **how)]
         if merges:
-            unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None))
             wholes.append(cached_table(grid_of_model(unmerged, where, at), where.plan, where.cache, **how))
     return Tables(
         by_name={name: table for name, (table, _) in found.items()},
-        names=names,
+        names={site.name: names.get(site.name, {}) for site in sites_of(model).every},
         tokens=tokens,
         dense=wholes[0][0],
         merges=of_merges,
         all_tokens=wholes[1][0] if merges else None,
         measured=sum(not cached for _, cached in (*found.values(), *wholes)),
-        of_segments=is_traced,
+        of_segments=isinstance(model, TracedModule),
     )
 
 

@@ -13,7 +13,10 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import most_merged
 from corp_deploy.families.model_cost import counted
 from corp_deploy.families.site import Site
+from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_parts import macs_at_tokens
 
+from .latency_of_tokens import stream_channels
 from .merge_curves import Array, MergeCurves, merge_places
 
 
@@ -58,12 +61,17 @@ def _running_macs(
 def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
     """Multiply-adds of one input, counted for the model as it is and by formula at fewer tokens."""
     places, count = merge_places(model), counted(model)
-    now = {name: count.within(name) for place in places for name in place.behind}
     left, sites = [curves.tokens - int(amount) for amount in curves.amounts_G], sites_of(model)
-    running_LG = np.array(
-        [[_running_macs(sites.by_name, place.behind, n, now, curves.tokens) for n in left] for place in places]
-    )
-    channels = sites.every[0].entering(1)[-1]
+    if isinstance(model, TracedModule):
+        by_step = {name: macs_at_tokens(model, name, left) for place in places for name in place.behind}
+        now = {name: macs_G[0] for name, macs_G in by_step.items()}
+        running_LG = np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places])
+    else:
+        now = {name: count.within(name) for place in places for name in place.behind}
+        running_LG = np.array(
+            [[_running_macs(sites.by_name, place.behind, n, now, curves.tokens) for n in left] for place in places]
+        )
+    channels = stream_channels(model)
     merging_GG = np.full((len(left), len(left)), np.inf)
     for one, tokens in enumerate(left):
         for other in range(one, len(left)):

@@ -19,7 +19,7 @@ from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Branch, Merge
+from corp_deploy.families.steps import Branch, Merge, Passage, Unmerge
 from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
@@ -32,11 +32,19 @@ MOST = 0.95  # of the tokens are merged away at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlace:
-    """Where a block merges: the branch before it, the tokens protected, the branches up to the next place."""
+    """Where a block merges: the step before it, the tokens protected, the steps of fewer tokens up to the next place
+    and the `sites` that stand in them.
+    """
 
     before: str
     protected: int
     behind: tuple[str, ...]
+    sites: tuple[str, ...]
+
+
+def sites_in(step: Branch | Passage) -> tuple[str, ...]:
+    """The sites that a step may have."""
+    return (step.name,) if isinstance(step, Branch) else step.sites
 
 
 def merge_places(model: nn.Module) -> list[MergePlace]:
@@ -44,13 +52,20 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     family = family_of(model)
     steps = list(family.steps(family.with_merging(model, Merging(schedule=(1,) * family.depth(model)))))
     at = [place for place, step in enumerate(steps) if isinstance(step, Merge)]
+    end = next((place for place, step in enumerate(steps) if isinstance(step, Unmerge)), len(steps))
     places = []
-    for place, following in zip(at, [*at[1:], len(steps)], strict=True):
+    for place, following in zip(at, [*at[1:], end], strict=True):
         before, merge = steps[place - 1], steps[place]
-        assert isinstance(before, Branch), before
         assert isinstance(merge, Merge), merge
-        behind = tuple(step.name for step in steps[place + 1 : following] if isinstance(step, Branch))
-        places.append(MergePlace(before=before.name, protected=merge.merge.protected, behind=behind))
+        behind = [step for step in steps[place + 1 : following] if isinstance(step, Branch | Passage)]
+        places.append(
+            MergePlace(
+                before=before.name,
+                protected=merge.merge.protected,
+                behind=tuple(step.name for step in behind),
+                sites=tuple(name for step in behind for name in sites_in(step)),
+            )
+        )
     return places
 
 

@@ -5,17 +5,20 @@ merge, G numbers of tokens merged so far.
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import most_merged
+from corp_deploy.families.steps import Passage
 from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.widths import is_empty
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.ports import Port
@@ -23,8 +26,8 @@ from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.timing.environment import environment
 from perf.timing.watch import watching
 
-from .latency import POINTS, LatencyTarget, grid_of_merge, grid_of_model, grid_of_site, refuse_disturbed, table_name
-from .latency_of_tokens import latency_at, merge_name, spread
+from .latency import POINTS, LatencyTarget, grid_of_merge, grid_of_model, refuse_disturbed, site_grids
+from .latency_of_tokens import latency_at, merge_name, spread, stream_channels
 from .merge_costs import MergeCosts
 from .merge_curves import MergeCurves, merge_places
 
@@ -36,7 +39,9 @@ FEW = 1 / 8  # of the most that can be merged at once; a merge of so many is mea
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeLatencies:
     """Tables of each site's layer by its number of tokens, of merges by the tokens that enter and how many are merged
-    away, and of the dense model, at one batch size.
+    away, and of the dense model, at one batch size. `parts`: sites whose tables are of all that any is, each part of
+    the model once; `of_segments`: whether a table is of more than its site, whose is what it takes above that at the
+    narrowest.
     """
 
     sites: Mapping[str, Mapping[int, LatencyTable]]
@@ -44,6 +49,8 @@ class MergeLatencies:
     protected: int
     dense: LatencyTable
     batch: int
+    parts: tuple[str, ...] = ()
+    of_segments: bool = False
 
     def site_ms(self, site: str, size: int, tokens: int) -> float:
         """Of a site's layer."""
@@ -81,27 +88,26 @@ def measure_merge_latencies(
     the model. Raises BadInput where other programs had the machine for too much of one.
     """
     model, batch = dense.model, where.batches[0]
-    sites = sites_of(model).every
-    every = [site for site in sites if not is_empty(site.width)]
+    sites, places = sites_of(model).every, merge_places(model)
     counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
-    shapes = {site.name: table_name(site, method, model) for site in every}
-    channels = every[0].entering(1)[-1]
+    channels = stream_channels(model)
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
 
         def table(grid: Grid) -> LatencyTable:
             return cached_table(grid, where.plan, where.cache, **how)[0]
 
+        grids = site_grids(model, method, where, Path(scratch))
+        behind = {grids.shapes[name]: name for place in places for name in place.sites if name in grids.shapes}
         of_shapes: dict[str, dict[int, LatencyTable]] = {}
-        for site in every:
-            shape = shapes[site.name]
+        for site, shape in grids.shapes.items():
             if shape in of_shapes:
                 continue
             of_shapes[shape] = {}
-            for tokens in counts:
+            for tokens in counts if shape in behind else counts[-1:]:
                 whole = tokens == losses.tokens
                 name, points = (shape, POINTS) if whole else (f"{shape}, {tokens} tokens", FEWER_POINTS)
-                grid = grid_of_site(name, site, method, model, tokens, where, Path(scratch), points=points)
+                grid = grids.grid(name, behind.get(shape, site), tokens, points=points)
                 of_shapes[shape][tokens] = table(grid)
         merges: dict[int, dict[int, LatencyTable]] = {}
         for tokens in counts:
@@ -115,20 +121,33 @@ def measure_merge_latencies(
     of_merges = [each for of_counts in merges.values() for each in of_counts.values()]
     refuse_disturbed({each.name: each for each in (*layers, *of_merges, whole_table)})
     return MergeLatencies(
-        sites={site.name: of_shapes[shapes[site.name]] if site.name in shapes else {} for site in sites},
+        sites={site.name: of_shapes[grids.shapes[site.name]] if site.name in grids.shapes else {} for site in sites},
         merges=merges,
         protected=losses.protected,
         dense=whole_table,
         batch=batch,
+        parts=_parts(model),
+        of_segments=isinstance(model, TracedModule),
     )
 
 
+def _parts(model: nn.Module) -> tuple[str, ...]:
+    """Sites whose layers are the model's, each once: of a traced one a site for each step, that stands in no other."""
+    every = [site.name for site in sites_of(model).every]
+    if not isinstance(model, TracedModule):
+        return tuple(every)
+    steps = [step for step in family_of(model).steps(model) if isinstance(step, Passage)]
+    count = Counter(name for step in steps for name in step.sites)
+    own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)
+    return tuple(names[0] for names in own if names)
+
+
 def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
-    """Of every site's layer at its own width and so many tokens."""
-    sites = sites_of(dense.model).every
+    """Of the layer of each part of the model at its own width and so many tokens."""
+    sites = sites_of(dense.model).by_name
     return {
-        site.name: round(1e6 * latencies.site_ms(site.name, site.size_of(site.width), tokens[site.name]))
-        for site in sites
+        name: round(1e6 * latencies.site_ms(name, sites[name].size_of(sites[name].width), tokens[name]))
+        for name in latencies.parts
     }
 
 
@@ -137,7 +156,7 @@ def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLa
     model = dense.model
     whole = len(family_of(model).token_kinds(model))
     left = [losses.tokens - int(amount) for amount in losses.amounts_G]
-    behind = [[name for name in place.behind if name in latencies.sites] for place in merge_places(model)]
+    behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(model)]
     at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in left]
     running_LG = np.array([[sum(of[name] for name in names) for of in at] for names in behind], dtype=np.float64)
     merging_GG = np.full((len(left), len(left)), np.inf)

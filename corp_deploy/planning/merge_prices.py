@@ -74,17 +74,14 @@ def prices_by_latencies(
         tokens = tokens_of_sites(model)
         now = sites_ns(dense, latencies, tokens)
         merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
-        repriced = [
-            replace(
-                curve,
-                costs=tuple(
-                    round(1e6 * latencies.site_ms(curve.site, sites[curve.site].size_of(width), tokens[curve.site]))
-                    for width in curve.widths
-                ),
-                cost_now=now[curve.site],
-            )
-            for curve in curves
-        ]
+        repriced = list[CostCurve]()
+        for curve in curves:
+            at, size_of = tokens[curve.site], sites[curve.site].size_of
+            sizes = [*map(size_of, curve.widths), size_of(sites[curve.site].width)]
+            costs = [round(1e6 * latencies.site_ms(curve.site, size, at)) for size in sizes]
+            least = min(costs) if latencies.of_segments else 0
+            *of_widths, cost_now = (cost - least for cost in costs)
+            repriced.append(replace(curve, costs=tuple(of_widths), cost_now=cost_now))
         return repriced, whole - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)
 
     costs = merge_costs_in_ns(dense, losses, latencies)

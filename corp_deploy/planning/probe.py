@@ -167,7 +167,7 @@ class Probe:
     def _start(self) -> Walk:
         family = family_of(self.model)
         x_BNC = family.embedded(self.model, self.inputs)
-        return Walk.of(x_BNC, family.token_weights(self.model, self.inputs), family.merging_of(self.model) is not None)
+        return Walk.of(x_BNC, family.token_weights(self.model, self.inputs))
 
     def _reduced(self, trials: Sequence[Trial]) -> list[Reduced]:
         method = replace(self._ragged, mlp_swaps=False)

@@ -27,7 +27,7 @@ from .objective import stream_error
 from .parts import Parts
 from .subject import Subject
 from .together import Together
-from .walk import Block, blocks, entered
+from .walk import Block, blocks
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
@@ -66,7 +66,7 @@ def first_streams(dense: nn.Module, reduced: nn.Module, inputs: InputSet) -> lis
         for at in range(len(x_BMC)):
             x_1MC = x_BMC[at : at + 1]
             weights_1M = None if weights_BM is None else weights_BM[at : at + 1]
-            rows.append(Both(x_1MC, weights_1M, entered(reduced, x_1MC, weights_1M)))
+            rows.append(Both(x_1MC, weights_1M, Walk.of(x_1MC, weights_1M)))
     return rows
 
 
@@ -127,7 +127,7 @@ class OneBlock:
 
 @torch.no_grad()
 def _behind_dense(block: Block, rows: Sequence[Both]) -> list[Both]:
-    return [row._replace(dense=block(Walk.of(row.dense, row.weights, merges=False)).tokens.x) for row in rows]
+    return [row._replace(dense=block(Walk.of(row.dense, row.weights)).tokens.x) for row in rows]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import Branch, Merge, Passage, Step
+from corp_deploy.families.steps import Branch, Merge, Passage, Step, Unmerge, through
 from corp_deploy.families.traced_segments import ByRows
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
@@ -63,9 +63,9 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Ten
     site, in place; the dense stream is behind it then, the reduced one before it.
     """
     family, fitted = family_of(dense), set(fitted_steps(dense, model))
-    before = (step for step in family.steps(dense, read=read) if not isinstance(step, Merge))
+    before = (step for step in family.steps(dense, read=read) if not isinstance(step, Merge | Unmerge))
     for step in family.steps(model, read=read):
-        if isinstance(step, Merge):  # the dense stream is never merged
+        if isinstance(step, Merge | Unmerge):  # the dense stream is never merged
             for pair in pairs:
                 pair.advance(step)
             continue
@@ -75,8 +75,8 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Ten
         if isinstance(step, Branch | Passage) and step.name in fitted:
             fit(step, step.name, pairs)
         for pair in pairs:
-            if isinstance(step, Branch):
-                pair.advance_reduced(step, step.layer)
+            if isinstance(step, Branch | Passage):
+                pair.reduced, pair.beside_BNX = through(step, pair.reduced, pair.present_BN)
             else:
                 pair.reduced = step(pair.reduced, pair.present_BN)
 

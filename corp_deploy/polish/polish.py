@@ -152,7 +152,7 @@ def polished(
     inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
     # What a merged token should be is told by the tokens that it stands for.
     dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)
-    read = tokens_to_fit(dense, reads)
+    read = tokens_to_fit(reduced, reads)
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replaced(reduced, {}).eval()
         kept = Teacher(dense, inputs.held_out, cache_bytes=options.cache_bytes)

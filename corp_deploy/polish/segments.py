@@ -21,6 +21,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.families.steps import Branch, Nothing, Passage
 from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_segments import ByRows, Segment
 from corp_deploy.families.traced_site import TracedSite, TracedStream
 from corp_deploy.reduction.streams import Pair
@@ -50,26 +51,26 @@ def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
     """
     assert isinstance(step.module, ByRows), step.name
     own, by_name = tracing(model), sites_of(model).by_name
-    segment = next(each for each in own.segments if each.name == step.name)
+    program, segment = own.running, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]
     touched = {name for site in inside if not isinstance(site, TracedStream) for name in _touched(site)}
-    nodes = needed(own.program, segment.before, [segment.after])
+    nodes = needed(program, segment.before, [segment.after], beside=segment.beside)
     together = dict[tuple[fx.Node, bool], list[Called]]()
-    for layer in layers(own.program):
+    for layer in layers(program):
         is_one = layer.weight in touched and layer.node in nodes and len(own.uses[layer.weight]) == 1
-        if is_one and _is_fitted(own.program, layer):
+        if is_one and _is_fitted(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
-    branch, steps = _branch(own.program, segment, step.module), list[Step]()
+    branch, steps = _branch(own, segment, step.module), list[Step]()
     for (_, is_biasless), called in together.items():
         way = _Way(
-            program=own.program,
+            program=program,
             nodes=tuple(nodes),
             segment=segment,
             branch=branch,
             step=step.module,
             called=tuple(called),
         )
-        matrices = (_matrix(own.program, each, is_biasless) for each in called)
+        matrices = (_matrix(program, each, is_biasless) for each in called)
         look = partial(_lacking, way, is_biasless)
         steps.append(Step(matrices=tuple(matrices), linearised=partial(Linearised, look)))
     return Sublayer(branch=branch, steps=tuple(steps))
@@ -100,14 +101,24 @@ def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
     return Matrix(name=layer.name, layer=as_module(program, own), scale=1.0)
 
 
-def _branch(program: Program, segment: Segment, module: ByRows) -> Branch:
+def _branch(own: Tracing, segment: Segment, module: ByRows) -> Branch:
     """All that the stream is behind the segment is what it gives; of its tokens those count that go anywhere."""
     _, tokens, channels = module.leaving.rows(torch.empty(1, *module.leaving.sizes)).shape
     is_last_axis = module.leaving.axis == len(module.leaving.sizes)
-    gone = unread(program, segment.after) if is_last_axis else None
-    read = None if gone is None else (~gone).flatten().nonzero()[:, 0]
-    shortcut = Nothing(tokens, channels)
-    return Branch(name=segment.name, norm=nn.Identity(), layer=module, scale_C=None, read=read, shortcut=shortcut)
+    gone = unread(own.program, segment.cut) if is_last_axis else None
+    read_N = None if gone is None else ~gone.flatten()
+    if own.fewer is not None:
+        read_N = own.fewer.read_of(segment.after, read_N)
+    read = None if read_N is None else read_N.nonzero()[:, 0]
+    return Branch(
+        name=segment.name,
+        norm=nn.Identity(),
+        layer=module,
+        scale_C=None,
+        read=read,
+        shortcut=Nothing(tokens, channels),
+        mixes_tokens=bool(segment.beside),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +132,12 @@ class _Way:
     step: ByRows
     called: tuple[Called, ...]
 
-    def values(self, x_BNC: Tensor) -> Values:
+    def values(self, x_BNC: Tensor, sizes_BN: Tensor | None) -> Values:
         """Of a stream that enters the segment."""
-        return run(self.program, self.nodes, {self.segment.before: self.step.entering.tensor(x_BNC)})
+        entering = {self.segment.before: self.step.entering.tensor(x_BNC)}
+        if sizes_BN is not None:
+            entering |= dict.fromkeys(self.segment.beside, sizes_BN)
+        return run(self.program, self.nodes, entering)
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """What counts of the stream behind it [X,C]."""
@@ -160,10 +174,15 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
 
 
 def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
-    values = way.values(pair.reduced)
+    values = way.values(pair.reduced, pair.present_BN)
     first = way.called[0].node
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
-    return Lacking(tangent=tangent, lacking_XO=way.read(pair.target) - tangent.out_XO.detach())
+    weights_BN = pair.row_weights(way.branch.read)
+    return Lacking(
+        tangent=tangent,
+        lacking_XO=way.read(pair.target) - tangent.out_XO.detach(),
+        weight_X=None if weights_BN is None else weights_BN.flatten(),
+    )

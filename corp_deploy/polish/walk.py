@@ -63,14 +63,9 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
     return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(family_of(model).steps(model)))
 
 
-def entered(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> Walk:
-    """A residual stream before the model's first block, its tokens followed where the model merges some."""
-    return Walk.of(x_BNC, weights_BN, family_of(model).merging_of(model) is not None)
-
-
 def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:
     """The residual stream behind each block, of one that enters the first."""
-    walk, behind = entered(model, x_BNC, weights_BN), list[Tokens]()
+    walk, behind = Walk.of(x_BNC, weights_BN), list[Tokens]()
     for block in blocks(model):
         walk = block(walk)
         behind.append(walk.tokens)

@@ -31,8 +31,7 @@ def random_stream(like_1NC: Tensor) -> Tensor:
 
 def _walked(model: nn.Module, inputs: Inputs) -> Walk:
     family = family_of(model)
-    x_BNC, merges = family.embedded(model, inputs), family.merging_of(model) is not None
-    walk = Walk.of(x_BNC, family.token_weights(model, inputs), merges)
+    walk = Walk.of(family.embedded(model, inputs), family.token_weights(model, inputs))
     for step in steps_to_outputs(model):
         walk = walk.behind(step)
     return walk

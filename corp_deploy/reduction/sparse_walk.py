@@ -15,10 +15,11 @@ from calib.inputs import moved
 from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Walk
+from corp_deploy.families.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
 
-State = Any  # a Walk between two steps, or the inputs of a model that is run whole
+State = Any  # a Walk between two steps, Tokens between two cuts, or the inputs of a model that is run whole
 Run = Callable[[State], object]
 
 
@@ -64,7 +65,8 @@ class Pair:
 
     @property
     def weights(self) -> Tensor | None:
-        return self.sparse.tokens.sizes if isinstance(self.sparse, Walk) else None
+        tokens = self.sparse.tokens if isinstance(self.sparse, Walk) else self.sparse
+        return tokens.sizes if isinstance(tokens, Tokens) else None
 
 
 def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pair]:
@@ -73,13 +75,12 @@ def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pa
             here = moved(batch, device(model))
             yield Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
         return
-    merges = family_of(model).merging_of(model) is not None
     for x_BNC, weights_BN in embedded(model, inputs, batch_size):
         size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
         pieces = x_BNC.split(size)
         weights = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
         for piece_BNC, piece_BN in zip(pieces, weights, strict=True):
-            walk = Walk.of(piece_BNC, piece_BN, merges)
+            walk = Walk.of(piece_BNC, piece_BN)
             yield Pair(walk, walk, len(piece_BNC))
 
 

@@ -64,8 +64,8 @@ def _sums(
         if before is not None:
             _, y = heard(step.reduced, pair.reduced, before)
         weights = pair.weights
-        if weights is not None:
-            assert x.shape[:-1] == weights.shape, (place.name, x.shape, weights.shape)
+        if weights is not None and x.shape[:-1] != weights.shape:
+            weights = None  # behind a pooling
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
             if weights is None:
                 own.add(x_NK.unsqueeze(0), y_NO.unsqueeze(0))
@@ -210,7 +210,8 @@ def sparsified(
     before, traced = layered(reduced) if isinstance(reduced, TracedModule) else (reduced, ())
     own = replaced(before, {})
     every = list(sparse_places_of_program(own, traced, how.kinds) if traced else sparse_places(own, how.kinds))
-    if not traced and not is_run_whole(reduced) and family_of(reduced).merging_of(reduced) is not None:
+    is_walked = isinstance(reduced, TracedModule) or not is_run_whole(reduced)
+    if is_walked and family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)

@@ -14,8 +14,8 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Branch, Merge, Step
-from corp_deploy.families.token_merging import Tokens, sources_of
+from corp_deploy.families.steps import Branch, Merge, Passage, Step, Unmerge, through
+from corp_deploy.families.token_merging import Tokens
 from ground.errors import BadInput
 
 HELD_OUT_EVERY = 4
@@ -56,8 +56,11 @@ class Pair:
 
     def advance(self, step: Step) -> None:
         """Both through the same step; once, as long as they are one. The dense stream is never merged."""
-        if isinstance(step, Merge):
-            self._merge(step)
+        if isinstance(step, Merge | Unmerge):
+            tokens = Tokens(self.reduced, self.present_BN, self.sources_BM)
+            tokens = step(tokens) if isinstance(step, Unmerge) else step(tokens, self.beside_BNX)
+            self.reduced, self.sizes_BN, self.sources_BM = tokens
+            self.beside_BNX = None
             return
         same = self.reduced is self.dense
         reduced, beside = self._behind(step, self.reduced, self.present_BN)
@@ -77,16 +80,10 @@ class Pair:
 
     @staticmethod
     def _behind(step: Step, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(step, Branch):
-            return step.passed(step.layer, x_BNC, weights_BN)
-        assert not isinstance(step, Merge), step
+        if isinstance(step, Branch | Passage):
+            return through(step, x_BNC, weights_BN)
+        assert not isinstance(step, Merge | Unmerge), step
         return step(x_BNC, weights_BN), None
-
-    def _merge(self, step: Merge) -> None:
-        sources_BM = sources_of(self.dense) if self.sources_BM is None else self.sources_BM
-        tokens = step(Tokens(self.reduced, self.present_BN, sources_BM), self.beside_BNX)
-        self.reduced, self.sizes_BN, self.sources_BM = tokens
-        self.beside_BNX = None
 
     def rows(self, x_BNC: Tensor, tokens: Tensor | None = None) -> Tensor:
         """What counts in sums over the reduced stream's tokens, among these tokens (None: all): [B,N,C], or one row of

@@ -20,7 +20,7 @@ from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.cuts import cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
-from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
 from ground.errors import BadInput
 
@@ -257,10 +257,9 @@ class Segment:
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
         """Places that outputs read of what a node gives where tokens are merged: all where any of those may be."""
         fewer = self.student.fewer
-        if read_P is None or fewer is None or node.name not in fewer.merge_at:
+        if fewer is None or node.name not in fewer.merge_at:
             return read_P
-        is_merged = bool(read_P[fewer.merge_at[node.name].protected :].any())
-        return None if is_merged else read_P[: sizes_at_one(fewer.stands[node.name])[1]]
+        return fewer.read_of(fewer.stands[node.name], read_P)
 
     def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
         """To the cut behind it; as long as the student has not changed both are one."""

@@ -15,7 +15,7 @@ from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
 
 from .call import call_of
-from .cuts import passed_by_all, without_values
+from .cuts import passed_by_all, ways_out, without_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,10 +53,10 @@ class Block:
 
 def blocks_of(program: Program) -> tuple[Block, ...] | str:
     """In order of the program; or why its tokens are in no stream between attentions."""
-    attentions = list(_attentions(program))
+    attentions = attentions_of(program)
     if not attentions:
         return "no attention of tokens is found in its program"
-    constants, passed = without_values(program), {each.node for each in passed_by_all(program)}
+    constants, passed = without_values(program), {each.node for each in passed_by_all(program, ways_out(program))}
     by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
     before: dict[fx.Node, fx.Node] = {}
     for each in attentions:
@@ -74,8 +74,12 @@ def blocks_of(program: Program) -> tuple[Block, ...] | str:
     )
 
 
-def _attentions(program: Program) -> Iterator[Attention]:
+def attentions_of(program: Program) -> tuple[Attention, ...]:
     """Those of as many queries as keys."""
+    return tuple(_attentions(program))
+
+
+def _attentions(program: Program) -> Iterator[Attention]:
     for node in program.nodes:
         whole = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == WHOLE else None
         if whole is not None and len(node.all_input_nodes) > 1:

@@ -34,23 +34,23 @@ class Cut:
     name: str
 
 
-def cuts(found: Found, *, beside_outputs: bool = False) -> tuple[Cut, ...]:
+def cuts(found: Found, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
     """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
     elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
-    of several the last stream is one too.
+    of several the last stream is one too. `to_end`: one behind the last contraction too.
 
     A program of several inputs has none before the last use of all but its first input.
     """
     removable, names = _removable(found), _names(found.program)
-    ways_out = _ways_out(found.program) if beside_outputs else frozenset()
+    out = ways_out(found.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in passed_by_all(found.program, ways_out):
+    for node in passed_by_all(found.program, out):
         is_due = is_due or any(macs(each) > 0 for each in node.since)
         if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
             is_due = False
-    is_at_end = bool(chosen) and not is_due and not ways_out
+    is_at_end = bool(chosen) and not is_due and not out and not to_end
     return tuple(chosen[:-1] if is_at_end else chosen)
 
 
@@ -62,9 +62,9 @@ class _Passed:
     since: list[fx.Node]
 
 
-def passed_by_all(program: Program, ways_out: frozenset[tuple[fx.Node, fx.Node]] = frozenset()) -> Iterator[_Passed]:
-    """`ways_out`: uses that don't count."""
-    aside = without_values(program) | {user for _, user in ways_out if user.op != "output"}
+def passed_by_all(program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset()) -> Iterator[_Passed]:
+    """`out`: uses that don't count."""
+    aside = without_values(program) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
@@ -72,11 +72,11 @@ def passed_by_all(program: Program, ways_out: frozenset[tuple[fx.Node, fx.Node]]
         if last <= at and node.op == "call_function":
             yield _Passed(node=node, since=nodes[start : at + 1])
             start = at + 1
-        counted = (user for user in node.users if user in place and (node, user) not in ways_out)
+        counted = (user for user in node.users if user in place and (node, user) not in out)
         last = max([last, *(place[user] for user in counted)])
 
 
-def _ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
+def ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
     """Uses on the way to all outputs but that of which most is computed; none where something is contracted there."""
     before = {node: needed(program, None, [node]) for node in program.output.all_input_nodes}
     longest = max(before, key=lambda node: len(before[node]))
@@ -131,18 +131,24 @@ def _loses(found: Found, node: fx.Node, removable: Tensor) -> bool:
 
 
 def between(
-    program: Program, before: fx.Node | None, after: fx.Node | None, *, outputs: Sequence[fx.Node] | None = None
+    program: Program,
+    before: fx.Node | None,
+    after: fx.Node | None,
+    *,
+    beside: Sequence[fx.Node] = (),
+    outputs: Sequence[fx.Node] | None = None,
 ) -> fx.GraphModule:
     """What makes of the tensor at one cut that at a later one, or the outputs, or these of them as a tuple; without
-    `before` of the inputs. It has the program's own parameters.
+    `before` of the inputs. `beside`: what else it takes, behind that tensor. It has the program's own parameters.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for each in () if before is None else (before, *beside):
+        nodes[each] = graph.placeholder(each.name)
+        nodes[each].meta = dict(each.meta)
     if before is not None:
-        nodes[before] = graph.placeholder(before.name)
-        nodes[before].meta = dict(before.meta)
         batch = graph.call_function(_SIZE, (nodes[before], 0))
     ends = [after or program.output] if outputs is None else outputs
-    for node in needed(program, before, ends):
+    for node in needed(program, before, ends, beside=beside):
         if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
             nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))
         else:
@@ -152,16 +158,18 @@ def between(
     elif after is not None:
         graph.output((nodes[after],))
     if outputs is None:
-        graph.set_codegen(_codegen(program, before, after))
-    graph.eliminate_dead_code()
+        graph.set_codegen(_codegen(program, before, after, beside))
+    graph.eliminate_dead_code(lambda node: node.op != "call_module" and bool(node.is_impure()))  # a merge is pure
     return fx.GraphModule(program.graph, graph).eval()
 
 
-def needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) -> list[fx.Node]:
-    """What has to be computed for these nodes, themselves too, of the tensor at a cut or of the inputs, in order of the
-    program. Sizes of tensors in front of the cut are among it without those tensors.
+def needed(
+    program: Program, before: fx.Node | None, ends: Collection[fx.Node], *, beside: Collection[fx.Node] = ()
+) -> list[fx.Node]:
+    """What has to be computed for these nodes, themselves too, of the tensor at a cut, and what is known `beside` it,
+    or of the inputs, in order of the program. Sizes of tensors in front of the cut are among it without those tensors.
     """
-    found = _needed(program, before, ends)
+    found = _needed(program, before, ends, beside)
     inputs = {node for node in program.nodes if node.op == "placeholder"}
     crossing = found & inputs
     assert before is None or not crossing, (before, ends)
@@ -175,26 +183,32 @@ def outputs_behind(program: Program, cut: fx.Node) -> list[fx.Node]:
     return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
 
 
-def _needed(program: Program, before: fx.Node | None, ends: Collection[fx.Node]) -> set[fx.Node]:
+def _needed(
+    program: Program, before: fx.Node | None, ends: Collection[fx.Node], beside: Collection[fx.Node] = ()
+) -> set[fx.Node]:
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
-    front = [node for node in ends if node is not before]
+    known = {before, *beside}
+    front = [node for node in ends if node not in known]
     found = set(front)
     while front:
         node = front.pop()
         is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
         for each in [] if is_size else node.all_input_nodes:
-            if each is not before and each not in found:
+            if each not in known and each not in found:
                 found.add(each)
                 front.append(each)
     return found
 
 
-def _codegen(program: Program, before: fx.Node | None, after: fx.Node | None) -> _PyTreeCodeGen:
+def _codegen(
+    program: Program, before: fx.Node | None, after: fx.Node | None, beside: Sequence[fx.Node]
+) -> _PyTreeCodeGen:
     """Inputs and outputs arranged as the program's are, where they are those."""
     own = program.graph.graph._codegen
     assert isinstance(own, _PyTreeCodeGen), own
     names, entering, leaving = own.pytree_info
     if before is not None:
-        names, entering = [before.name], tree_structure(((0,), {}))
+        names = [each.name for each in (before, *beside)]
+        entering = tree_structure(((0,) * len(names), {}))
     return _PyTreeCodeGen(_PyTreeInfo(names, entering, tree_structure(0) if after is not None else leaving))

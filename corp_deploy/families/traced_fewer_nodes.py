@@ -1,0 +1,239 @@
+"""Nodes of a program copied one by one, those behind a place where tokens became fewer at the sizes that are left.
+
+Legend: B inputs, N tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from corp_deploy.traced.finding.attentions import Attention
+from corp_deploy.traced.finding.call import call_of
+from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE, added_scores
+from corp_deploy.traced.programs.folding import NUMBERS
+from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
+
+from .traced_token_sizes import at_any_batch, changed_axes, resized
+
+_ARRANGED = frozenset(
+    ("permute", "transpose", "t", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "getitem", "stack")
+)
+_REDUCED = frozenset(("mean", "sum", "amax", "amin", "softmax", "_softmax"))
+"""What fewer tokens give something alike of, where they are tokens as the others were."""
+_ALONG = _REDUCED | {
+    "cat",
+    "select",
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "log_softmax",
+    "var",
+}
+"""What works along the axes that it names, and token by token along others."""
+_ANY = "a merged token would stand at none of its places"
+
+
+class Stands(Exception):
+    """At a node that reads tokens by where they stand, or all of them at once."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'} {reason}")
+        self.node = node
+
+
+@dataclass(slots=True, kw_only=True)
+class FewerNodes:
+    """`nodes`: what stands in `graph` for those of the program. `protected`: tokens in front that stay where they are;
+    `as_before`: whether the others are tokens as they were, as those are that others were dropped beside.
+
+    `units`: of nodes whose tokens are fewer, how many one of its axes of tokens counted, and how many it does now, or
+    a multiple of these; `axes`: which those are; `values`: what nodes give now, on meta, at a batch of 1.
+    """
+
+    program: Program
+    protected: int
+    as_before: bool
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    units: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    axes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def copy_(self, node: fx.Node, **instead: fx.Node) -> None:
+        """As it is; `instead`: other nodes in place of some that it takes, by their names."""
+        self.nodes[node] = self.graph.node_copy(node, lambda each: instead.get(each.name, self.nodes.get(each)))
+
+    def begin_(self, node: fx.Node, tokens: int) -> None:
+        """What stands for a stream [B,N,C] has so many tokens."""
+        _, whole, channels = sizes_at_one(node)
+        self.values[node] = self.value(node).new_empty((1, tokens, channels))
+        self.units[node], self.axes[node] = (whole, tokens), frozenset({1})
+
+    def end_(self, node: fx.Node) -> None:
+        """What stands for a node has all its tokens again."""
+        del self.units[node], self.axes[node], self.values[node]
+
+    def is_behind(self, node: fx.Node) -> bool:
+        """Whether it takes something of fewer tokens."""
+        return any(each in self.units for each in node.all_input_nodes)
+
+    def behind_(self, node: fx.Node, attention: Attention | None) -> None:
+        """One more node that takes fewer tokens. Raises Stands where it needs all."""
+        unit = self._unit(node)
+        args, kwargs = self._arguments(node, unit)
+        is_left = self.refuse_reading(node, attention)
+        value = self._run(node, args, kwargs)
+        self.copy_(node)
+        new = self.nodes[node]
+        new.args, new.kwargs = fx.map_arg((args, kwargs), lambda each: self.nodes[each])
+        self.values[node] = value
+        axes = frozenset(changed_axes(sizes_at_one(node), tuple(value.shape))) if isinstance(value, Tensor) else None
+        if axes is None or axes:
+            self.units[node] = unit if is_left else (unit[0] - self.protected, unit[1] - self.protected)
+            self.axes[node] = axes or frozenset()
+
+    # Values on meta, at a batch of 1.
+
+    def value(self, node: fx.Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        number = number_of(node)
+        if number is not None:
+            return number
+        types = tree_map_only(Tensor, lambda each: each.dtype, node.meta["val"])
+        if isinstance(types, torch.dtype):
+            return torch.empty(sizes_at_one(node), dtype=types, device="meta")
+        return [torch.empty(size, dtype=of, device="meta") for size, of in zip(sizes_at_one(node), types, strict=True)]
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        given = fx.map_arg((args, kwargs), self.value)
+        given = tree_map_only(torch.device, lambda _: torch.device("meta"), given)
+        assert callable(node.target), node
+        try:
+            return node.target(*given[0], **given[1])
+        except RuntimeError:
+            raise Stands(node, f"takes something with a place for every token, as positions are: {_ANY}") from None
+
+    # Arguments with the sizes that are now.
+
+    def _unit(self, node: fx.Node) -> tuple[int, int]:
+        units = {self.units[each] for each in node.all_input_nodes if each in self.units}
+        if len(units) > 1:
+            raise Stands(node, "takes tokens beside some of them")
+        return units.pop()
+
+    def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
+        op = operation(node)
+        if op in SHAPED:
+            return self._reshaped(node, unit)
+        if op in ("expand", "broadcast_to"):
+            before = self.value(node.args[0])  # type: ignore[arg-type]
+            missing = len(node.args[1]) - before.dim()  # type: ignore[arg-type]
+            asked: Any = node.args[1]
+            sizes = [-1 if at >= missing and before.shape[at - missing] != 1 else each for at, each in enumerate(asked)]
+            return (node.args[0], sizes), {}
+        if op == WHOLE and _masks_nothing(self.program, node):
+            others = {name: each for name, each in node.kwargs.items() if name != "attn_mask"}
+            return (*node.args[:3], None, *node.args[4:]), others
+        return node.args, node.kwargs
+
+    def _reshaped(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
+        source = node.args[0]
+        assert isinstance(source, fx.Node), node
+        old, new = sizes_at_one(source), tuple(self.value(source).shape)
+        if operation(node) in ("squeeze", "unsqueeze", "flatten", "ravel"):
+            return node.args, node.kwargs
+        wanted = resized(old, new, sizes_at_one(node), unit)
+        if wanted is None:
+            raise Stands(node, f"lays tokens out by where they stand: {_ANY}")
+        sizes = at_any_batch(node, wanted)
+        if sizes is None:
+            raise Stands(node, "puts tokens and images on several axes at once")
+        if operation(node) == "unflatten":
+            dim = call_of(node, {}).arguments["dim"] % len(old)
+            sizes = sizes[dim : dim + 1 + len(wanted) - len(old)]
+            return (source, dim, sizes), {}
+        return (source, sizes), {}
+
+    # What reads tokens by where they stand.
+
+    def refuse_reading(self, node: fx.Node, attention: Attention | None) -> bool:
+        """Whether the protected tokens are still there behind a node. Raises Stands for one that reads tokens by where
+        they stand, or all at once.
+        """
+        op = operation(node)
+        entering = [each for each in node.all_input_nodes if each in self.units]
+        axes, rank = frozenset[int]().union(*(self.axes[each] for each in entering)), len(sizes_at_one(entering[0]))
+        if op in _ARRANGED | SHAPED | SAME | {"expand", "broadcast_to"} or _is_pointwise(node):
+            return True
+        if attention is not None and self._is_of_tokens(node, attention):
+            return True
+        if op == "linear" and rank - 1 not in axes:
+            return True
+        if op in ("layer_norm", "rms_norm"):
+            last = len(call_of(node, {}).arguments["normalized_shape"])
+            if all(dim < rank - last for dim in axes):
+                return True
+        if op in _ALONG:
+            return self._refuse_along(node, axes, rank)
+        if op == WHOLE and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
+            return True
+        raise Stands(node, "reads all tokens at once: those that were merged would count as one")
+
+    def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
+        arguments, op = call_of(node, {}).arguments, operation(node)
+        dims = arguments.get("dim")
+        dims = range(rank) if dims is None else dims if isinstance(dims, list | tuple) else (dims,)
+        if axes.isdisjoint(each % rank for each in dims) or self._reads_protected(op, arguments):
+            return True
+        if self.as_before:
+            if op == "slice" and arguments["start"] == self.protected and (arguments["end"] or 1 << 62) > 1 << 31:
+                return False
+            if op in _REDUCED:
+                return True
+        raise Stands(node, "reads all tokens at once, or some by where they stand")
+
+    def _reads_protected(self, op: str, arguments: Any) -> bool:
+        if op == "select":
+            return bool(0 <= arguments["index"] < self.protected)
+        if op != "slice" or arguments["step"] != 1:
+            return False
+        start, end = arguments["start"] or 0, arguments["end"]
+        return start >= 0 and end is not None and 0 <= end <= self.protected
+
+    def _is_of_tokens(self, node: fx.Node, attention: Attention) -> bool:
+        if operation(node) in SOFTMAX:
+            return True
+        sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == WHOLE else 2]]
+        last = len(sizes_at_one(node.all_input_nodes[0])) - 1
+        if operation(node) == WHOLE:
+            arguments = call_of(node, {}).arguments
+            masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
+            if masks or arguments["is_causal"]:
+                raise Stands(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
+            return sides == [frozenset({last - 1})] * 3
+        dims = ((last - 1,), (last,)) if node is attention.product else ((last - 1, last), (last - 1,))
+        return sides == list(map(frozenset, dims))
+
+
+def _masks_nothing(program: Program, node: fx.Node) -> bool:
+    """Whether what is added to scores is nothing, for every pair and every image, and whatever weights are."""
+    front = [call_of(node, {}).arguments["attn_mask"]]
+    if front[0] is None:
+        return False
+    for each in front:
+        front += [source for source in each.all_input_nodes if source not in front and number_of(source) is None]
+    if not all(str(each.target).startswith(NUMBERS) for each in front if each.op == "get_attr"):
+        return False
+    added = added_scores(program, node)
+    return added is not None and not added.is_meta and not bool(added.any())
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -1,0 +1,246 @@
+"""A program copied node by node into one that merges tokens behind its blocks' attentions.
+
+Legend: B inputs, H heads, N tokens, D dimensions of a head, X dimensions compared.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from corp_deploy.traced.finding.attentions import Attention, Block
+from corp_deploy.traced.finding.cuts import ways_out
+from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
+from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
+from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
+from corp_deploy.traced.programs.sizes import size_
+from ground.errors import BadInput
+
+from .merging import Merging
+from .token_merging import TokenMerge, key_bias, unmerged
+from .traced_fewer import Fewer
+from .traced_fewer_nodes import FewerNodes, Stands
+
+
+@dataclass(slots=True, kw_only=True)
+class Merges:
+    """A program on its way to one of fewer tokens. `sizes`, `sources`: of the stream by now, None for all tokens;
+    `outside`: nodes on the way to outputs in front of the last; `back`: what is given back to these.
+    """
+
+    nodes: FewerNodes
+    blocks: Sequence[Block]
+    merging: Merging
+    unmerging: fx.Node | None
+    follows: bool
+    merges: dict[str, TokenMerge] = field(default_factory=dict)
+    merge_at: dict[str, TokenMerge] = field(default_factory=dict)
+    sizes_at: dict[str, fx.Node] = field(default_factory=dict)
+    sources_at: dict[str, fx.Node] = field(default_factory=dict)
+    back: dict[str, fx.Node] = field(default_factory=dict)
+    outside: frozenset[fx.Node] = frozenset()
+    sizes: fx.Node | None = None
+    sources: fx.Node | None = None
+    added: int = 0
+
+    @property
+    def program(self) -> Program:
+        return self.nodes.program
+
+    def made(self) -> Fewer:
+        by_sum = {block.added: number for number, block in enumerate(self.blocks)}
+        attentions = by_node([each for block in self.blocks for each in block.attentions])
+        out = ways_out(self.program)
+        self.outside = frozenset(user for _, user in out)
+        for node in self.program.nodes:
+            self._copy(node, attentions.get(node), {each for each, user in out if user is node})
+            if node in by_sum:
+                self._merge(by_sum[node])
+            if node is self.unmerging:
+                self._unmerge(node)
+        inputs = [node.meta["val"] for node in self.nodes.graph.nodes if node.op == "placeholder"]
+        return Fewer(
+            program=sized(self.nodes, self.merges, inputs, dead=self.follows),
+            stands={node.name: new for node, new in self.nodes.nodes.items()},
+            merge_at=self.merge_at,
+            sizes_at=self.sizes_at,
+            sources_at=self.sources_at,
+        )
+
+    def _copy(self, node: fx.Node, attention: Attention | None, leaving: set[fx.Node]) -> None:
+        """`leaving`: of what the node takes that by which it goes out to an output."""
+        nodes = self.nodes
+        if leaving and self.merging.how == "merge":
+            nodes.copy_(node, **{each.name: self._given_back(each) for each in leaving if each in nodes.units})
+        elif node.op == "output" or not nodes.is_behind(node):
+            nodes.copy_(node)
+        else:
+            nodes.behind_(node, attention)
+            if attention is not None and self.sizes is not None:
+                self._count_sizes(node, nodes.nodes[node], attention)
+            if node in nodes.units:
+                self._tell(node)
+
+    def _given_back(self, node: fx.Node) -> fx.Node:
+        """What stands for a node with a value for every source token."""
+        if node.name not in self.back:
+            self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.sources_at[node.name], like=node)
+        return self.back[node.name]
+
+    @property
+    def _is_followed(self) -> bool:
+        return self.follows or self.unmerging is not None or (bool(self.outside) and self.merging.how == "merge")
+
+    def _new(self, function: Any, *args: Any, like: fx.Node) -> fx.Node:
+        """One more call, named unlike any that a program has."""
+        self.added += 1
+        node = self.nodes.graph.create_node("call_function", function, args, {}, f"of_fewer_tokens_{self.added}")
+        node.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
+        return node
+
+    def _tell(self, node: fx.Node) -> None:
+        """What is known of the tokens of a node behind a merge."""
+        self.merge_at[node.name] = list(self.merges.values())[-1]
+        for known, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
+            if of_tokens is not None:
+                known[node.name] = of_tokens
+
+    # Attentions.
+
+    def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
+        """A key counts as often as tokens stand in it."""
+        is_softmax = operation(node) in SOFTMAX
+        if not is_softmax and operation(node) != WHOLE:
+            return
+        _refuse_layout(attention)
+        scored = new.all_input_nodes[0]
+        with self.nodes.graph.inserting_before(new):
+            bias = self._new(_bias_like, self.sizes, scored, like=node)
+            if is_softmax:
+                new.args = (self._new(torch.ops.aten.add.Tensor, scored, bias, like=node), *new.args[1:])
+        if not is_softmax:
+            new.args = (*new.args[:3], bias, *new.args[4:])
+
+    # Merges.
+
+    def _merge(self, number: int) -> None:
+        block, count = self.blocks[number], self.merging.schedule[number]
+        if not count:
+            return
+        _, tokens = self.nodes.units.get(block.added, (block.tokens, block.tokens))
+        merge = TokenMerge(
+            count=count,
+            protected=self.nodes.protected,
+            how=self.merging.how,
+            metric=self.merging.metric,
+            follows=self._is_followed,
+        )
+        name = _free(f"{block.path}.merge" if block.path else "merge", self.program, self.merges)
+        stream = self.nodes.nodes[block.added]
+        compared = self._compared(block, stream)
+        call = self.nodes.graph.create_node(
+            "call_module", name, (stream, self.sizes, self.sources, compared), {}, f"of_merge_{number}"
+        )
+        call.meta["nn_module_stack"] = block.added.meta.get("nn_module_stack", {})
+        parts = [self._new(operator.getitem, call, at, like=block.added) for at in range(3)]
+        self.merges[name] = merge
+        self.nodes.nodes[block.added], sizes, sources = parts
+        self.sizes = sizes if self.merging.how == "merge" else None
+        self.sources = sources if merge.follows else None
+        self.nodes.begin_(block.added, tokens - count)
+        self._tell(block.added)
+
+    def _compared(self, block: Block, stream: fx.Node) -> fx.Node:
+        if not self.merging.compares_attention:
+            return stream
+        if len(block.attentions) > 1 and self.merging.how == "drop":
+            raise Stands(block.added, "adds several attentions, which may keep other tokens each; merge instead")
+        for each in block.attentions:
+            _refuse_layout(each)
+        if self.merging.how == "merge":
+            keys = [
+                self._new(_keys, self.nodes.nodes[each.keys], each.scores is not None, like=block.added)
+                for each in block.attentions
+            ]
+            return keys[0] if len(keys) == 1 else self._new(torch.cat, keys, -1, like=block.added)
+        if not self.nodes.protected:
+            raise BadInput("merging: drop keeps what the class token attends to, and the model has none; merge instead")
+        return self._attention(block.attentions[0], block.added)
+
+    def _attention(self, attention: Attention, like: fx.Node) -> fx.Node:
+        stands = self.nodes.nodes
+        if attention.scores is not None:
+            (softmax,) = attention.scores.users
+            return self._new(_of_first, stands[softmax], like=like)
+        scale: Any = attention.product.kwargs.get("scale") or sizes_at_one(attention.queries)[-1] ** -0.5
+        return self._new(_attended, stands[attention.queries], stands[attention.keys], float(scale), like=like)
+
+    def _unmerge(self, node: fx.Node) -> None:
+        if node in self.nodes.units:
+            self.nodes.nodes[node] = self._new(unmerged, self.nodes.nodes[node], self.sources, like=node)
+            self.nodes.end_(node)
+            for told in (self.merge_at, self.sizes_at, self.sources_at):
+                told.pop(node.name)
+            self.sizes = self.sources = None
+
+
+def _refuse_layout(attention: Attention) -> None:
+    queries = attention.queries
+    if len(sizes_at_one(queries)) != 4 or batch_of(queries) != IN_FRONT:
+        raise Stands(attention.product, "has heads and images on one axis, so that sizes can't be added to scores")
+
+
+def _bias_like(sizes_BN: Tensor, scored: Tensor) -> Tensor:
+    """What is added to scores that are of the type of something."""
+    return key_bias(sizes_BN, scored.dtype)
+
+
+def _keys(keys: Tensor, is_turned: bool) -> Tensor:
+    """Of all heads side by side [B,N,X], of [B,H,N,D] or [B,H,D,N]."""
+    keys_BNHD = keys.permute(0, 3, 1, 2) if is_turned else keys.transpose(1, 2)
+    return keys_BNHD.flatten(2)
+
+
+def _of_first(shares_BHNN: Tensor) -> Tensor:
+    """How much the first token attends to each, the mean over heads [B,N]."""
+    return shares_BHNN[:, :, 0].float().mean(dim=1)
+
+
+def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
+    scores_BHN = ((q_BHND[:, :, :1] * scale) @ k_BHND.transpose(-2, -1)).squeeze(2)
+    return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
+
+
+def _free(name: str, program: Program, taken: Mapping[str, nn.Module]) -> str:
+    """A name that no other merge has, nor a module of the program."""
+    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(taken)
+    while any(each == name or each.startswith(f"{name}.") for each in used):
+        name += "_"
+    return name
+
+
+def by_node(attentions: Sequence[Attention]) -> dict[fx.Node, Attention]:
+    """By all nodes of theirs that mix tokens."""
+    return {
+        node: each
+        for each in attentions
+        for node in (each.product, each.whole, *(() if each.scores is None else each.scores.users))
+    }
+
+
+def sized(made: FewerNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
+    """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
+    program = made.program
+    made.graph.set_codegen(copy(program.graph.graph._codegen))
+    root: dict[str, Any] = dict(merges)
+    root |= {str(node.target): program.tensor(str(node.target)) for node in made.graph.nodes if node.op == "get_attr"}
+    graph = fx.GraphModule(root, made.graph).eval()
+    if not dead:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    size_(graph, inputs, any_batch=True)
+    return Program(graph=graph, model=program.model, any_batch=True, folded=program.folded)
