@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
+from corp_deploy.traced.narrowing.severing import filled_
 from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
 from corp_deploy.traced.programs.padding import padded
 from corp_deploy.traced.programs.program import operation
@@ -288,6 +289,7 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     graph = _program(model, is_padded=known.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
+    filled_(graph)
     with_one_type_(graph)
     return tree(graph, graph.graph).requires_grad_(False)
 

@@ -16,6 +16,7 @@ from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
+from corp_deploy.traced.narrowing.severing import Severed, without_sites
 from corp_deploy.traced.programs.attended import unread
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
@@ -71,7 +72,7 @@ class Cut:
 class Tracing:
     """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`, `taps`:
     of queries and keys, once they were looked for; `offered`: what can be reduced, likewise; `proved`: what was
-    narrowed last.
+    narrowed last; `emptied`: without sites of which constants are left.
     """
 
     program: Program
@@ -81,6 +82,14 @@ class Tracing:
     offered: list[Sites] = field(default_factory=list)
     proved: list[Narrowed] = field(default_factory=list)
     merging: Merging | None = None
+    emptied: dict[tuple[Severed, ...], "Tracing"] = field(default_factory=dict, init=False)
+
+    def without(self, places: tuple[Severed, ...], inputs: list[Tensor]) -> "Tracing":
+        """The program without these sites, made once."""
+        if places not in self.emptied:
+            program = without_sites(self.program, places, inputs)
+            self.emptied[places] = Tracing(program=program, added=self.added, merging=self.merging)
+        return self.emptied[places]
 
     @cached_property
     def mergeable(self) -> Mergeable | str:

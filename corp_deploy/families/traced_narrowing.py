@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
 from corp_deploy.traced.narrowing.narrow import narrow, prove
+from corp_deploy.traced.narrowing.severing import severed_at
 from corp_deploy.traced.programs.readers import without_biases_
 from corp_deploy.traced.programs.types import made_on_
 from corp_deploy.traced.programs.vocabulary import vocabularies
@@ -42,28 +43,46 @@ def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Ind
     """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
     the reason.
     """
-    own = tracing(model)
+    emptied, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
     names = {groups.key: name for name, groups in names_of(own).items()}
     keys = {name: key for key, name in names.items()}
     batch = random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
-    own.proved[:] = [given := prove(own.found, {keys[name]: groups for name, groups in kept.items()}, batch)]
-    return {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
+    own.proved[:] = [given := prove(own.found, {keys[name]: groups for name, groups in rest.items()}, batch)]
+    return emptied | {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
         names[key]: reason for key, reason in given.whole.items()
     }
+
+
+def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[str, Index]]:
+    """The program without the sites of which nothing is kept, and what is kept of others that are left."""
+    own, named = tracing(model), names_of(tracing(model))
+    empty = [severed_at(own.program, named[name]) for name, each in kept.items() if not len(each)]
+    places = tuple(each for each in empty if each is not None)
+    if places:
+        own = own.without(
+            places, random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
+        )
+    return own, {name: each for name, each in kept.items() if len(each) and name in names_of(own)}
 
 
 def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
-    own, before = tracing(model), known_of(model).cut
-    given = _narrow(own, kept)
-    given.set_(tensors)
+    (own, rest), before = _left(model, kept), known_of(model).cut
+    given = _narrow(own, rest)
+    given.set_({name: each for name, each in tensors.items() if not _is_emptied(own, name)})
     graph = given.module
     needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
     without_biases_(graph, needless)
     biases = tuple(name for name in _added(graph, own) if name not in needless)
-    return _module(model, graph, _joined(before, own, kept, biases))
+    return _module(model, graph, _joined(before, tracing(model), kept, biases))
+
+
+def _is_emptied(own: Tracing, name: str) -> bool:
+    """Whether a weight reads nothing any more."""
+    parameters = dict(own.program.graph.named_parameters())
+    return name in parameters and not parameters[name].numel()
 
 
 def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
@@ -95,12 +114,12 @@ def with_groups(
     """A model with these groups of its sites by name and these biases of those that it has not, its weights as they
     are; and what it can't be without, with the reason, by the sites' keys.
     """
-    own = tracing(model)
-    given = narrow(own.found, {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept})
+    own, rest = _left(model, kept)
+    given = narrow(own.found, {groups.key: rest[name] for name, groups in names_of(own).items() if name in rest})
     without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
     where = device(model)
     made_on_(given.module, torch.device("cpu") if where.type == "meta" else where)
-    return _module(model, given.module, _joined(known_of(model).cut, own, kept, biases)), given.whole
+    return _module(model, given.module, _joined(known_of(model).cut, tracing(model), kept, biases)), given.whole
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
@@ -137,7 +156,8 @@ def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases:
         digest, any_batch = digest_of(own), own.program.any_batch
         return Cut(sizes=sizes, kept=dict(kept), biases=biases, digest=digest, any_batch=any_batch)
     whole = {name: before.kept.get(name, np.arange(size)) for name, size in before.sizes.items()}
-    if any(name not in groups or groups[name].size != len(each) for name, each in whole.items()):
+    left = {name: each for name, each in whole.items() if len(each)}
+    if any(name not in groups or groups[name].size != len(each) for name, each in left.items()):
         raise BadInput("sites of the reduced model are not those of the dense one any more; reduce the dense model")
     again = {name: whole[name][each] for name, each in kept.items()}
     return replace(before, kept={**before.kept, **again}, biases=(*before.biases, *biases))
@@ -207,7 +227,7 @@ def as_recorded(
 
 
 def _rises(kept_K: Index, size: int) -> bool:
-    return bool((np.diff(kept_K) > 0).all()) and kept_K[-1] < size
+    return bool((np.diff(kept_K) > 0).all()) and all(0 <= each < size for each in kept_K[-1:])
 
 
 def _words(versions: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import between
+from corp_deploy.traced.narrowing.severing import filled_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
@@ -71,6 +72,7 @@ def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None =
     before = found[0].before if found and found[0] is not own.segments[0] else None
     after = found[-1].after if found and (own.given or found[-1] is not own.segments[-1]) else None
     module = between(own.program, before, after)
+    filled_(module)
     whole = 0 if isinstance(own.mergeable, str) else own.mergeable.tokens
     is_stream = before is not None and sizes_at_one(before)[1:2] == (whole,)
     if is_stream and tokens not in (None, whole):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.cost import macs
+from corp_deploy.traced.finding.cost import contracts
 from corp_deploy.traced.finding.cuts import between, cuts, needed, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
@@ -169,7 +169,7 @@ def _segments(found: Found, at: list[fx.Node], fewer: Fewer | None) -> tuple[Seg
         if start.sources in beside and start.sources is not None:
             return ()
         module = _module(running, None if start is crossings[0] else start.node, beside, end)
-        name = common_path([node for node in module.graph.nodes if macs(node)] or [end.raw])
+        name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
         held = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from calib.sites import ChannelTaps, PatchTaps
 from corp_deploy.traced.finding.site import Index, Span
 from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.narrowing.severing import Severed
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 from ground.errors import BadInput
@@ -98,7 +99,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSite:
-    """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all."""
+    """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all.
+    `severed`: where all can go, so that a constant is left.
+    """
 
     kind: ClassVar[str]
     name: str
@@ -107,6 +110,7 @@ class TracedSite:
     program: Program
     macs_now: int
     parameters_now: int
+    severed: Severed | None = None
 
     @property
     def reason(self) -> str:

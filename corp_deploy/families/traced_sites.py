@@ -11,6 +11,7 @@ from torch import fx
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.narrowing.severing import Severed, severed_at
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
@@ -95,8 +96,16 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
         "program": tracing.program,
         "macs_now": tracing.shares.macs.alone[groups.key],
         "parameters_now": tracing.shares.parameters.alone[groups.key],
+        "severed": _severed(tracing, groups, name),
     }
     return values(tracing, named, own) if kind is TracedValues else kind(**own)
+
+
+def _severed(tracing: Tracing, groups: Groups, name: str) -> Severed | None:
+    """Of an MLP's channels or an attention's values; of those that share a path names would be others afterwards."""
+    if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
+        return None
+    return severed_at(tracing.program, groups)
 
 
 def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) -> list[Reading]:

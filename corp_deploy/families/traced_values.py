@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,12 @@ class TracedValues(TracedSite):
     @property
     def tied(self) -> str:
         return "" if self.queries is None else self.groups.name
+
+    @property
+    def queries_gone(self) -> dict[str, Index]:
+        """The queries and keys, which are of no use where no value is left."""
+        name = f"{self.name.removesuffix('.v')}.qk"
+        return {} if self.queries is None else {name: np.empty(0, dtype=np.int64)}
 
     def of_heads(self, kept_K: Tensor) -> Self:
         """The same of those heads alone that these groups are of."""

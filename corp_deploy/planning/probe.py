@@ -10,10 +10,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, each, run_model
+from calib.inputs import Inputs, as_tuple, each, named, run_model
 from calib.moments import Moments
 from corp_deploy.families.family import answers, family_of, sites_of, steps_to_outputs
 from corp_deploy.families.merging import Merging
@@ -91,7 +92,9 @@ class Probe:
         if not trials:
             return {}
         with torch.inference_mode(), evaluating(self.model):
-            steps = [] if isinstance(self.model, TracedModule) else list(steps_to_outputs(self.model))
+            if isinstance(self.model, TracedModule):
+                return self._exact_effects_of_program(trials)
+            steps = list(steps_to_outputs(self.model))
             inside = {step.name for step in steps if isinstance(step, Branch)}
             effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
             walked = [trial for trial in trials if trial not in effects]
@@ -153,16 +156,33 @@ class Probe:
 
     def _effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """To first order where layers that read a site change alone, exactly where rows that write it are mixed too."""
-        changes: dict[Trial, Mapping[str, Tensor]] = {}
         program = tracing(self.model).program
-        for trial, new in zip(trials, self._reduced(trials), strict=True):
-            assert isinstance(new, TracedReduced), trial
-            if not new.mapped and not new.selected:
-                tensors = tensors_of({trial[0]: new})
-                changes[trial] = {name: each - program.tensor(name).double() for name, each in tensors.items()}
+        changes = {
+            trial: {name: each - program.tensor(name).double() for name, each in tensors.items()}
+            for trial, tensors in self._tensors(trials).items()
+        }
         linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
-        exact = self.effects([trial for trial in trials if trial not in changes])
+        exact = {trial: self.effect({trial[0]: trial[1]}) for trial in trials if trial not in changes}
         return {**dict(zip(changes, linear, strict=True)), **exact}
+
+    def _exact_effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+        """Where layers that read a site change alone, by the dense program with those layers."""
+        graph, known = tracing(self.model).running.graph, self._tensors(trials)
+        inputs = tuple(named(self.inputs).values())
+        effects = dict[Trial, float]()
+        for trial in trials:
+            if trial in known:
+                changed = {name: each.to(graph.get_parameter(name)) for name, each in known[trial].items()}
+                effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
+            else:
+                effects[trial] = self.effect({trial[0]: trial[1]})
+        return effects
+
+    def _tensors(self, trials: Sequence[Trial]) -> dict[Trial, Mapping[str, Tensor]]:
+        """Of a traced model what changes in each trial, of dense sizes, but where rows that write a site are mixed."""
+        new = zip(trials, self._reduced(trials), strict=True)
+        traced = [(trial, each) for trial, each in new if isinstance(each, TracedReduced)]
+        return {trial: tensors_of({trial[0]: each}) for trial, each in traced if not (each.mapped or each.selected)}
 
     def _start(self) -> Walk:
         family = family_of(self.model)

@@ -38,8 +38,8 @@ def _owner(step: Step) -> str | None:
     """The block that a branch is of: `blocks.3` for `blocks.3.mlp`, and for `blocks.3.ffns.0.mlp` behind a fork, itself
     for a block that is one step; None for what is no branch.
     """
-    if isinstance(step, Passage) and step.sites:
-        return step.name
+    if isinstance(step, Passage):
+        return step.name or None
     if isinstance(step, Fork):
         return step.name
     return step.name.rsplit(".", 3 if step.forked else 1)[0] if isinstance(step, Branch) else None

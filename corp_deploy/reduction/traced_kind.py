@@ -144,7 +144,10 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
 
     def offers(self, site: OfSite, method: Method) -> tuple[int, ...]:
         stays = self.part == "streams" or self.refusal(site, method)
-        return (site.width,) if stays else self.widths(site, method)
+        return (site.width,) if stays else self._with_none(site, method)
+
+    def _with_none(self, site: OfSite, method: Method) -> tuple[int, ...]:
+        return (0,) * (method.empties and site.severed is not None) + self.widths(site, method)
 
     def refusal(self, site: OfSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
@@ -170,7 +173,7 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
     ) -> Chosen:
         _, _, selection, _ = self._said(method)
         part_C = _parts(site, moments)
-        if width == site.width:
+        if width in (0, site.width):
             return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
         if selection != "obs":
             return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
@@ -190,8 +193,8 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
         chosen = known if isinstance(known, Chosen) else self._choice(site, moments, method, width, known)
-        recovery, kept_K, ridge = self._said(method)[3], chosen.kept_K, None
-        if halves is not None and recovery == _LEAST_SQUARES[self.part]:
+        recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
+        if width and halves is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
                 (of_places(halves[0]), of_places(halves[1])),
                 ridges_from(method.ridge_rel),

@@ -76,7 +76,7 @@ def whole_sites(dense: Tracing, sites: Sites, asked: Widths, method: Method) -> 
     named = names_of(dense)
     names = {groups.key: name for name, groups in named.items()}
     first = {name: _first(sites.by_name[name], width, method) for name, width in asked.items()}
-    kept = {named[name].key: groups for name, groups in left_of(first).items()}
+    kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
     return {names[key]: reason for key, reason in narrow(dense.found, kept).whole.items()}
 
 

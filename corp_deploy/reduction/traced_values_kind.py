@@ -156,7 +156,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
 
     def offers(self, site: TracedValues, method: Method) -> tuple[int, ...]:
         stays = method.value_recovery == "keep" or self.refusal(site, method)
-        return (site.width,) if stays else self.widths(site, method)
+        return (site.width,) if stays else self._with_none(site, method)
 
     def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, known: Any = None) -> Chosen | None:
         is_chosen = site.rows is None and not method.heads_sparsity
@@ -173,6 +173,9 @@ class TracedValuesKind(TracedKind[TracedValues]):
         held_out: tuple[Read, ...] | None = None,
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
+        if width == 0:
+            new = super().reduced(site, moments, method, width, held_out=held_out)
+            return replace(new, beside=site.queries_gone)
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
         others: dict[str, Any] = {"held_out": held_out, "halves": halves}

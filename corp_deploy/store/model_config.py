@@ -51,7 +51,7 @@ class _Coupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class _Traced(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups: Annotated[int, Meta(ge=1, le=2**20)]
-    kept: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(min_length=1)] | UnsetType = UNSET
+    kept: tuple[Annotated[int, Meta(ge=0, le=2**20)], ...] | UnsetType = UNSET
 
 
 class TracedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

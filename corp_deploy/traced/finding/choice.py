@@ -38,21 +38,24 @@ def holders(flow: Flow) -> Tensor:
 
 
 def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
-    """Whether each label [labels] goes, by the group that it is in. Raises BadInput for a choice that can't be."""
+    """Whether each label [labels] goes, by the group that it is in; where none of a site is kept, whatever holds it
+    stays. Raises BadInput for a choice that can't be.
+    """
     by_key = {site.key: site for site in sites}
-    goes = torch.zeros(flow.groups.count, dtype=torch.bool)
+    goes, emptied = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
         if key not in by_key:
             raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
         site = by_key[key]
-        goes[labels_of(flow, site, np.setdiff1d(np.arange(site.size), _checked(site, groups)))] = True
-    return _taken_along(flow, goes)
+        of_site = goes if len(groups) else emptied
+        of_site[labels_of(flow, site, np.setdiff1d(np.arange(site.size), _checked(site, groups)))] = True
+    return _taken_along(flow, goes) | emptied
 
 
 def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
     chosen = np.unique(np.asarray(groups, dtype=np.int64))
-    if not len(chosen) or chosen[0] < 0 or chosen[-1] >= site.size:
-        raise BadInput(f"{site.key}: keeps {len(chosen)} groups of {site.size}, expected 1 or more of them by number")
+    if len(chosen) and (chosen[0] < 0 or chosen[-1] >= site.size):
+        raise BadInput(f"{site.key}: keeps groups {chosen[0]} to {chosen[-1]} of {site.size}, expected them by number")
     if site.part_G is not None:
         counts = np.bincount(site.part_G[chosen], minlength=site.parts)
         if len(set(counts[counts > 0].tolist())) > 1:

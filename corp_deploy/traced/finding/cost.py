@@ -22,3 +22,8 @@ def macs(node: fx.Node) -> int:
         return int(math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
     equation = equation_of(node)
     return 0 if equation is None else math.prod(equation.sizes.values())
+
+
+def contracts(node: fx.Node) -> bool:
+    """Whether it sums products, or stands for what would where a layer reads nothing and gives a constant."""
+    return operation(node) == "linear" or macs(node) > 0 or 0 in (sizes_at_one(node) or ())

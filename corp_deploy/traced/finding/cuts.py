@@ -19,7 +19,7 @@ from corp_deploy.traced.programs.program import Program, module_of, number_of, o
 
 from .choice import labels_of
 from .compaction import kept
-from .cost import macs
+from .cost import contracts, macs
 from .labels import Marks, compact
 from .sites import Found
 
@@ -46,7 +46,7 @@ def cuts(found: Found, *, beside_outputs: bool = False, to_end: bool = False) ->
     chosen: list[Cut] = []
     is_due = False
     for node in passed_by_all(found.program, out):
-        is_due = is_due or any(macs(each) > 0 for each in node.since)
+        is_due = is_due or any(map(contracts, node.since))
         if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
             is_due = False

@@ -1,0 +1,92 @@
+"""A program in which a layer reads nothing any more: it gives a constant, its bias, and what it read is gone."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import LINEAR
+from corp_deploy.traced.programs.sizes import size_
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Severed:
+    """Where a site can go whole: the one layer that reads it, and one that writes it of as many rows."""
+
+    reader: str
+    writer: str
+
+
+def severed_at(program: Program, site: Site) -> Severed | None:
+    """None where more than one linear layer reads the site, or that reads more than it."""
+    nodes = {node.name: node for node in program.nodes}
+    readers = {nodes[span.reader] for span in site.listening}
+    reader, *others = readers or {None}
+    if reader is None or others or reader.target is not LINEAR or len(reader.args) < 3:
+        return None
+    weight, source = reader.args[1], reader.args[0]
+    assert isinstance(weight, fx.Node), reader
+    assert isinstance(source, fx.Node), reader
+    columns = {span.index_GM.size for span in site.readers if span.name == weight.target}
+    if columns != {program.tensor(str(weight.target)).shape[1]} or len(site.readers) > 1 or len(weight.users) > 1:
+        return None
+    writer = _writer(source, {span.name for span in site.writers})
+    return None if writer is None else Severed(reader=reader.name, writer=writer.name)
+
+
+def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
+    """The nearest layer in front that writes the site, if what enters it has as many rows."""
+    front = [source]
+    for node in front:
+        if node.target is LINEAR and str(node.args[1].target) in written:  # type: ignore[union-attr]
+            return node if node.all_input_nodes[0].meta["sizes"][:-1] == source.meta["sizes"][:-1] else None
+        front += [each for each in node.all_input_nodes if each not in front and each.op == "call_function"]
+    return None
+
+
+def without_sites(program: Program, places: Iterable[Severed], inputs: list[torch.Tensor]) -> Program:
+    """The program in which these layers read no channel of anything. `inputs`: of any values, for sizes."""
+    graph = copy.deepcopy(program.graph)
+    nodes = {node.name: node for node in graph.graph.nodes}
+    for place in places:
+        reader, writer = nodes[place.reader], nodes[place.writer]
+        with graph.graph.inserting_before(reader):
+            nothing = graph.graph.call_function(torch.ops.aten.slice.Tensor, (writer.args[0], -1, 0, 0))
+        # In the place of what that layer gave, so that the two stand in the module that they stood in.
+        nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
+        reader.update_arg(0, nothing)
+        _set(graph, str(reader.args[1].target), 0)  # type: ignore[union-attr]
+    _settle(graph)
+    size_(graph, inputs, any_batch=program.any_batch)
+    return replace(program, graph=graph)
+
+
+def filled_(graph: fx.GraphModule) -> None:
+    """What reads nothing reads one channel with a weight of zero, since tensors of no elements trouble runtimes."""
+    for node in graph.graph.nodes:
+        if node.target is LINEAR and (name := str(node.args[1].target)) and graph.get_parameter(name).shape[1] == 0:
+            source = node.args[0]
+            source.args = (*source.args[:3], 1)
+            _set(graph, name, 1)
+    graph.recompile()
+
+
+def _set(graph: fx.GraphModule, name: str, columns: int) -> None:
+    """A weight of zeros that reads so many channels."""
+    owner, _, last = name.rpartition(".")
+    old = graph.get_parameter(name)
+    setattr(graph.get_submodule(owner), last, nn.Parameter(old.new_zeros(len(old), columns), requires_grad=False))
+
+
+def _settle(graph: fx.GraphModule) -> None:
+    """Without what nothing needs any more."""
+    before = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    for name in before - {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}:
+        owner, _, last = name.rpartition(".")
+        delattr(graph.get_submodule(owner), last)
+    graph.recompile()

@@ -1,0 +1,179 @@
+"""Sites of traced models of which a constant is left: against means image by image, saved, exported, in loops and
+budgets.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.widths import Widths
+from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.polish.polish import polished
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from export.graph.to_onnx import onnx_from_model
+from tests import tiny
+from tests.traced_examples import PVT, checkpoint_of, images
+
+MLP, VALUES = "stages.0.blocks.0.mlp", "stages.1.blocks.0.attn.v"
+EMPTIED: Widths = {MLP: 0, VALUES: 0}
+GIVEN = {MLP: f"{MLP}.fc2", VALUES: "stages.1.blocks.0.attn.proj"}
+"""The layers that give what stays constant."""
+
+
+@cache
+def dense() -> Checkpoint:
+    checkpoint = checkpoint_of(PVT)
+    checkpoint.model.requires_grad_(False)
+    return checkpoint
+
+
+@cache
+def opened() -> Images:
+    return tiny.opened(Path(mkdtemp()) / "images.npy", images(24, seed=0), dense().model)
+
+
+@cache
+def moments() -> Moments:
+    return calibrate(dense(), opened(), batch_size=8)
+
+
+def method(**changes: object) -> Method:
+    return method_from_preset("best", **{"align_hidden": 8, "align_head": 4, **changes})
+
+
+@cache
+def emptied() -> Reduction:
+    return reduce(dense().model, moments(), method(), widths=EMPTIED)
+
+
+def outputs(model: nn.Module, count: int = 5) -> Tensor:
+    with torch.inference_mode():
+        out: Tensor = model(torch.from_numpy(images(count, seed=count)))
+    return out
+
+
+def test_the_mean_of_what_the_dense_layers_give_stays() -> None:
+    """Of all images and places, counted one by one in float64."""
+    state = emptied().model.state_dict()
+    for name, layer in GIVEN.items():
+        given = list[Tensor]()
+        handle = dense().model.get_submodule(layer).register_forward_hook(lambda _, __, out, to=given: to.append(out))
+        for image in torch.from_numpy(images(24, seed=0)):
+            dense().model(image[None])
+        handle.remove()
+        mean_O = torch.cat([each.double().reshape(-1, each.shape[-1]) for each in given]).mean(dim=0)
+        torch.testing.assert_close(state[f"{layer}.bias"].double(), mean_O, rtol=1e-5, atol=1e-6)
+        assert state[f"{layer}.weight"].shape == (len(mean_O), 0), name
+    assert not any(name.startswith((f"{MLP}.fc1", "stages.1.blocks.0.attn.q.")) for name in state)
+
+
+def test_all_variance_is_reported_lost_and_other_inputs_judge_it(tmp_path: Path) -> None:
+    others = calibrate(dense(), tiny.opened(tmp_path / "o.npy", images(8, seed=5), dense().model), batch_size=8)
+    judged = reduce(dense().model, moments(), method(), widths=EMPTIED, held_out=others)
+    for report in judged.sites:
+        assert report.width == 0
+        assert report.error == pytest.approx(report.energy, rel=1e-9)
+        assert report.held_out is not None
+        assert report.held_out.error >= report.held_out.energy * (1.0 - 1e-9)
+
+
+def test_costs_that_go_are_those_told() -> None:
+    costs, sites = site_costs(dense().model, "macs"), sites_of(dense().model).by_name
+    saved = costs.saved(sites.values(), EMPTIED)
+    assert macs(emptied().model) <= macs(dense().model) - saved
+    assert parameters(emptied().model) < parameters(dense().model)
+    alone = reduce(dense().model, moments(), method(), widths={MLP: 0}).model
+    assert macs(alone) == macs(dense().model) - site_costs(dense().model, "macs").now[MLP]
+
+
+def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) -> None:
+    model = emptied().model
+    save(replace(dense(), model=model), tmp_path / "reduced")
+    loaded = load_checkpoint(tmp_path / "reduced").model
+    assert torch.equal(outputs(loaded), outputs(model))
+    ports = family_of(loaded).input_spec(loaded).ports, family_of(loaded).output_ports(loaded)
+    proto = onnx_from_model(family_of(loaded).exportable(loaded), *ports, precision="fp32", metadata={})
+    assert all(0 not in tensor.dims for tensor in proto.graph.initializer)
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    for count in (1, 5):
+        got = session.run(None, {ports[0][0].name: images(count, seed=count)})[0]
+        np.testing.assert_allclose(got, outputs(model, count).numpy(), rtol=1e-4, atol=1e-5)
+    again = replace(dense(), model=loaded)
+    taken, half = calibrate(again, opened(), batch_size=8), method(mlp_sparsity=0.5, attention_sparsity=0.5)
+    assert uniform_widths(loaded, half).keys() & {MLP, VALUES} == set()
+    narrower = reduce(loaded, taken, half).model
+    assert macs(narrower) < macs(loaded)
+    save(replace(dense(), model=narrower), tmp_path / "again")
+    assert torch.equal(outputs(load_checkpoint(tmp_path / "again").model), outputs(narrower))
+
+
+@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
+def test_loops_leave_constants_too(loop) -> None:  # type: ignore[no-untyped-def]
+    rest = {site.name: site.size // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
+    looped = loop(dense().model, opened(), method(), widths=rest | EMPTIED).model
+    plain = reduce(dense().model, moments(), method(), widths=rest | EMPTIED).model
+    pixels = torch.from_numpy(images(24, seed=0))
+    with torch.inference_mode():
+        exact = dense().model(pixels)
+        errors = [float((each(pixels) - exact).norm()) for each in (looped, plain)]
+    assert macs(looped) == macs(plain)
+    assert looped.state_dict()[f"{GIVEN[MLP]}.weight"].numel() == 0
+    if loop is reduce_by_closed_loop:
+        assert errors[0] < errors[1], "later sites make up for what is gone"
+
+
+@pytest.mark.parametrize("how", ["layer", "block", "model"])
+def test_a_polish_passes_by_what_is_gone(how: str) -> None:
+    options = PolishOptions(how=how, steps=2, batch_size=4)  # type: ignore[arg-type]
+    polish = polished(dense().model, emptied().model, opened(), options)
+    assert outputs(polish.model).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
+    """An MLP and an attention whose last layers give nearly nothing are the first to go, whole."""
+    planted = checkpoint_of(PVT)
+    tiny.enliven(planted.model, 0)  # so that no width but all costs little
+    for layer in GIVEN.values():
+        planted.model.get_parameter(f"{layer}.weight").mul_(1e-4)
+    planted.model.requires_grad_(False)
+    taken = calibrate(planted, opened(), batch_size=8)
+    for empties in (True, False):
+        asked = ReductionRequest(
+            preset="best",
+            method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties),
+            budget=Budget(currency="macs", share=0.65),
+        )
+        reduction, _ = reduce_as_asked(planted, taken, asked, images=opened())
+        model = reduction.model
+        assert isinstance(model, TracedModule)
+        names = {site.name for site in sites_of(model).every}
+        assert (MLP not in names, VALUES not in names) == (empties, empties)
+        assert macs(model) <= 0.65 * macs(planted.model)
+
+
+def test_what_can_go_whole_is_told() -> None:
+    sites = [site for site in sites_of(dense().model).every if isinstance(site, TracedSite)]
+    whole = {site.name for site in sites if site.severed is not None}
+    assert {MLP, VALUES} <= whole
+    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.severed is not None)
