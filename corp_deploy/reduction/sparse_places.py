@@ -8,7 +8,8 @@ channels of a group, T places of a kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,9 @@ from calib.patches import patches
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_layers import ProgramLayer
+from corp_deploy.families.traced_orders import block_of
 from corp_deploy.store.sparse_layers import rows_of_weight
-from corp_deploy.traced.finding.site import Kind
+from corp_deploy.traced.finding.site import Kind, Site
 
 from .sparse_options import SparseKind
 
@@ -34,8 +36,8 @@ _OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlace:
     """A layer by its name in the model and its `path` in what is run, where its weight is used so often. `reorder_`
-    puts what it reads in another order, in front of it, where nothing else reads that; inputs change places within
-    neighbouring `block`s of so many alone.
+    puts what it reads in another order, in front of it, where nothing else reads that, or remembers it where that is
+    done `later`; inputs change places within neighbouring `block`s of so many alone.
     """
 
     name: str
@@ -45,6 +47,7 @@ class SparsePlace:
     uses: int = 1
     block: int = 0
     reorder_: Callable[[Tensor], None] | None = None
+    later: bool = False
 
     @property
     def groups(self) -> int:
@@ -122,13 +125,27 @@ def sparse_places(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> Ite
 
 
 def sparse_places_of_program(
-    program: nn.Module, layers: Iterable[ProgramLayer], kinds: Mapping[SparseKind, Sparsity]
+    model: nn.Module,
+    program: nn.Module,
+    layers: Iterable[ProgramLayer],
+    kinds: Mapping[SparseKind, Sparsity],
+    orders: list[tuple[Site, Tensor]],
 ) -> Iterator[SparsePlace]:
-    """Of a traced model: linear layers and convolutions that write or read sites of these kinds."""
+    """Of a traced model: linear layers and convolutions that write or read sites of these kinds. `orders`: where what
+    they are reordered by is put.
+    """
     for each in layers:
         layer = program.get_submodule(each.path)
         assert isinstance(layer, nn.Linear | nn.Conv2d), each
         kind = next((kind for kind, of_sites in _OF_SITES.items() if each.kinds & of_sites), None)
         is_other = kind == "conv" and isinstance(layer, nn.Linear)
         if kind is not None and kind in kinds and not is_other:
-            yield SparsePlace(name=each.name, path=each.path, kind=kind, layer=layer, uses=each.uses)
+            place = SparsePlace(name=each.name, path=each.path, kind=kind, layer=layer, uses=each.uses)
+            if isinstance(layer, nn.Linear) and (read := block_of(model, each.weight)) is not None:
+                site, block = read
+                place = replace(place, block=block, reorder_=partial(_put, orders, site), later=True)
+            yield place
+
+
+def _put(orders: list[tuple[Site, Tensor]], site: Site, order_G: Tensor) -> None:
+    orders.append((site, order_G))

@@ -25,6 +25,8 @@ from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from corp_deploy.families.traced_layers import layered, relayered
 from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_orders import reordered, scores, streams
+from corp_deploy.traced.finding.site import Site
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
@@ -95,11 +97,13 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
     for each in sums:
         refuse_nonfinite(place.name, torch.cat((each.tx_OK.flatten(), each.x.sum_K, each.tt.view(1))))
     regressions = [each.regression() for each in sums]
+    back_K = torch.arange(weight_GOK.shape[2], device=weight_GOK.device)
     reorders = how.permute != "none" and place.reorder_ is not None and not place.block % sparsity.of
     if reorders and place.reorder_ is not None:
         score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
         order_K = interleaved(score_K, sparsity, block=place.block)
         place.reorder_(order_K)
+        back_K = order_K.argsort() if place.later else back_K
         regressions, weight_GOK = [_reordered(regressions[0], order_K)], weight_GOK[:, :, order_K]
     made = [
         sparse_layer(
@@ -116,7 +120,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
         )
         for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True)
     ]
-    place.fill_(torch.stack([each.weight_OK for each in made]), torch.stack([each.bias_O for each in made]))
+    place.fill_(torch.stack([each.weight_OK[:, back_K] for each in made]), torch.stack([each.bias_O for each in made]))
     return made, reorders
 
 
@@ -174,15 +178,22 @@ def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
     )
 
 
-def _stream_reordered(model: nn.Module, how: Sparsifying) -> nn.Module:
-    score_C = stream_scores(model)
+def _streams_reordered(model: nn.Module, how: Sparsifying) -> nn.Module:
+    if not isinstance(model, TracedModule):
+        return stream_reordered(model, _order(stream_scores(model), how))
+    for stream in streams(model):
+        model = reordered(model, stream, _order(scores(model, stream), how))
+    return model
+
+
+def _order(score_C: Tensor, how: Sparsifying) -> Tensor:
     sizes = {sparsity.of for sparsity in how.kinds.values()}
     if len(sizes) > 1 or len(score_C) % max(sizes):
         raise BadInput(
             f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
             f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
         )
-    return stream_reordered(model, interleaved(score_C, next(iter(how.kinds.values()))))
+    return interleaved(score_C, next(iter(how.kinds.values())))
 
 
 @torch.no_grad()
@@ -200,16 +211,13 @@ def sparsified(
     Memory: two residual streams of all inputs in float32. `done` is told how many layers are finished. Raises BadInput
     where no layer can be sparse, and for activations that are not finite.
     """
-    if isinstance(reduced, TracedModule) and how.permute != "none":
-        raise BadInput(
-            f"--sparse-permute {how.permute}: of a traced model layers keep their order, and once weights are refitted "
-            "another gains nothing; leave it away"
-        )
     if how.permute == "stream":
-        reduced = _stream_reordered(reduced, how)
+        reduced = _streams_reordered(reduced, how)
     before, traced = layered(reduced) if isinstance(reduced, TracedModule) else (reduced, ())
     own = replaced(before, {})
-    every = list(sparse_places_of_program(own, traced, how.kinds) if traced else sparse_places(own, how.kinds))
+    orders = list[tuple[Site, Tensor]]()
+    of_program = sparse_places_of_program(reduced, own, traced, how.kinds, orders)
+    every = list(of_program if traced else sparse_places(own, how.kinds))
     is_walked = isinstance(reduced, TracedModule) or not is_run_whole(reduced)
     if is_walked and family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
@@ -226,8 +234,8 @@ def sparsified(
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
                 sums = _sums(place, target, step, pairs)
-                made, reordered = _made_sparse_(place, sums, how)
-                reports[name] = _reported(place, sums, made, how, reordered, count)
+                made, has_order = _made_sparse_(place, sums, how)
+                reports[name] = _reported(place, sums, made, how, has_order, count)
                 if done is not None:
                     done(len(reports))
             if not waiting:
@@ -241,4 +249,6 @@ def sparsified(
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
     if traced:
         own = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
+        for site, order_G in orders:
+            own = reordered(own, site, order_G)
     return own.eval().requires_grad_(False), report

@@ -47,9 +47,11 @@ class Flow:
     its dimensions: the first can go when all that it holds do, and has to. `lumps`: those joined because something
     mixes them. `multiplied`, `added`, `summed`: labels where two that are written meet in a product or sum, and those
     that attention weights sum up.
+    `keeps_all`: nothing is to go, so that what takes channels in any order mixes none.
     """
 
     program: Program
+    keeps_all: bool = False
     values: dict[fx.Node, Value] = field(default_factory=dict)
     groups: Groups = field(default_factory=Groups)
     inside: list[Tensor] = field(default_factory=list)

@@ -29,7 +29,9 @@ def of_maps(flow: Flow, call: Call) -> Any:
 
 
 def last_axes(flow: Flow, call: Call) -> Any:
-    """Norms of layers: along the last axes, as many as `normalized_shape` has."""
+    """Norms of layers: along the last axes, as many as `normalized_shape` has; one takes channels in any order."""
+    if flow.keeps_all and len(call["normalized_shape"]) == 1:
+        return channelwise(flow, call, axis=len(call.tensors[0].shape) - 1)
     return mixed(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
 
 

@@ -104,13 +104,15 @@ def gated(flow: Flow, call: Call) -> Value:
     return marked(one, first.why)
 
 
-def channelwise(flow: Flow, call: Call) -> Value:
-    """batch_norm, prelu and norms of each channel: along the second axis, with parameters by channel."""
+def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
+    """batch_norm, prelu and norms of each channel: along the second axis or another, with parameters by
+    channel.
+    """
     first = call.tensors[0]
     if first.labels is None:
         return fixed(call.shape, first.why)
-    if 1 in first.dims:
-        channels_C = flow.across(first, (1,), f"{call.where} has a parameter for each channel")
+    if axis in first.dims:
+        channels_C = flow.across(first, (axis,), f"{call.where} has a parameter for each channel")
         for marks in call.tensors[1:]:
             if marks.constant and marks.shape == tuple(channels_C.shape):
                 flow.use(call.node, marks.constant, (0,), channels_C, "between")

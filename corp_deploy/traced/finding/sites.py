@@ -88,9 +88,9 @@ class Found:
         return sum(self.costs.values())
 
 
-def find(program: Program) -> Found:
-    """All sites of a program, with weights or without."""
-    flow = walked(program)
+def find(program: Program, *, keeps_all: bool = False) -> Found:
+    """All sites of a program, with weights or without; with `keeps_all` those whose groups can change places alone."""
+    flow = walked(program, keeps_all=keeps_all)
     units, parts, met = _units(flow), _parts(flow), _met(flow)
     costs = {node: macs(node) for node in program.nodes if node.op == "call_function"}
     return Found(

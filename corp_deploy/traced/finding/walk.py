@@ -13,9 +13,9 @@ from .moves import fixed, stopped
 from .rules import rule_of
 
 
-def walked(program: Program) -> Flow:
-    """All that labels of the program's weights meet, in order of the program."""
-    flow = Flow(program=program)
+def walked(program: Program, *, keeps_all: bool = False) -> Flow:
+    """All that labels of the program's weights meet, in order of the program; `keeps_all` as Flow's."""
+    flow = Flow(program=program, keeps_all=keeps_all)
     for node in program.nodes:
         flow.times_used[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     for node in program.nodes:

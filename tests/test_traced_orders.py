@@ -1,0 +1,80 @@
+"""Channels of traced models in another order, streams and inside sites: the outputs stay."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_model import traced, tracing
+from corp_deploy.families.traced_orders import reordered, scores, streams
+from corp_deploy.store.checkpoint import dense_from_architecture
+from ground.errors import BadInput
+from tests import tiny, vit_forms
+from tests.traced_examples import PVT
+
+SWIN = Architecture(
+    name="swin_tiny_patch4_window7_224",
+    kwargs={"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "num_classes": 7},
+)
+
+
+def model_of(name: str) -> nn.Module:
+    if name in ("pvt", "swin"):
+        model = dense_from_architecture(PVT if name == "pvt" else SWIN)
+    else:
+        architecture = vit_forms.architecture(name)
+        model = traced(tiny.timm_model(architecture.name, **architecture.kwargs), architecture)
+    tiny.enliven(model, 0)
+    return model.requires_grad_(False)
+
+
+def outputs(model: nn.Module) -> Tensor:
+    with torch.inference_mode():
+        out: Tensor = model(torch.from_numpy(tiny.images(3)))
+    return out
+
+
+@pytest.mark.parametrize("name", ["class token", "registers", "layer scale", "packed gate", "norms inside", "swin"])
+def test_a_stream_in_another_order_gives_what_it_gave(name: str) -> None:
+    model = model_of(name)
+    new, found = model, streams(model)
+    assert len(found) == (2 if name == "swin" else 1)
+    for stream in found:
+        order = torch.randperm(stream.size, generator=torch.Generator().manual_seed(0))
+        new = reordered(new, stream, order)
+        span = stream.readers[0]
+        before, after = model.get_parameter(span.name), new.get_parameter(span.name)
+        assert not torch.equal(before, after)
+        assert torch.equal(before.flatten().sort().values, after.flatten().sort().values)
+    assert float((outputs(new) - outputs(model)).norm() / outputs(model).norm()) < 2e-6
+
+
+def test_groups_inside_sites_change_places() -> None:
+    model = model_of("pvt")
+    new = model
+    for site in tracing(model).found.sites:
+        parts = torch.arange(site.size).view(site.parts, -1)  # the heads of these stand one behind the other
+        drawn = torch.randperm(parts.shape[1], generator=torch.Generator().manual_seed(1))
+        if site.kind in ("channels", "values"):
+            new = reordered(new, site, parts[:, drawn].flatten())
+    assert not torch.equal(new.state_dict()["stages.0.blocks.0.mlp.fc2.weight"],
+                           model.state_dict()["stages.0.blocks.0.mlp.fc2.weight"])  # fmt: skip
+    assert float((outputs(new) - outputs(model)).norm() / outputs(model).norm()) < 2e-6
+
+
+def test_scores_are_what_readers_take_behind_norms() -> None:
+    """By loops over the layers of a plain ViT, of its head too."""
+    model = model_of("class token")
+    state, by_hand = dict(model.named_parameters()), torch.zeros(48, dtype=torch.float64)
+    pairs = [(f"blocks.{at}.{norm}", f"blocks.{at}.{layer}") for at in (0, 1)
+             for norm, layer in (("norm1", "attn.qkv"), ("norm2", "mlp.fc1"))]  # fmt: skip
+    for norm, layer in [*pairs, ("norm", "head")]:
+        for row in state[f"{layer}.weight"].double():
+            by_hand += (row * state[f"{norm}.weight"].double()).square()
+    (stream,) = streams(model)
+    torch.testing.assert_close(scores(model, stream), by_hand)
+
+
+def test_what_a_model_gives_keeps_its_order() -> None:
+    with pytest.raises(BadInput, match="no residual stream of which all that writes and reads it is known"):
+        streams(model_of("no classes"))
