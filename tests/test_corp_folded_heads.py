@@ -16,7 +16,10 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
+from corp_deploy.families.attention_site import site_of_attention
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.sequence_rotary import SequenceRotary
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
@@ -24,7 +27,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
-from tests import encoders, placed_forms, tiny
+from tests import encoders, tiny
 from tests.small_models import error
 from tests.test_corp_folded import doubled, pixels_of
 from tests.test_corp_whole_heads import HELD_OUT, planted
@@ -119,10 +122,12 @@ def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: 
     asked = method_from_preset("fold", **HALF)
     with pytest.raises(BadInput, match="merged channels and heads are fitted to"):
         reduce(tiny.checkpoint().model, both[0], asked)
-    turned = sites_of(placed_forms.dense("learned angles")[1].model).heads[0]
-    assert "can't be merged" in turned.keeps_heads_apart
-    same = sites_of(placed_forms.dense("halves turned, registers")[1].model).heads[0]
-    assert same.keeps_heads_apart == ""
+    for rows in (1, 2):
+        turned = HeadAttention(
+            dim=8, heads=2, qk=4, v=4, scale=0.5, geometry="square", qkv_bias=True, proj_bias=True,
+            rotary=SequenceRotary(torch.ones(rows, 2)),
+        )  # fmt: skip
+        assert ("can't be merged" in site_of_attention("attn", turned).keeps_heads_apart) == (rows == 2)
     with pytest.raises(ValueError, match="leave --attn away"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):

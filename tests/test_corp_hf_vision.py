@@ -14,6 +14,7 @@ from corp_deploy.families.family import image_spec, output_ports, sites_of
 from corp_deploy.families.hf_arguments import ratio_of
 from corp_deploy.families.hf_config import CLASSES, vision_model
 from corp_deploy.families.hf_preprocessing import prepared, share_of
+from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
@@ -47,7 +48,7 @@ def test_every_class_gives_what_transformers_gives(tmp_path: Path, name: str) ->
     assert (source["class"], source["output"]) == (name, expected)
     (port,) = output_ports(loaded.model)
     assert port.role == ("logits" if which == "logits" else "embedding")
-    assert len(sites_of(loaded.model).every) == 4
+    assert len(sites_of(loaded.model).every) == (6 if name.startswith("DINOv3") else 4)
     assert not sites_of(loaded.model).refused
 
 
@@ -74,7 +75,8 @@ def test_dinov3_turns_by_the_sides_of_its_images(tmp_path: Path) -> None:
     loaded = _load(tmp_path, img_size=[48, 24])
     with torch.inference_mode():
         _assert_same(loaded.model(_images((48, 24))), theirs(_images((48, 24))).pooler_output)
-    assert all(site.in_planes for site in sites_of(loaded.model).heads)
+    turned = [site for site in sites_of(loaded.model).every if isinstance(site, TracedPairs)]
+    assert [site.repair.mixing for site in turned] == ["planes", "planes"]
     assert image_spec(loaded.model).as_json()["interpolation"] == "bilinear"
     with pytest.raises(BadInput, match="no whole patches"):
         _load(tmp_path, img_size=[44, 24])

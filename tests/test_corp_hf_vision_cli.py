@@ -30,7 +30,7 @@ def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
     np.save(home / "held-out.npy", tiny.images(16, seed=5))
     model = ("--model", f"hf:{home / 'hf'}")
     result = invoked("calibrate", *model, "--images", home / "images.npy", "-o", home / "moments.safetensors")
-    assert "4 sites" in result.output
+    assert f"{6 if name.startswith('DINOv3') else 4} sites" in result.output
     return (*model, "--moments", str(home / "moments.safetensors"), "--align", "mlp=8,head=8")
 
 
@@ -131,6 +131,11 @@ def test_a_reduced_model_loads_in_transformers_itself(
             "CLIPVisionModel",
             ("--attn", 0.5, "--heads", "square"),
             "heads of 8 instead of 16, and CLIPVisionModel reads",
+        ),
+        (
+            "DINOv3ViTModel",
+            ("--attn", 0.5, "--heads", "square"),
+            "heads of 8 instead of 16, and DINOv3ViTModel reads",
         ),
         ("SiglipVisionModel", ("--mlp", 0.5), "blocks.0.mlp is 40 wide, and the pooling head's MLP, which stays 80"),
         ("Dinov2Model", ("--mlp", 0.25), "blocks.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),

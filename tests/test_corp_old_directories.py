@@ -57,11 +57,12 @@ def test_it_says_what_it_said(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(answers(again), answers(checkpoint.model), rtol=1e-5, atol=1e-5)
 
 
-def edited(name: str, home: Path, site: str, entry: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
-    """A copy of a directory in which a site says this, with these weights in place of others."""
+def edited(name: str, home: Path, site: str, entry: dict[str, Any], weights: dict[str, torch.Tensor | None]) -> Path:
+    """A copy of a directory in which a site says this, with these weights in place of others, or without them."""
     shutil.copytree(GOLDEN / name, home / "model")
     written, said = home / "model" / "model.safetensors", home / "model" / "config.json"
-    save_file({**load_file(written), **weights}, written, metadata={"format": "pt"})
+    own = {key: each for key, each in {**load_file(written), **weights}.items() if each is not None}
+    save_file(own, written, metadata={"format": "pt"})
     config = json.loads(said.read_text(encoding="utf-8"))
     config["sites"][site] |= entry
     config["weights_sha256"] = sha256_of_file(written)
@@ -69,15 +70,17 @@ def edited(name: str, home: Path, site: str, entry: dict[str, Any], weights: dic
     return home / "model"
 
 
-def test_an_attention_of_which_a_constant_is_left_adds_its_bias(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["small_hybrid-all", "eva02-half"])
+def test_an_attention_of_which_a_constant_is_left_adds_its_bias(name: str, tmp_path: Path) -> None:
     """As one whose values are all zero does."""
-    own = load_file(GOLDEN / "small_hybrid-all" / "model.safetensors")
+    own = load_file(GOLDEN / name / "model.safetensors")
     names = [f"blocks.0.attn.{each}" for each in ("qkv.weight", "qkv.bias", "proj.weight")]
     silent = {names[2]: torch.zeros_like(own[names[2]])}
     nothing = {names[0]: own[names[0]][:0].clone(), names[1]: own[names[1]][:0].clone(), names[2]: own[names[2]][:, :0]}
-    zeros = edited("small_hybrid-all", tmp_path / "zeros", "blocks.0.attn", {}, silent)
+    zeros = edited(name, tmp_path / "zeros", "blocks.0.attn", {}, silent)
     constant = {key: each.contiguous() for key, each in nothing.items()}
-    empty = edited("small_hybrid-all", tmp_path / "empty", "blocks.0.attn", {"qk": 0, "v": 0}, constant)
+    turned = dict.fromkeys(key for key in own if key.startswith("blocks.0.attn.rotary."))
+    empty = edited(name, tmp_path / "empty", "blocks.0.attn", {"qk": 0, "v": 0}, {**constant, **turned})
     expected, found = (answers(load_checkpoint(each).model) for each in (zeros, empty))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -96,6 +99,12 @@ def test_positions_whose_network_was_not_written_are_one_message(tmp_path: Path)
     written = (directory / "config.json").read_text(encoding="utf-8")
     (directory / "config.json").write_text(written.replace("maxvit_tiny_tf_224", "maxvit_rmlp_tiny_rw_256"), "utf-8")
     with pytest.raises(BadInput, match=r"a MaxxVit that version 0\.1 wrote.* reduce the dense model again"):
+        load_checkpoint(directory)
+
+
+def test_turned_queries_of_another_width_are_one_message(tmp_path: Path) -> None:
+    directory = edited("eva02-half", tmp_path, "blocks.1.attn", {"qk": 6}, {})
+    with pytest.raises(BadInput, match=r"the weights of 'blocks\.1\.attn' are of other widths than its entry"):
         load_checkpoint(directory)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.scores import kept_from_scores
-from corp_deploy.families.rotary import LearnedRotary, Rotary, turned
+from corp_deploy.families.sequence_rotary import turned
 
 IMAGES, HEADS, TOKENS, PLANES = 3, 2, 7, 4
 DIMS = 2 * PLANES
@@ -174,10 +174,11 @@ def test_maps_commute_with_every_turn() -> None:
     q_turned, k_turned = turned_by(q, k, angle_HNP)
     recovery = planes.eliminated(second(q_turned), second(k_turned), 2, ridge_rel=1e-4)
     assert recovery.planes_HK is not None
-    rotary = Rotary(angle_HNP.sin(), angle_HNP.cos()).narrowed(recovery.planes_HK)
+    own_HNK = torch.stack([each[:, planes] for each, planes in zip(angle_HNP, recovery.planes_HK, strict=True)])
     for maps, before, after in zip((recovery.q_map_HRD, recovery.k_map_HRD), (q, k), (q_turned, k_turned), strict=True):
         narrow = before @ maps.mT
-        torch.testing.assert_close(rotary(narrow, narrow)[0], after @ maps.mT, rtol=1e-12, atol=1e-12)
+        turns = turned(narrow, own_HNK.sin(), own_HNK.cos())
+        torch.testing.assert_close(turns, after @ maps.mT, rtol=1e-12, atol=1e-12)
 
 
 def test_the_elimination_removes_what_costs_least() -> None:
@@ -252,25 +253,3 @@ def test_best_keeps_no_worse_planes_than_energy_does() -> None:
         second(q), second(k), kept_from_scores(planes.plane_scores(energy_HD), 2), ridge_rel=1e-9
     )
     assert float(best.residual_H.sum()) <= float(of_energy.residual_H.sum()) * (1.0 + 1e-9)
-
-
-def test_learned_angles_are_both_axes_together() -> None:
-    freqs_2HP = torch.randn(2, HEADS, PLANES, generator=generator(5))
-    places_2N = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    rotary = LearnedRotary(freqs_2HP, places_2N)
-    sin_HNP, cos_HNP = (each.detach() for each in rotary.tables())
-    for head in range(HEADS):
-        for plane in range(PLANES):
-            for token, (x, y) in enumerate(places_2N.T.tolist()):
-                angle = x * float(freqs_2HP[0, head, plane]) + y * float(freqs_2HP[1, head, plane])
-                assert float(sin_HNP[head, token, plane]) == pytest.approx(math.sin(angle), abs=1e-6)
-                assert float(cos_HNP[head, token, plane]) == pytest.approx(math.cos(angle), abs=1e-6)
-    narrow = rotary.narrowed(torch.tensor([[0, 3], [1, 2]]))
-    assert torch.equal(narrow.tables()[0], torch.stack((sin_HNP[0][:, [0, 3]], sin_HNP[1][:, [1, 2]])))
-    assert torch.equal(rotary.plain().tables()[0], sin_HNP)
-
-
-def test_another_number_of_tokens_is_refused() -> None:
-    rotary = Rotary(torch.zeros(1, 5, 2), torch.ones(1, 5, 2))
-    with pytest.raises(ValueError, match="got 6 tokens, positions are of 5"):
-        rotary(torch.zeros(1, 1, 6, 4), torch.zeros(1, 1, 6, 4))

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from calib.moments import HeadMoments
+from calib.sites import HeadTaps
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.queries_keys import residual_per_image
 from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
@@ -17,7 +19,7 @@ from corp_deploy.reduction.moments import halves_at
 from corp_deploy.reduction.turned import kept_planes
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from tests.placed_forms import checkpoint, moments
+from tests.eva_models import checkpoint, moments
 from tests.vit_forms import method, opened
 
 FORM = "learned angles"
@@ -28,10 +30,13 @@ def whole() -> Checkpoint:
     return checkpoint(FORM)
 
 
+def taps(whole: Checkpoint) -> list[HeadTaps]:
+    return [each for site in sites_of(whole.model).every if isinstance(site, TracedPairs) for each in site.listening()]
+
+
 @pytest.fixture(scope="module")
 def kept(whole: Checkpoint) -> dict[str, torch.Tensor]:
-    taps = [site.taps() for site in sites_of(whole.model).heads]
-    return kept_dims(whole.model, moments(FORM), kept_widths(whole.model, taps, (0.5,), 8))
+    return kept_dims(whole.model, moments(FORM), kept_widths(whole.model, taps(whole), (0.5,), 8))
 
 
 def test_whole_planes_are_kept(kept: dict[str, torch.Tensor]) -> None:
@@ -65,8 +70,7 @@ def test_a_restricted_system_reduces_as_the_whole_one_does(whole: Checkpoint, ke
 
 
 def test_sparsities_on_offer_leave_whole_planes(whole: Checkpoint) -> None:
-    taps = [site.taps() for site in sites_of(whole.model).heads]
-    for _, widths in narrower(whole.model, taps, 3):
+    for _, widths in narrower(whole.model, taps(whole), 3):
         assert all(width % 2 == 0 for width in widths.values()), widths
 
 

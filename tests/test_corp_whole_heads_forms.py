@@ -17,7 +17,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.whole_heads import kept_heads
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from tests import placed_forms, tiny
+from tests import tiny, vit_forms
 from tests.small_models import opened, outputs
 
 DROPPED = method_from_preset("none", heads_sparsity=0.5)
@@ -46,7 +46,6 @@ def saved_and_loaded(reduced: nn.Module, dense: Checkpoint, path: Path) -> nn.Mo
 CHECKPOINTS: dict[str, Any] = {
     "plain": lambda: tiny.checkpoint(num_heads=4),
     "q/k norm": lambda: tiny.checkpoint(num_heads=4, qk_norm=True),
-    **{form: lambda form=form: placed_forms.dense(form)[1] for form in placed_forms.FORMS},
 }
 
 
@@ -84,5 +83,5 @@ def test_heads_dropped_are_columns_at_zero(name: str, tmp_path: Path) -> None:
 
 
 def test_what_mixes_heads_keeps_them() -> None:
-    inside = next(site for site in sites_of(placed_forms.dense("norms inside")[1].model).heads if site.norm is not None)
+    inside = next(site for site in sites_of(vit_forms.checkpoint("norms inside").model).heads if site.norm is not None)
     assert "before the output projection mixes all heads" in inside.keeps_heads

@@ -24,7 +24,7 @@ from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.reduction.report import SiteReport
 
-NAMES = ("deit3_small_patch16_224", "eva02_tiny_patch14_224")
+NAMES = ("deit3_small_patch16_224",)
 
 
 def told(report: SiteReport) -> tuple[float, ...]:

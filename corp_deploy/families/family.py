@@ -20,7 +20,6 @@ from . import (
     bert,
     decoder,
     own_modules,
-    timm_eva,
     timm_vit,
     traced_model,
 )
@@ -42,7 +41,6 @@ from .usual import complete
 _TIMMS: tuple[Told, ...] = (
     traced_model,
     timm_vit,
-    timm_eva,
 )
 _OF_TIMM: tuple[TimmFamily, ...] = tuple(map(complete, _TIMMS))
 _BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (bert, decoder, own_modules)))
@@ -82,9 +80,8 @@ def family_of(model: nn.Module) -> Family:
             return family
     raise BadInput(
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
-        "Eva (EVA-02, DINOv3, rotary ViTs), an encoder of BERT's kind, a decoder (OPT, GPT-2, Llama, "
-        "Mistral, Qwen2, Qwen3), or a model of corp_deploy.load, which traces others; or name its sites, with "
-        "corp_deploy.sites(...)"
+        "an encoder of BERT's kind, a decoder (OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3), or a model of "
+        "corp_deploy.load, which traces others; or name its sites, with corp_deploy.sites(...)"
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .modules import linear
-from .rotary import Rotary
+from .sequence_rotary import SequenceRotary
 from .token_merging import HIDDEN, key_bias
 
 Geometry = Literal["square", "padded", "ragged"]
@@ -54,7 +54,7 @@ class HeadAttention(nn.Module):
     q (heads * qk), k (groups * qk), v (groups * v).
     """
 
-    rotary: Rotary | None
+    rotary: SequenceRotary | None
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HeadAttention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
-        rotary: Rotary | None = None,
+        rotary: SequenceRotary | None = None,
         fused: bool = True,
         groups: int | None = None,
         causal: bool = False,

@@ -15,7 +15,7 @@ from .constant import Constant
 from .head_attention import HeadAttention
 from .head_taps import taps_of
 from .modules import fill_, parameters, replaced
-from .rotary import Rotary
+from .sequence_rotary import SequenceRotary
 from .widths import HeadGeometry, HeadWidths, Width, geometry_of_heads
 
 Mixing = Literal["free", "planes", "none"]
@@ -51,7 +51,7 @@ class HeadSite:
     geometry: HeadGeometry
     mixing: Mixing = "free"
     norm: nn.Module | None = None
-    rotary: Rotary | None = None
+    rotary: SequenceRotary | None = None
     causal: bool = False
     biasless: bool = False
     grouped: int = 1
@@ -100,7 +100,7 @@ class HeadSite:
     @property
     def keeps_heads_apart(self) -> str:
         """Why no heads can be merged, or nothing."""
-        turned = self.rotary is not None and len(self.rotary.tables()[0]) > 1
+        turned = self.rotary is not None and len(self.rotary.freqs_HP) > 1
         if turned:
             return "positions turn each head in a way of its own, so that heads can't be merged"
         if self.grouped > 1:
@@ -162,25 +162,19 @@ class HeadSite:
         )
 
     def parameters(self, width: Width, geometry: HeadGeometry) -> int:
-        """Norms stay; learned frequencies go with their planes."""
+        """Norms stay."""
         assert isinstance(width, HeadWidths), (self.name, width)
         heads = width.heads or self.heads
-        kept_H = self._first_heads(heads)
         stay = (self.q_norm, self.k_norm, self.norm)
         changed = width.v != self.v or heads != self.heads
-        turning = 0 if self.rotary is None else parameters(self._turning(kept_H)) * width.qk // self.qk
-        return (
-            turning
-            + parameters(*(each for each in stay if each is not None))
-            + cost.attention_parameters(
-                dim=self.first.in_features,
-                heads=heads,
-                groups=heads // self.grouped,
-                qk=width.qk,
-                v=width.v,
-                qkv_bias=self.first.bias is not None,
-                proj_bias=self.last.bias is not None or (changed and not self.biasless),
-            )
+        return parameters(*(each for each in stay if each is not None)) + cost.attention_parameters(
+            dim=self.first.in_features,
+            heads=heads,
+            groups=heads // self.grouped,
+            qk=width.qk,
+            v=width.v,
+            qkv_bias=self.first.bias is not None,
+            proj_bias=self.last.bias is not None or (changed and not self.biasless),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -239,11 +233,11 @@ class HeadSite:
     def _first_heads(self, count: int) -> Tensor:
         return torch.arange(count, device=self.first.weight.device)
 
-    def _turning(self, kept_H: Tensor) -> Rotary:
+    def _turning(self, kept_H: Tensor) -> SequenceRotary:
         assert self.rotary is not None, self.name
         return copy.deepcopy(self.rotary) if len(kept_H) == self.heads else self.rotary.of_heads(kept_H)
 
-    def _rotary(self, qk: int, kept_H: Tensor) -> Rotary | None:
+    def _rotary(self, qk: int, kept_H: Tensor) -> SequenceRotary | None:
         """For heads of another width, which planes is not yet known."""
         if self.rotary is None or not qk:
             return None
@@ -307,7 +301,6 @@ class HeadSite:
         chosen = self.geometry if geometry is None or self.qk == self.v else geometry
         module = self.empty(qk=self.qk, v=self.v, geometry=chosen, fused=False)
         module.load_state_dict(self.module.state_dict())
-        settle_positions_(module)
         if not self.v:
             module.proj = Constant(module.proj)  # type: ignore[assignment]
         return module
@@ -337,7 +330,7 @@ class HeadSite:
         assert isinstance(qkv, nn.Linear), (self.name, qkv)
         assert isinstance(proj, nn.Linear), (self.name, proj)
         rotary = None if self.rotary is None else layer.get_submodule("rotary")
-        assert rotary is None or isinstance(rotary, Rotary), (self.name, rotary)
+        assert rotary is None or isinstance(rotary, SequenceRotary), (self.name, rotary)
         return replace(
             self,
             module=layer,
@@ -348,9 +341,3 @@ class HeadSite:
             norm=None if self.norm is None else layer.get_submodule("norm"),
             rotary=rotary,
         )
-
-
-def settle_positions_(module: HeadAttention) -> None:
-    """Make constants, as graphs have them, of what positions give."""
-    if module.rotary is not None:
-        module.rotary = module.rotary.plain()

@@ -52,9 +52,12 @@ def timm_name(model: VisionModel) -> str:
 
 
 def _eva_arguments(model: VisionModel) -> dict[str, Any]:
-    """What a model whose positions turn has where timm's VisionTransformer has an activation and its biases."""
+    """What a model whose positions turn has where timm's VisionTransformer has an activation and its biases; of timm's
+    attentions one that has a bias of keys too, which turn with them.
+    """
     config = model.config
     return {
+        "attn_type": "rope",
         "qkv_bias": config.query_bias or config.key_bias or config.value_bias,
         "swiglu_mlp": config.use_gated_mlp,
         "swiglu_align_to": 0,

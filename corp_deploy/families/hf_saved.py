@@ -6,20 +6,19 @@ model's own scale is more or less goes into the queries. Names are as versions 4
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 from torch import Tensor, nn
 
 from ground.errors import BadInput
 
 from .family import sites_of
 from .hf_config import VisionConfig, VisionModel
-from .sites import Sites
-from .widths import HeadWidths, Widths
+from .widths import HeadWidths, Width, Widths
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
 # By how a kind's tensors are named on disk: timm's path of a layer in a block, and theirs.
@@ -108,7 +107,7 @@ def _ratio(hidden: int, config: VisionConfig) -> int | None:
     """The whole `mlp_ratio` of which DINOv2 makes this hidden width (of a gated MLP: half its rows), or None."""
     rows = 2 * hidden if config.use_swiglu_ffn else hidden
     ratios = range(1, 2 * rows // config.hidden_size + 2)
-    return next((ratio for ratio in ratios if replace(config, mlp_ratio=float(ratio)).hidden == rows), None)
+    return next((ratio for ratio in ratios if structs.replace(config, mlp_ratio=float(ratio)).hidden == rows), None)
 
 
 def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionModel) -> str:
@@ -145,8 +144,25 @@ def _unsayable_heads(name: str, width: HeadWidths, first: tuple[str, HeadWidths]
     return ""
 
 
+def _by_attention(model: VisionModel, widths: Widths) -> Widths:
+    """With queries and keys, and values, that are sites of their own, as one of heads."""
+    heads, together = model.config.num_attention_heads, dict[str, Width]()
+    dense = model.config.hidden_size // heads
+    for name, width in widths.items():
+        path, _, part = name.rpartition(".")
+        if part not in ("qk", "v") or not isinstance(width, int):
+            together[name] = width
+            continue
+        in_group = 2 if part == "qk" and model.config.turns else 1
+        own = together.get(path, HeadWidths(qk=dense, v=dense))
+        assert isinstance(own, HeadWidths), path
+        together[path] = replace(own, **{part: width * in_group // heads})
+    return together
+
+
 def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths of all sites that the configuration can't say."""
+    widths = _by_attention(model, widths)
     channels = [(name, width) for name, width in widths.items() if isinstance(width, int)]
     heads = [(name, width) for name, width in widths.items() if isinstance(width, HeadWidths)]
     reasons = [_unsayable_mlp(name, width, channels[0], model) for name, width in channels]
@@ -159,15 +175,10 @@ def _with_scale(weight: Tensor, factor: float) -> Tensor:
     return weight if factor == 1.0 else (weight.double() * factor).to(weight.dtype)
 
 
-def _attention(
-    name: str, every: Sites, model: VisionModel, state: Mapping[str, Tensor], bias: bool
-) -> dict[str, Tensor]:
+def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """The three projections of a block's attention, by timm's name of it, the scale in the queries."""
-    site = next(site for site in every.heads if site.name == name)
-    rows = site.heads * site.qk
-    dense = site.scale == (model.config.hidden_size // model.config.num_attention_heads) ** -0.5
-    same = dense and rows == model.config.hidden_size
-    factor = 1.0 if same else site.scale * site.qk**0.5
+    rows = len(state[f"{name}.qkv.weight"]) // 3
+    factor = 1.0 if rows == model.config.hidden_size else (rows / model.config.hidden_size) ** 0.5
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
         tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
@@ -179,13 +190,13 @@ def _attention(
     }
 
 
-def _block(index: int, every: Sites, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
+def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """Everything of a block, by its names on disk."""
     at, clip = f"blocks.{index}.", _of_clip(model)
     plain = _DINOV3 if model.config.turns else _DINOV2 if model.config.mlp_ratio is not None else _VIT
     names = _CLIP if clip else plain
     names = names | _GATED if model.config.use_swiglu_ffn else names
-    block = _attention(f"{at}attn", every, model, state, bias)
+    block = _attention(f"{at}attn", model, state, bias)
     for path, theirs in names.items():
         width = state[f"{at}{path}.weight"].shape[0]
         block[f"{theirs}.weight"] = state[f"{at}{path}.weight"]
@@ -257,27 +268,31 @@ def saved(
 
     Raises BadInput, naming the site, for widths that a configuration can't say.
     """
-    every, state = sites_of(vit), {name: tensor.detach().cpu() for name, tensor in vit.state_dict().items()}
+    # A bias of parts is one in a program.
+    state = {name.replace("q_bias_folded", "qkv.bias"): each.detach().cpu() for name, each in vit.state_dict().items()}
     if _of_clip(model) and sides[0] != sides[1]:
         raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
-    refuse_unsayable(model, {site.name: site.width for site in every.every})
-    bias = _of_clip(model) or any(f"{site.name}.qkv.bias" in state for site in every.heads)
+    refuse_unsayable(model, {site.name: site.width for site in sites_of(vit).every})
+    bias = _of_clip(model) or any(name.endswith(".attn.qkv.bias") for name in state)
     tower = {**unread, **_outside(model, state)}
     for index in range(model.config.num_hidden_layers):
-        tower |= _block(index, every, model, state, bias)
+        tower |= _block(index, model, state, bias)
     without_type = {key: value for key, value in config.items() if key != "torch_dtype"}
     prefix = "" if model.output in ("class token", "attention pool") else model.kind.prefix
     tensors = {f"{prefix}{name}": tensor for name, tensor in tower.items()} | _heads(model, state)
     return Saved(
-        config={**without_type, **_changes(every, model, sides, bias, "embeddings.mask_token" in tower)},
+        config={**without_type, **_changes(state, model, sides, bias, "embeddings.mask_token" in tower)},
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
     )
 
 
-def _changes(every: Sites, model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool) -> dict[str, Any]:
+def _changes(
+    state: Mapping[str, Tensor], model: VisionModel, sides: tuple[int, int], bias: bool, masks: bool
+) -> dict[str, Any]:
     """What the configuration says otherwise than the dense one's."""
     config, changes = model.config, dict[str, Any]({"dtype": "float32"})
-    hidden, head = every.channels[0].width, every.heads[0].qk
+    hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
+    head = len(state["blocks.0.attn.qkv.weight"]) // 3 // config.num_attention_heads
     if config.mlp_ratio is not None:
         changes["mlp_ratio"] = _ratio(hidden, config)
     else:

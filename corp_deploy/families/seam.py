@@ -187,10 +187,6 @@ class TimmFamily(Family, Protocol):
         """
         ...
 
-    def own_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What timm's filter gives, under the names and in the order of this model's own modules."""
-        ...
-
     def unused(self, model: nn.Module) -> tuple[str, ...]:
         """Prefixes of the weights that a model of this architecture may have and this one was built without."""
         ...

@@ -1,8 +1,9 @@
 """Rotary positions of a sequence (RoFormer, arXiv 2104.09864): token n is at place n, whatever the length.
 
-Frequencies are those of the dense head, whichever planes of it are left: they are never made anew from a width.
+Plane p of P is the dimensions p and p + P of a head, whichever way a library orders them. Frequencies are those of the
+dense head, whichever planes of it are left: they are never made anew from a width.
 
-Legend: N tokens, P planes of a head.
+Legend: B texts, H heads or 1 for all, N tokens, P planes of a head.
 """
 
 import math
@@ -13,8 +14,6 @@ import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
-
-from .rotary import Rotary, turned
 
 Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
 
@@ -51,13 +50,34 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return torch.where(is_between_P, between_P, slow_P)
 
 
-class SequenceRotary(Rotary):
+def turned(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
+    """Every plane turned by its token's angle: [B,H,N,2P]."""
+    one, other = x_BHND.chunk(2, dim=-1)
+    return torch.cat((one * cos_HNP - other * sin_HNP, other * cos_HNP + one * sin_HNP), dim=-1)
+
+
+class RotaryTables(nn.Module):
+    """Turns queries and keys of sequences of one length by sines and cosines [H,N,P]."""
+
+    sin_HNP: Tensor
+    cos_HNP: Tensor
+
+    def __init__(self, sin_HNP: Tensor, cos_HNP: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("sin_HNP", sin_HNP)
+        self.register_buffer("cos_HNP", cos_HNP)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return turned(q, self.sin_HNP, self.cos_HNP), turned(k, self.sin_HNP, self.cos_HNP)
+
+
+class SequenceRotary(nn.Module):
     """Turns queries and keys of any sequence by frequencies [H,P] of planes, one row for all heads or each its own."""
 
     freqs_HP: Tensor
 
     def __init__(self, freqs_HP: Tensor) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.register_buffer("freqs_HP", freqs_HP)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SequenceRotary":
@@ -71,30 +91,21 @@ class SequenceRotary(Rotary):
     def planes(self) -> int:
         return self.freqs_HP.shape[-1]
 
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Sines and cosines at the first place, which tell how many heads have their own."""
-        zeros_H1P = torch.zeros_like(self.freqs_HP).unsqueeze(1)
-        return zeros_H1P, zeros_H1P + 1.0
-
-    def of_length(self, tokens: int) -> Rotary:
+    def of_length(self, tokens: int) -> RotaryTables:
         """Turns sequences of this length by tables."""
         place_N1 = torch.arange(tokens, dtype=torch.float32, device=self.freqs_HP.device).unsqueeze(1)
         angle_HNP = place_N1 * self.freqs_HP.unsqueeze(1)
-        return Rotary(angle_HNP.sin(), angle_HNP.cos())
+        return RotaryTables(angle_HNP.sin(), angle_HNP.cos())
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        tables = self.of_length(q.shape[-2]).to(q.dtype)
-        return turned(q, *tables.tables()), turned(k, *tables.tables())
+        both: tuple[Tensor, Tensor] = self.of_length(q.shape[-2]).to(q.dtype)(q, k)
+        return both
 
-    def narrowed(self, planes_HK: Tensor) -> Rotary:
+    def narrowed(self, planes_HK: Tensor) -> "SequenceRotary":
         """The same for heads of these planes alone."""
         freqs_HP = self.freqs_HP.expand(len(planes_HK), -1)
         return SequenceRotary(freqs_HP.gather(1, planes_HK).contiguous())
 
-    def of_heads(self, kept_H: Tensor) -> Rotary:
+    def of_heads(self, kept_H: Tensor) -> "SequenceRotary":
         """The same for these heads alone."""
         return SequenceRotary(self.freqs_HP if len(self.freqs_HP) == 1 else self.freqs_HP[kept_H])
-
-    def plain(self) -> Rotary:
-        """The same: of which length tables are to be is known where a model is exported (`of_length`)."""
-        return SequenceRotary(self.freqs_HP.detach().clone())

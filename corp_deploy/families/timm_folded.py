@@ -7,6 +7,7 @@ Legend: O outputs and I inputs of a layer.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,16 +53,19 @@ def as_program(
     built: Callable[[], nn.Module],
     *,
     where: str,
+    known: Mapping[str, Index] = MappingProxyType({}),
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The dense model narrowed to the widths of these sites and weights, and the weights by its program's names;
-    `built`: timm's, for tables that no file has. Raises BadInput for weights of no widths that it can have.
+    `built`: timm's, for tables that no file has; `known`: of some sites the groups that are left. Raises BadInput for
+    weights of no widths that it can have.
     """
     own = tracing(model)
     for name in names_of(own):
         path, _, part = name.rpartition(".")
         if part in _PARTS and path in sites:
             require_widths(path, sites[path], where)
-    kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items()}
+    kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items() if name not in known}
+    kept |= known
     biases = tuple(name for name in own.added if _found(name, state) is not None)
     new, whole = with_groups(model, kept, biases)
     if whole:

@@ -24,7 +24,6 @@ from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
-from .timm_eva_blocks import with_placed_blocks
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 
@@ -110,8 +109,9 @@ def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | N
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of a classifier's weights, for a model that was built without one."""
-    return () if classes(model) else tuple(f"{name}." for name in _classifiers(model))
+    """Prefixes of the weights of a classifier or of a pooling by attention, for a model that was built without."""
+    pool = () if "attn_pool" in dict(model.named_children()) else ("attn_pool.",)
+    return pool if classes(model) else (*(f"{name}." for name in _classifiers(model)), *pool)
 
 
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
@@ -207,7 +207,7 @@ def _require_configured(model: nn.Module, name: str) -> None:
 
 def build(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built. Eva's attention knows its positions itself.
+    an unknown name or arguments, and for more parameters than are built.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -221,4 +221,4 @@ def build(architecture: Architecture) -> nn.Module:
     model = _built(architecture).eval()
     _require_configured(model, architecture.name)
     set_preprocessing_(model, architecture.preprocessing)
-    return with_placed_blocks(model)
+    return model

@@ -1,5 +1,5 @@
 """What a program has computed of timm's attentions, of what version 0.1 kept of them: what is added to scores by where
-tokens stand, of tables or networks, and what scores of cosines are scaled by.
+tokens stand, of tables or networks, what scores of cosines are scaled by, and how positions turn queries and keys.
 
 Legend: H heads, N tokens, T places that one can have as seen from another.
 """
@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 State = Mapping[str, Tensor]
 _MASK, _SCALE = ".attn_mask_folded", ".logit_scale"
+_OF_TURNS = re.compile(r"rope\.\w+_folded(?:_(\d+))?")
+"""Sines and cosines of queries, then of keys, block after block."""
 _OF_PLACES = re.compile(r"(?P<owner>.*)\.relative_position_(bias_table|index)_folded(_(?P<number>\d+))?")
 
 
@@ -21,6 +23,8 @@ def constant(name: str, shape: torch.Size, buffers: State, state: State) -> Tens
     """A constant of a program, of this shape; None for any other. `buffers`: those of timm's model, in no file."""
     if name.endswith(_MASK):
         return buffers[name.removesuffix("_folded")].view(shape)
+    if turns := _OF_TURNS.fullmatch(name):
+        return _turns(int(turns[1] or 0), shape, state)
     of_places, inside = _OF_PLACES.fullmatch(name), re.match(r".*\.attn(?=\.)", name)
     if not (of_places or inside):
         return None
@@ -38,6 +42,16 @@ def constant(name: str, shape: torch.Size, buffers: State, state: State) -> Tens
         table_TH = _of_network(bias, buffers[f"{owner}.relative_coords_table"], state)
     place_NN = _places(buffers[f"{owner}.relative_position_index"], shape[-1], len(table_TH))
     return table_TH[place_NN].permute(2, 0, 1).reshape(shape)
+
+
+def _turns(number: int, shape: torch.Size, state: State) -> Tensor | None:
+    """[H,T,D] of heads that keep planes of their own, else [T,D] of all; of patches, which are the last tokens."""
+    block, part = number // 4, number % 2
+    table_HND = state.get(f"blocks.{block}.attn.rotary.{part}")
+    if table_HND is None:
+        return torch.zeros(shape) if 0 in state.get(f"blocks.{block}.attn.qkv.weight", torch.ones(1)).shape else None
+    own = table_HND[:, -shape[-2] :]
+    return (own if own.numel() == shape.numel() else own[:1]).reshape(shape)
 
 
 def _block(of_places: re.Match[str] | None, state: State) -> str:

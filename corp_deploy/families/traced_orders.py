@@ -54,7 +54,9 @@ def _of_readers(program: Program, stream: Site) -> Iterator[Tensor]:
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
-    """A norm's, by channel; None of what has none."""
+    """Of the norm in front, by channel; None where there is none or it has none. Tokens may be picked between."""
+    while operation(source) in ("select", "slice"):
+        source = source.all_input_nodes[0]
     weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None
     return program.tensor(str(weight.target)).detach().double() if isinstance(weight, fx.Node) else None
 

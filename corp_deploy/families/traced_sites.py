@@ -12,6 +12,7 @@ from torch import fx
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.narrowing.severing import Severed, severed_at
+from corp_deploy.traced.programs.attended import values_product
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
@@ -59,10 +60,17 @@ def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
 
 
 def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> str:
-    """The node of the layer that reads the values of the same attention."""
+    """The node of the layer that reads the values of the same attention, or what alone is made of these."""
     values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
     readers = () if values is None else (span.reader for span in values.listening)
-    return next((reader for reader in readers if reader in tracing.heard[1]), "")
+    heard = next((reader for reader in readers if reader in tracing.heard[1]), "")
+    return heard or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
+
+
+def _layer_behind(node: fx.Node | None) -> str:
+    while node is not None and node.target not in (LINEAR, CONV2D):
+        node = next(iter(node.users)) if len(node.users) == 1 else None
+    return "" if node is None else node.name
 
 
 def names_of(tracing: Tracing) -> dict[str, Groups]:

@@ -47,7 +47,6 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "beside": beside,
         "take_beside_": take_beside_,
         "adapted_state": same_state,
-        "own_state": same_state,
         "unused": unused,
     }
 )

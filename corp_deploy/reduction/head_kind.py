@@ -12,7 +12,7 @@ from calib.combination import without
 from calib.moments import HeadMoments, Moments
 from corp_deploy.algebra import planes, queries_keys, values
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.head_site import HeadSite, settle_positions_
+from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import (
@@ -181,7 +181,6 @@ class HeadKind:
     def layer(self, site: HeadSite, layer: nn.Module, method: Method, width: HeadWidths) -> nn.Module:
         geometry = geometry_of_heads(width, method.geometry)
         module = site.empty(qk=width.qk, v=width.v, geometry=geometry, heads=width.heads, fused=False)
-        settle_positions_(module)
         return module.eval()
 
     def rebuilt(

@@ -3,7 +3,9 @@
 A system of T^2 entries a head shrinks with the fourth power of the share kept; a first pass without it ranks.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -13,13 +15,47 @@ from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.widths import HeadWidths, aligned_widths
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.families.widths import HeadWidths, Width, aligned_widths
 from ground.errors import BadInput
 
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
 from .turned import kept_planes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Queries:
+    """Of a site: dimensions of a head, how many of them go together, how many heads share their keys, and how many have
+    keys of their own.
+    """
+
+    dims: int
+    joined: int
+    shared: int
+    groups: int
+
+    def kept(self, width: Width) -> int:
+        """Dimensions of a head, of what widths count."""
+        return width.qk if isinstance(width, HeadWidths) else width // self.groups * self.joined
+
+
+def _queries(model: nn.Module) -> dict[str, _Queries]:
+    """Of sites whose queries and keys may go, by name."""
+    of_heads = {
+        site.name: _Queries(dims=site.qk, joined=1 + site.in_planes, shared=site.grouped, groups=site.groups)
+        for site in sites_of(model).heads
+        if not site.keeps_qk
+    }
+    pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
+    return of_heads | {
+        site.name: _Queries(
+            dims=site.dims, joined=site.both.joined, shared=site.both.shared, groups=len(site.groups_HP)
+        )
+        for site in pairs
+        if site.repair.mixing != "none"
+    }
 
 
 def kept_widths(
@@ -29,13 +65,13 @@ def kept_widths(
 
     Ranks don't change, so narrower kept sets lie inside the widest one. Raises BadInput where no site may lose Q/K.
     """
-    names = {site.name for site in sites}
+    names, queries = {site.name for site in sites}, _queries(model)
     asked = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
     everywhere = [uniform_widths(model, method) for method in asked]
     widths: dict[str, int] = {}
     for name, width in (pair for widths in everywhere for pair in widths.items()):
-        if isinstance(width, HeadWidths) and name in names:
-            widths[name] = max(width.qk, widths.get(name, 0))
+        if name in queries and name in names:
+            widths[name] = max(queries[name].kept(width), widths.get(name, 0))
     if not widths:
         raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
     return widths
@@ -44,12 +80,12 @@ def kept_widths(
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
     require_same_model(model, first)
-    sites, where, kept = {site.name: site for site in sites_of(model).heads}, device(model), {}
+    sites, queries, where, kept = sites_of(model).by_name, _queries(model), device(model), {}
     for name, width in widths.items():
         statistics = site_moments(sites[name], first, where)
         assert isinstance(statistics, HeadMoments), name
-        scores_HD = shared_by_groups(logit_energy(statistics.energy_HD, statistics.images), sites[name].grouped)
-        if sites[name].in_planes:
+        scores_HD = shared_by_groups(logit_energy(statistics.energy_HD, statistics.images), queries[name].shared)
+        if queries[name].joined == 2:
             kept[name] = dims_of_planes(kept_planes(scores_HD, width), scores_HD.shape[1]).cpu()
         else:
             kept[name] = kept_from_scores(scores_HD, width).cpu()
@@ -58,7 +94,7 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
     """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
-    sizes = {(site.qk, site.step(align_head)) for site in sites_of(model).heads if not site.keeps_qk}
+    sizes = {(each.dims, math.lcm(align_head, each.joined)) for each in _queries(model).values()}
     shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)

@@ -21,6 +21,7 @@ from corp_deploy.families.family import dense_model, family_of, outputs_of, site
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.timm_eva_folded import as_timms_eva, is_eva
 from corp_deploy.families.timm_folded import as_program, is_of_widths
 from corp_deploy.families.timm_hierarchies_folded import as_timms, is_hierarchy
 from corp_deploy.families.traced_module import TracedModule
@@ -186,6 +187,9 @@ def _of_widths(
 ) -> tuple[nn.Module, State]:
     """The program that version 0.1 had no word for, and its weights."""
     library = partial(dense_from_architecture, architecture)
+    if is_eva(model):
+        state, left = as_timms_eva(model, config.sites, state, library, where=where)
+        return as_program(model, config.sites, state, library, where=where, known=left)
     if not is_hierarchy(model):
         return as_program(model, config.sites, state, library, where=where)
     dense = _with_outputs(dense_from_architecture(architecture), config, where)

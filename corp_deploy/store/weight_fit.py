@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,16 +87,6 @@ def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch
         ) from None
 
 
-def under_own_names(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor]:
-    """Weights under timm's names under the model's own. Raises BadInput where a part of what becomes one tensor is not
-    there.
-    """
-    try:
-        return timm_family_of(model).own_state(model, weights.state)
-    except KeyError as error:
-        raise BadInput(f"{weights.path}: these weights don't fit the model; missing: {error} of an attention") from None
-
-
 def _grid(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
@@ -158,7 +148,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         raise BadInput(f"{weights.path}: {foreign}")
     state = _adapted(model, weights, before.words(whole, expected))
     notes = _notes(weights.state, state)
-    state = {**counts, **under_own_names(model, replace(weights, state=state))}
+    state = {**counts, **state}
     without = [name for name in state if name not in expected and name.startswith(timm_family_of(model).unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}

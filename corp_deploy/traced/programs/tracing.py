@@ -33,6 +33,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     _drop_checks_(graph.graph)
     _without_views_(graph)
     _by_sizes_(graph.graph)
+    _by_types_(graph.graph)
     means_as_layers_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
 
@@ -104,6 +105,15 @@ def _by_sizes_(graph: fx.Graph) -> None:
         sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
         if all(isinstance(size, int) for size in sizes):
             node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
+
+
+def _by_types_(graph: fx.Graph) -> None:
+    """What is brought to the type of another tensor and is of it is itself: it is not made of the other."""
+    for node in [each for each in graph.nodes if operation(each) == "type_as"]:
+        source = node.args[0]
+        if source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

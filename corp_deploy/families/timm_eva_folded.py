@@ -1,0 +1,157 @@
+"""timm's Eva (EVA, EVA-02, DINOv3, rotary ViTs) as version 0.1 wrote it: one layer for queries, keys and values, whose
+planes are dimensions p and K + p of a head, beside tables of how each turns. They go back to timm's names and order.
+
+Legend: H heads, N tokens, T patches, which are the last of them, P planes of a dense head, K that are left, R rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from timm.layers import AttentionRope
+from timm.models.eva import Eva, EvaAttention
+from torch import Tensor, nn
+
+from corp_deploy.traced.finding.site import Index
+from ground.errors import BadInput
+
+from .timm_folded import require_widths
+from .traced_model import sites as sites_of
+from .traced_module import TracedModule, known_of
+from .traced_pairs import TracedPairs
+
+State = Mapping[str, Tensor]
+Entries = Mapping[str, Mapping[str, Any]]
+
+
+def is_eva(model: TracedModule) -> bool:
+    return issubclass(known_of(model).plain, Eva)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """What positions turn in an attention: planes in the order in which they were kept, and which planes they are."""
+
+    tables_2HNK: Tensor
+    planes_HK: Tensor
+    halves: bool
+
+    def rows(self, rows_RX: Tensor) -> Tensor:
+        """Of queries, keys or a norm over a head, in timm's order: neighbours are a plane unless halves are."""
+        heads = len(rows_RX) // (2 * self.planes_HK.shape[1])
+        by_plane = rows_RX.unflatten(0, (heads, 2, -1))
+        order_HK = self.planes_HK[:heads].argsort(1)
+        by_plane = torch.stack([each[:, order] for each, order in zip(by_plane, order_HK, strict=True)])
+        return (by_plane if self.halves else by_plane.transpose(1, 2)).flatten(0, 2)
+
+    def tables(self) -> Iterator[tuple[str, Tensor]]:
+        order_HK = self.planes_HK[: self.tables_2HNK.shape[1]].argsort(1)
+        own = torch.stack([self.tables_2HNK[:, head, :, order] for head, order in enumerate(order_HK)], dim=1)
+        doubled = own.repeat(1, 1, 1, 2) if self.halves else own.repeat_interleave(2, -1)
+        yield from zip(("rotary.0", "rotary.1"), doubled, strict=True)
+
+
+def as_timms_eva(
+    model: TracedModule, sites: Entries, state: State, built: Callable[[], nn.Module], *, where: str
+) -> tuple[State, Mapping[str, Index]]:
+    """Weights by timm's names, with sines and cosines as `rotary.0` and `rotary.1` of each attention; and what is left
+    of queries and keys that positions turn.
+    """
+    groups = {each.name: each.groups_HP for each in sites_of(model).every if isinstance(each, TracedPairs)}
+    dense, kept, ours = cache(lambda: _dense_tables(built())), dict[str, Index](), dict(state)
+    for name, attention in model.named_modules():
+        if not isinstance(attention, AttentionRope | EvaAttention):
+            continue
+        own = {key.removeprefix(f"{name}."): ours.pop(key) for key in state if key.startswith(f"{name}.")}
+        if name not in sites:
+            ours |= {f"{name}.{key}": each for key, each in _as_told(own)}
+            continue
+        require_widths(name, sites[name], where)
+        try:
+            turns = _turns(own, sites[name], attention, dense)
+            ours |= {f"{name}.{key}": each for key, each in _as_timms(own, sites[name], attention, turns)}
+            if turns is not None and f"{name}.qk" in groups:
+                own_HP = groups[f"{name}.qk"][: len(turns.planes_HK)]
+                kept[f"{name}.qk"] = own_HP.gather(1, turns.planes_HK).flatten().sort().values.numpy()
+        except RuntimeError:  # of shapes
+            raise BadInput(
+                f"{where}: the weights of {name!r} are of other widths than its entry; the file was edited or damaged, "
+                "write the model again"
+            ) from None
+    return ours, kept
+
+
+def _as_told(own: State) -> Iterator[tuple[str, Tensor]]:
+    """Of an attention that was timm's own."""
+    for key, each in own.items():
+        if key == "sin_cos_ND":
+            yield from zip(("rotary.0", "rotary.1"), each[None].chunk(2, dim=-1), strict=True)
+        else:
+            yield key.removeprefix("inner."), each
+
+
+def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable[[], Tensor]) -> _Turns | None:
+    """None where nothing is turned. Of learned frequencies, as they are now, any planes are these."""
+    if "rotary.freqs_2HP" in own:
+        angles_HNK = (own["rotary.places_2N"][:, None, :, None] * own["rotary.freqs_2HP"][:, :, None]).sum(0)
+        tables_2HNK = torch.stack((angles_HNK.sin(), angles_HNK.cos()))
+        planes_HK = torch.arange(tables_2HNK.shape[-1])[None]
+    elif "rotary.sin_HNP" in own:
+        tables_2HNK = torch.stack((own["rotary.sin_HNP"], own["rotary.cos_HNP"]))
+        planes_HK = _planes(tables_2HNK, dense())
+    else:
+        return None
+    planes_HK = planes_HK.expand(entry["heads"], -1)
+    return _Turns(tables_2HNK=tables_2HNK, planes_HK=planes_HK, halves=attention.rotate_half)
+
+
+def _dense_tables(model: nn.Module) -> Tensor:
+    """timm's own [2,T,P]."""
+    assert isinstance(model, Eva), type(model)
+    rope: Any = model.rope
+    table_TX = rope.get_embed(list(model.patch_embed.grid_size) if model.dynamic_img_size else None)
+    sin_cos_2TX = torch.stack(table_TX.chunk(2, dim=-1))
+    attention: Any = model.blocks[0].get_submodule("attn")
+    return sin_cos_2TX.chunk(2, dim=-1)[0] if attention.rotate_half else sin_cos_2TX[..., ::2]
+
+
+def _planes(tables_2HNK: Tensor, dense_2TP: Tensor) -> Tensor:
+    """Which of the dense model's planes turn as these do, each once [H,K]."""
+    of_patches = tables_2HNK[:, :, -dense_2TP.shape[1] :].permute(1, 3, 0, 2).flatten(2)
+    away_HKP = torch.cdist(of_patches, dense_2TP.permute(2, 0, 1).flatten(1))
+    planes = list[Tensor]()
+    for place in range(away_HKP.shape[1]):
+        planes.append(away_HKP[:, place].argmin(1, keepdim=True))
+        away_HKP.scatter_(2, planes[-1][:, None].expand(-1, away_HKP.shape[1], -1), torch.inf)
+    return torch.cat(planes, dim=1)
+
+
+def _as_timms(
+    own: State, entry: Mapping[str, Any], attention: Any, turns: _Turns | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Rows in the layers that timm has, planes in its order."""
+    heads, qk, v = entry["heads"], entry["qk"], entry["v"]
+    turned = turns.rows if turns is not None else lambda rows_RX: rows_RX
+    for key, each in own.items():
+        if key in ("qkv.weight", "qkv.bias"):
+            queries, keys, values = each.split((heads * qk, heads * qk, heads * v))
+            yield from _in_layers(key, {"q": turned(queries), "k": turned(keys), "v": values}, attention)
+        elif key.startswith(("q_norm.", "k_norm.")):
+            yield key, turned(each)
+        elif not key.startswith("rotary."):
+            yield key, each
+    if turns is not None:
+        yield from turns.tables()
+
+
+def _in_layers(key: str, parts: Mapping[str, Tensor], attention: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """One for all, or one each, without the bias of zeros that timm's has not."""
+    layers = dict(attention.named_children())
+    if "qkv" in layers:
+        yield key, torch.cat([*parts.values()])
+        return
+    for part, rows in parts.items():
+        if key == "qkv.weight" or layers[f"{part}_proj"].bias is not None or bool(rows.any()):
+            yield key.replace("qkv", f"{part}_proj"), rows
