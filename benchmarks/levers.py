@@ -115,6 +115,8 @@ LEVERS: Mapping[str, Lever] = {
         {room.kind.share: 0.5, "preset": "corp"}, {"attention_system": room.kind.share == "attn"}
     ),
     "`--preset grail`": _asking(preset="grail"),
+    "`--preset fold`": _asking(preset="fold"),
+    "`--preset grail-fold`": _asking(preset="grail-fold"),
     "`--preset best`": _asking(preset="best"),
     "`--preset thorough`": _alone(preset="thorough", macs=0.8, polish_steps=8),
     "`--macs`": _alone(macs=0.8),
@@ -132,6 +134,7 @@ LEVERS: Mapping[str, Lever] = {
     "`--sparse 2:4`": _asking(sparse="2:4"),
     "`--merge-tokens`": _asking(merge_tokens=3),
     "`--whole-heads`": _alone(whole_heads=0.5),
+    "`--select heads=fold`": _alone(whole_heads=0.5, select={"heads": "fold"}),
     "`--heads square`": _asking(heads="square"),
     "`--rotate`": _asking(rotate=True),
     "INT8": _exported("int8"),

@@ -21,6 +21,7 @@ from corp_deploy.reduction import (
     head_kind,
     head_modules,
     heads,
+    judged_folds,
     read_tokens,
     streams,
     symmetric_loop,
@@ -57,7 +58,7 @@ class Variant:
         if choices.geometry == "square":
             yield values
         if choices.merges:
-            yield from (fold, folded_channels, folded)
+            yield from (fold, folded_channels, folded, judged_folds)
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:

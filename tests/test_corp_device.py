@@ -17,9 +17,9 @@ from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
-from corp_deploy.reduction.folded import BATCH_SIZE
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.shown_inputs import BATCH_SIZE
 from corp_deploy.store import checkpoint as checkpoints
 from tests import tiny
 

@@ -1,7 +1,7 @@
 """Merged channels: what is said to be lost is what the shipped layers lose, and refitting them loses less."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
+from torch.nn import functional
 
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.input_set import parted
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
@@ -33,7 +35,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+def images(way: str, tmp_path_factory: pytest.TempPathFactory) -> Images:
     return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
 
 
@@ -47,19 +49,34 @@ def doubled(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).double().eval()
 
 
-def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor) -> Mapping[str, float]:
-    """Mean square per token of (dense MLP - folded MLP) on the dense model's activations, all in float64."""
-    found: dict[str, float] = {}
-    whole, small = doubled(dense), doubled(reduced)
+def linear(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """In float64."""
+    weight, bias = (model.get_parameter(f"{name}.{each}").double() for each in ("weight", "bias"))
+    return functional.linear(x, weight, bias)
 
-    def hook(name: str) -> Any:
+
+def hidden(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    return functional.gelu(linear(model, f"{name}.fc1", x))
+
+
+def mlp(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    return linear(model, f"{name}.fc2", hidden(model, name, x))
+
+
+def losses(
+    dense: nn.Module, reduced: nn.Module, pixels: Tensor, layer: Callable[[nn.Module, str, Tensor], Tensor], part: str
+) -> Mapping[str, float]:
+    """Mean square per token of (dense layer - folded one) on the dense model's activations, all in float64."""
+    found, whole = dict[str, float](), doubled(dense)
+
+    def hook(name: str) -> Callable[..., None]:
         def compare(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            found[name] = float((out - small.get_submodule(name)(given[0])).flatten(0, 1).square().sum(1).mean())
+            found[name] = float((out - layer(reduced, name, given[0])).flatten(0, 1).square().sum(1).mean())
 
         return compare
 
-    for part in vit.sites(dense).channels:
-        whole.get_submodule(part.name).register_forward_hook(hook(part.name))
+    for name in (f"blocks.{block}.{part}" for block in range(2)):
+        whole.get_submodule(name).register_forward_hook(hook(name))
     with torch.inference_mode():
         whole(pixels.double())
     return found
@@ -81,7 +98,7 @@ def test_the_loss_is_that_of_the_shipped_layer(
 ) -> None:
     dense, reduction = tiny.checkpoint().model, folded(preset, both, images, sparsity)
     rest, held_out = (pixels_of(part) for part in parted(images, 12, seed=0))
-    fit, others = losses(dense, reduction.model, rest), losses(dense, reduction.model, held_out)
+    fit, others = (losses(dense, reduction.model, pixels, mlp, "mlp") for pixels in (rest, held_out))
     assert [site.site for site in reduction.sites] == list(fit)
     for site in reduction.sites:
         assert site.error == pytest.approx(fit[site.site], rel=1e-5)
@@ -97,16 +114,15 @@ def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moment
     dense, reduction = tiny.checkpoint().model, folded("fold", both, images)
     rest = pixels_of(parted(images, 12, seed=0)[0])
     name = "blocks.1.mlp"
-    whole, small = doubled(dense), doubled(reduction.model)
+    whole, small = doubled(dense), reduction.model
     caught: dict[str, Any] = {}
     whole.get_submodule(name).register_forward_hook(lambda _, given, out: caught.update(u=given[0], y=out))
-    small.get_submodule(f"{name}.fc2").register_forward_pre_hook(lambda _, given: caught.update(z=given[0]))
     with torch.inference_mode():
         whole(rest.double())
-        small.get_submodule(name)(caught["u"])
+        caught["z"] = hidden(small, name, caught["u"])
     z, y = (caught[key].flatten(0, 1).numpy() for key in ("z", "y"))
     rows = np.asarray(whole.get_parameter(f"{name}.fc1.weight").detach())
-    means = np.asarray(small.get_parameter(f"{name}.fc1.weight").detach())
+    means = np.asarray(small.get_parameter(f"{name}.fc1.weight").detach().double())
     second = np.asarray(whole.get_parameter(f"{name}.fc2.weight").detach())
     cluster = cluster_rows(torch.from_numpy(rows), 96, seed=0).numpy()
     np.testing.assert_allclose(means, [rows[cluster == each].mean(0) for each in range(96)], atol=1e-6)
@@ -116,19 +132,18 @@ def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moment
     system = np.vstack((centred / len(z) ** 0.5, ridge**0.5 * np.eye(96)))
     targets = np.vstack((wanted / len(z) ** 0.5, ridge**0.5 * plain.T))
     fitted = np.linalg.lstsq(system, targets, rcond=None)[0].T
-    found = small.get_submodule(f"{name}.fc2")
-    assert isinstance(found, nn.Linear)
     expected = centred @ fitted.T + y.mean(0)
     with torch.inference_mode():
-        np.testing.assert_allclose(found(torch.from_numpy(z)), expected, atol=2e-4 * np.abs(expected).max())
+        found = linear(small, f"{name}.fc2", torch.from_numpy(z))
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
 def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
     """Every second hidden channel of every MLP made a copy of the one before it."""
     with torch.no_grad():
-        for part in vit.sites(checkpoint.model).channels:
-            part.first.weight[1::2] = part.first.weight[::2]
-            part.first.bias[1::2] = part.first.bias[::2]
+        for name, rows in checkpoint.model.named_parameters():
+            if "mlp.fc1" in name:
+                rows[1::2] = rows[::2]
     return checkpoint
 
 
@@ -143,11 +158,10 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
 
 
 @pytest.mark.slow("models")
-def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
+def test_refitting_the_digits_example_at_least_halves_the_error(way: str, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(EXAMPLE)
     np.save(tmp_path / "images.npy", load("train").images[:96])
-    spec = vit.input_spec(checkpoint.model)
-    source = open_images(tmp_path / "images.npy", image_shape=spec.shape, transform=spec.transform())
+    source = images_for_model(checkpoint.model, tmp_path / "images.npy")
     moments = calibrate(checkpoint, source, batch_size=32, statistics=Statistics(attention=False))
     others = torch.from_numpy(load("held-out").images[:100])
     with torch.inference_mode():
@@ -166,7 +180,7 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method, widths = method_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
     loop = Loop(align_inputs=False)
-    looped = reduce_closed_loop(model, images, method, widths=widths, loop=loop).sites
+    looped = reduce_by_closed_loop(model, images, method, widths=widths, loop=loop).sites
     alone = reduce(model, moments, method, widths=widths, images=images).sites
     assert looped[0].error == pytest.approx(alone[0].error, rel=1e-4)
     assert looped[0].error_uncompensated == pytest.approx(alone[0].error_uncompensated, rel=1e-4)
@@ -211,7 +225,7 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     assert "held out" in shown.stdout
 
 
-def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:
+def test_a_recipe_gives_its_calibration_images_to_merge_by(way: str, tmp_path: Path) -> None:
     recipe = """
 [model]
 model = "deit_small_patch16_224"

@@ -1,6 +1,5 @@
 """Merged heads: the loss said is that of the shipped attention, refitting loses less, copies cost nothing."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,24 @@ from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
 from corp_deploy.families.attention_site import site_of_attention
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.sequence_rotary import SequenceRotary
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import encoders, tiny
 from tests.small_models import error
-from tests.test_corp_folded import doubled, pixels_of
+from tests.test_corp_folded import linear, losses, pixels_of
 from tests.test_corp_whole_heads import HELD_OUT, planted
 
 HALF = {"heads_sparsity": 1 / 3}
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+def images(way: str, tmp_path_factory: pytest.TempPathFactory) -> Images:
     return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
 
 
@@ -46,22 +43,11 @@ def both(images: Images) -> tuple[Moments, Moments]:
     return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
 
 
-def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor) -> dict[str, float]:
-    """Mean square per token of (dense attention - folded one) on the dense model's activations, all in float64."""
-    found: dict[str, float] = {}
-    whole, small = doubled(dense), doubled(reduced)
-
-    def hook(name: str) -> Callable[..., None]:
-        def compare(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            found[name] = float((out - small.get_submodule(name)(given[0])).flatten(0, 1).square().sum(1).mean())
-
-        return compare
-
-    for site in sites_of(whole).heads:
-        site.module.register_forward_hook(hook(site.name))
-    with torch.inference_mode():
-        whole(pixels.double())
-    return found
+def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Spelled out, in float64, with as many heads of 16 as the layer has."""
+    q, k, v = linear(model, f"{name}.qkv", x).unflatten(-1, (3, -1, 16)).permute(2, 0, 3, 1, 4)
+    z = (q @ k.mT / 4.0).softmax(-1) @ v
+    return linear(model, f"{name}.proj", z.transpose(1, 2).flatten(2))
 
 
 def folded(preset: str, both: tuple[Moments, Moments], images: Images, **changes: Any) -> Reduction:
@@ -69,27 +55,43 @@ def folded(preset: str, both: tuple[Moments, Moments], images: Images, **changes
     return reduce(tiny.checkpoint().model, both[0], method, held_out=both[1], images=images)
 
 
+def test_padded_texts_are_refused(tmp_path: Path) -> None:
+    """A head folded is judged on all tokens of an input, whichever are there."""
+    encoders.write_encoder(tmp_path / "hf")
+    (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(12)))
+    model, texts = ["--model", f"hf:{tmp_path / 'hf'}"], ["--text", str(tmp_path / "texts.txt")]
+    moments = str(tmp_path / "moments.safetensors")
+    assert CliRunner().invoke(main, ["calibrate", *model, *texts, "-o", moments]).exit_code == 0
+    words = ["reduce", *model, *texts, "--moments", moments, "--preset", "fold", "--whole-heads", "0.5"]
+    done = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "reduced")])
+    assert done.exit_code == 2
+    assert "these inputs have padding" in " ".join(done.stderr.split())
+    chosen = CliRunner().invoke(main, [*words, "--select", "heads=grail", "-o", str(tmp_path / "reduced")])
+    assert chosen.exit_code == 0, chosen.stderr
+
+
 @pytest.mark.parametrize("preset", ["grail-fold", "fold", "none"])
 def test_the_loss_is_that_of_the_shipped_attention(both: tuple[Moments, Moments], images: Images, preset: str) -> None:
     reduction = folded(preset, both, images, heads_selection="fold")
     rest, held_out = parted(images, 12, seed=0)
     dense = tiny.checkpoint().model
-    fitted, judged = (losses(dense, reduction.model, pixels_of(part)) for part in (rest, held_out))
+    fitted, judged = (losses(dense, reduction.model, pixels_of(part), attention, "attn") for part in (rest, held_out))
     for report in reduction.sites:
         assert (report.part, report.width) == ("heads", 2)
-        assert report.error == pytest.approx(fitted[report.site], rel=1e-4)
+        name = report.site.removesuffix(".v")
+        assert report.error == pytest.approx(fitted[name], rel=1e-4)
         assert report.held_out is not None
-        assert report.held_out.error == pytest.approx(judged[report.site], rel=1e-4)
+        assert report.held_out.error == pytest.approx(judged[name], rel=1e-4)
         assert report.error <= report.error_uncompensated * (1.0 + 1e-9)
 
 
 def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], images: Images) -> None:
     """Spelled out head by head, without a bias that the projection did not have."""
-    dense = sites_of(tiny.checkpoint().model).heads[0]
-    reduced = sites_of(folded("fold", both, images).model).heads[0]
-    old, new = dense.first.weight.detach().view(3, 3, 16, -1), reduced.first.weight.detach().view(3, 2, 16, -1)
-    assert dense.first.bias is not None
-    rows = torch.cat([dense.first.weight, dense.first.bias.unsqueeze(1)], 1).detach().double().view(3, 3, -1)
+    name = "blocks.0.attn.qkv"
+    dense, reduced = tiny.checkpoint().model, folded("fold", both, images).model
+    weight, bias = dense.get_parameter(f"{name}.weight").detach(), dense.get_parameter(f"{name}.bias").detach()
+    old, new = weight.view(3, 3, 16, -1), reduced.get_parameter(f"{name}.weight").detach().view(3, 2, 16, -1)
+    rows = torch.cat([weight, bias.unsqueeze(1)], 1).double().view(3, 3, -1)
     cluster = cluster_rows(rows.transpose(0, 1).flatten(1), 2, seed=0)
     for part in range(3):
         for own in range(2):
@@ -101,19 +103,19 @@ def test_fitted_to_what_it_gives_it_loses_less_than_as_published(both: tuple[Mom
     errors = [sum(site.error for site in folded(name, both, images).sites) for name in ("fold", "grail-fold")]
     assert errors[0] < errors[1]
     with_mlp = folded("fold", both, images, mlp_sparsity=0.5)
-    assert [site.part for site in with_mlp.sites] == ["mlp", "mlp", "heads", "heads"]
+    assert sorted(site.part for site in with_mlp.sites) == ["heads", "heads", "mlp", "mlp"]
 
 
 @pytest.mark.parametrize("loop", ["open", "asymmetric", "symmetric"])
 @pytest.mark.parametrize("preset", ["fold", "grail-fold"])
-def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -> None:
+def test_copies_are_merged_for_nothing(way: str, preset: str, loop: str, tmp_path: Path) -> None:
     dense = planted()
     source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
     asked = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
     if loop == "open":
         reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), asked, images=source)
     else:
-        run = reduce_closed_loop if loop == "asymmetric" else reduce_symmetric_loop
+        run = reduce_by_closed_loop if loop == "asymmetric" else reduce_by_symmetric_loop
         reduction = run(dense.model, source, asked)
     assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
 
@@ -134,21 +136,6 @@ def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: 
         method_from_preset("vbp", heads_sparsity=0.5)
 
 
-def test_padded_texts_are_refused(tmp_path: Path) -> None:
-    """A head folded is judged on all tokens of an input, whichever are there."""
-    encoders.write_encoder(tmp_path / "hf")
-    (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(12)))
-    model, texts = ["--model", f"hf:{tmp_path / 'hf'}"], ["--text", str(tmp_path / "texts.txt")]
-    moments = str(tmp_path / "moments.safetensors")
-    assert CliRunner().invoke(main, ["calibrate", *model, *texts, "-o", moments]).exit_code == 0
-    words = ["reduce", *model, *texts, "--moments", moments, "--preset", "fold", "--whole-heads", "0.5"]
-    done = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "reduced")])
-    assert done.exit_code == 2
-    assert "these inputs have padding" in " ".join(done.stderr.split())
-    chosen = CliRunner().invoke(main, [*words, "--select", "heads=grail", "-o", str(tmp_path / "reduced")])
-    assert chosen.exit_code == 0, chosen.stderr
-
-
 def test_the_command_folds_heads(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     save_moments(both[0], tmp_path / "moments.safetensors")
@@ -158,7 +145,7 @@ def test_the_command_folds_heads(both: tuple[Moments, Moments], images: Images, 
     done = CliRunner().invoke(main, [str(word) for word in [*words, "-o", tmp_path / "reduced"]])
     assert done.exit_code == 0, done.stderr
     loaded = load_checkpoint(tmp_path / "reduced").model
-    assert {site.heads for site in sites_of(loaded).heads} == {2}
+    assert {len(rows) for name, rows in loaded.named_parameters() if "qkv" in name} == {3 * 2 * 16}
     expected = reduce(
         tiny.checkpoint().model, both[0], method_from_preset("best", **HALF, heads_selection="fold"), images=images
     ).model

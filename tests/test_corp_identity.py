@@ -19,7 +19,7 @@ from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.widths import HeadWidths
 from corp_deploy.reduction import channels as reduce_mlp
-from corp_deploy.reduction import folded_channels
+from corp_deploy.reduction import folded_channels, judged_folds
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -108,7 +108,8 @@ def test_a_wrong_method_is_not_the_identity(
         return lambda *args, **kwargs: mutated(right(*args, **kwargs))
 
     targets: dict[str, tuple[Any, str]] = {
-        **{name: (folded_channels, name) for name in ("fold", "recovered_from_gram", "refit_toward")},
+        **{name: (folded_channels, name) for name in ("fold", "recovered_from_gram")},
+        "refit_toward": (judged_folds, "refit_toward"),
         "swap": (reduce_mlp, "swap"),
         "ranking": (select, "kept_from_scores"),
     }

@@ -75,7 +75,7 @@ def test_an_attention_of_which_a_constant_is_left_adds_its_bias(name: str, tmp_p
     """As one whose values are all zero does."""
     own = load_file(GOLDEN / name / "model.safetensors")
     names = [f"blocks.0.attn.{each}" for each in ("qkv.weight", "qkv.bias", "proj.weight")]
-    silent = {names[2]: torch.zeros_like(own[names[2]])}
+    silent: dict[str, torch.Tensor | None] = {names[2]: torch.zeros_like(own[names[2]])}
     nothing = {names[0]: own[names[0]][:0].clone(), names[1]: own[names[1]][:0].clone(), names[2]: own[names[2]][:, :0]}
     zeros = edited(name, tmp_path / "zeros", "blocks.0.attn", {}, silent)
     constant = {key: each.contiguous() for key, each in nothing.items()}

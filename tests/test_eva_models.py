@@ -53,7 +53,7 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     assert not ours.notes
     assert error(model, theirs, pixels) < 1e-6
     assert error(family.exportable(model), theirs, pixels) < 1e-6
-    walk = Walk.of(family.embedded(model, pixels), None, merges=False)
+    walk = Walk.of(family.embedded(model, pixels), None)
     for step in family.steps(model):
         walk = walk.behind(step)
     torch.testing.assert_close(family.finished(model, walk.tokens.x, pixels), theirs(pixels))

@@ -1,28 +1,32 @@
 """Models that a family serves, beside the same ones whose sites are looked for in their programs."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.coverage.beside import Way, matched, ways_of
+from benchmarks.coverage.beside import Way, matched, no_families, ways_of, write_weights
 from benchmarks.coverage.chain import away
 from benchmarks.coverage.instances import INSTANCES
-from benchmarks.coverage.models import architecture_of
+from benchmarks.coverage.models import architecture_of, outputs
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.curves import CostCurve
+from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import Reduction
+from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.reduction.report import SiteReport
+from corp_deploy.store.dense_model import load_dense
+from tests import vit_forms
 
 NAMES = ("deit3_small_patch16_224",)
 
@@ -95,6 +99,36 @@ def test_loops_over_programs_give_what_loops_over_families_do(tmp_path: Path) ->
         assert len(got) == 2
         assert away(others, answers) < 1e-4
     assert away(every[1][1], every[2][1]) > 1e-2
+
+
+@pytest.mark.parametrize("form", ["class token", "q/k norm"])
+def test_programs_merge_what_families_do(form: str, tmp_path: Path) -> None:
+    """The same clusters of channels and heads, what they lose, and outputs."""
+    architecture, weights = vit_forms.architecture(form), tmp_path / "weights.safetensors"
+    write_weights(architecture, weights)
+    every = list[list[tuple[list[SiteReport], torch.Tensor]]]()
+    for hidden in (nullcontext, no_families):
+        with hidden():
+            dense = load_dense(architecture.name, weights=weights, kwargs=architecture.kwargs)
+            images = vit_forms.opened(dense.model, 40)
+            moments = calibrate(dense, images, batch_size=8)
+            made = list[tuple[list[SiteReport], torch.Tensor]]()
+            for preset in ("fold", "grail-fold"):
+                half = method_from_preset(preset, mlp_sparsity=0.5, heads_sparsity=1 / 3, align_hidden=8)
+                new = reduce(dense.model, moments, half, images=images)
+                made.append((sorted(new.sites, key=by_part), outputs(new.model, images.batches(8))))
+            every.append(made)
+    for (expected, answers), (got, others) in zip(*every, strict=True):
+        assert [each.part for each in got] == ["heads", "heads", "mlp", "mlp"]
+        for one, other in zip(expected, got, strict=True):
+            assert (one.width, one.width_dense) == (other.width, other.width_dense)
+            lost = other.error, other.error_uncompensated, other.energy
+            assert lost == pytest.approx((one.error, one.error_uncompensated, one.energy), rel=2e-4)
+        assert away(others, answers) < 1e-5
+
+
+def by_part(report: SiteReport) -> tuple[str, str]:
+    return report.part, report.site
 
 
 def test_tied_sites_have_the_same_place_among_their_widths() -> None:

@@ -407,7 +407,6 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (("--mlp", 0.5, "--preset", "grail-fold", "--images", "calibration.npy"), "none are merged"),
         (("--conv", 0.5), "a model without channels between convolutions"),
         (("--mlp", 0.5, "--outputs", "class"), "the model has no class token; its tokens are patch"),
     ],
@@ -429,7 +428,7 @@ LEVERS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "parameters": (("--params", 0.8, *JUDGED), ""),
     "rotated": (("--attn", 0.5, "--heads", "square", "--rotate"), ""),
     "sparse alone": (("--sparse", "mlp=2:4", *JUDGED), ""),
-    "heads merged": (("--whole-heads", 0.5, "--select", "heads=fold", *JUDGED), "are removed and none are merged"),
+    "heads merged": (("--whole-heads", 0.5, "--select", "heads=fold", *JUDGED), ""),
     "sparse unjudged": (("--within", "error 0.5", "--sparse", "2:4", *JUDGED), "would follow unjudged"),
     "all at once": (("--whole-heads", 0.5, "--attn", 0.25, "--mlp", 0.25, "--sparse", "2:4", *JUDGED), ""),
 }

@@ -130,8 +130,9 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
 @pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
 def test_loops_leave_constants_too(loop) -> None:  # type: ignore[no-untyped-def]
     rest = {site.name: site.size // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
-    looped = loop(dense().model, opened(), method(), widths=rest | EMPTIED).model
-    plain = reduce(dense().model, moments(), method(), widths=rest | EMPTIED).model
+    widths = {**rest, **EMPTIED}
+    looped = loop(dense().model, opened(), method(), widths=widths).model
+    plain = reduce(dense().model, moments(), method(), widths=widths).model
     pixels = torch.from_numpy(images(24, seed=0))
     with torch.inference_mode():
         exact = dense().model(pixels)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
@@ -28,6 +29,8 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model
@@ -189,6 +192,30 @@ def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
     assert isinstance(statistics, ChannelMoments)
     assert statistics.tokens == there.sum()
     np.testing.assert_allclose(statistics.gram_FF.numpy(), expected_FF, rtol=1e-4, atol=1e-3)
+
+
+def test_padding_is_no_part_of_what_merged_layers_lose(tmp_path: Path) -> None:
+    given = arrays("Encoder", 20, 1)
+    save_arrays(given, tmp_path / "arrays.safetensors")
+    dense = traced_module("Encoder").model
+    inputs = arrays_for_model(dense, tmp_path / "arrays.safetensors")
+    moments = calibrate(traced_module("Encoder"), inputs, batch_size=7)
+    made = reduce(dense, moments, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8), images=inputs)
+    heard: dict[str, Tensor] = {}
+    for name in [f"blocks.{block}.{each}" for block in range(2) for each in ("norm2", "fc2")]:
+        dense.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: heard.update({name: out}))
+    with torch.inference_mode():
+        dense(*map(torch.from_numpy, given.values()))
+    there = torch.from_numpy(given["attention_mask"]).bool()
+    for block, report in zip(("blocks.0", "blocks.1"), made.sites, strict=True):
+        x = heard[f"{block}.norm2"][there].double()
+        for layer in ("fc1", "fc2"):
+            weight, bias = (made.model.get_parameter(f"{block}.{layer}.{each}").double() for each in ("weight", "bias"))
+            x = functional.linear(functional.gelu(x) if layer == "fc2" else x, weight, bias)
+        lost = (heard[f"{block}.fc2"][there] - x).square().sum(1).mean()
+        assert report.error == pytest.approx(float(lost), rel=1e-4)
+    with pytest.raises(BadInput, match="these inputs have padding"):
+        reduce(dense, moments, method_from_preset("fold", heads_sparsity=0.5), images=inputs)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 from ground.errors import BadInput
 
+from .traced_units import Units, channel_units
 from .widths import HeadGeometry, Width
 
 
@@ -200,6 +201,18 @@ class TracedChannels(TracedSite):
     """Between layers of which none is a convolution of several places; plain or gated."""
 
     kind: ClassVar[str] = "traced channels"
+
+    def units(self) -> Units | str:
+        """Channels that can be merged, or why none can."""
+        if any(not _is_by_place(each) for each in self.readings) or any(each.use for each in self.readings):
+            return "not every layer that reads it reads each place once and by itself, so that none can be merged"
+        return channel_units(self.program, self.groups, [each.source for each in self.readings])
+
+
+def _is_by_place(reading: Reading) -> bool:
+    layer = reading.layer
+    is_one = isinstance(layer, nn.Linear) or (layer.kernel_size, layer.stride, layer.groups) == ((1, 1), (1, 1), 1)
+    return is_one and not reading.is_squeeze
 
 
 class TracedConvolutions(TracedSite):

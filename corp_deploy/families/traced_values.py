@@ -21,6 +21,7 @@ from corp_deploy.traced.programs.readers import layers
 
 from .traced_module import Tracing
 from .traced_site import Reading, TracedSite
+from .traced_units import Units, head_units
 
 _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 
@@ -33,6 +34,7 @@ class TracedValues(TracedSite):
     `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
     layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
     `with_heads` tells of which head each group of other sites is, by their names, that go with a head; or why none can.
+    `units`: its heads, where they can be merged, or why none can.
     """
 
     kind: ClassVar[str] = "traced values"
@@ -41,6 +43,7 @@ class TracedValues(TracedSite):
     rows_HV: Tensor
     queries: int | None
     with_heads: Callable[[], Mapping[str, Index] | str]
+    units: Callable[[], Units | str]
 
     @property
     def tied(self) -> str:
@@ -77,7 +80,21 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
             else {name: of_key[each.key] for name, each in named.items() if each.key in of_key}
         )
 
-    return TracedValues(**own, groups_HV=groups_HV, rows=rows, rows_HV=rows_HV, queries=None, with_heads=with_heads)
+    @cache
+    def units() -> Units | str:
+        others = beside(tracing.found, groups)
+        span = next(each for each in groups.listening if each.name == readings[0].source)
+        return others if isinstance(others, str) else head_units(tracing.found, groups, others, groups_HV, span)
+
+    return TracedValues(
+        **own,
+        groups_HV=groups_HV,
+        rows=rows,
+        rows_HV=rows_HV,
+        queries=None,
+        with_heads=with_heads,
+        units=units,
+    )
 
 
 def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:

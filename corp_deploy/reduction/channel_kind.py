@@ -12,6 +12,7 @@ from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.steps import Branch
+from corp_deploy.families.traced_units import GATED
 from corp_deploy.families.widths import aligned_width, aligned_widths, is_empty
 
 from .branch_sums import channel_sums, dense_advanced, halves_of, inputs_sums
@@ -19,7 +20,8 @@ from .channel_modules import built, channel_report, emptied, layers_of
 from .channel_target import refitted
 from .channels import Halves, channels_at_site, elimination, kept_channels, output_energy
 from .chosen import Chosen
-from .folded_channels import See, folded_channels, judged_folds
+from .folded_channels import folded_channels, given_by
+from .judged_folds import See, judged_folds
 from .kind import ErrorCurve, LinearReduced, Reduced
 from .linear_loop import OnStreams, fitted_linear
 from .loop import Loop
@@ -61,7 +63,7 @@ class ChannelKind:
 
     def refusal(self, site: ChannelSite, method: Method) -> str:
         if method.merges and site.gated:
-            return "folding takes means of rows, and the product of two means is not the mean of a gate's products"
+            return GATED
         return ""
 
     def note(self, site: ChannelSite, method: Method, width: int | None) -> str | None:
@@ -162,12 +164,14 @@ def _merged(
 ) -> LinearReduced:
     """Fitted and judged on the reduced stream."""
     folded = folded_channels(site, branch.layer, moments, method, width)
+    given = given_by(folded)
 
     def show(sees: Mapping[str, See]) -> None:
         for pair in streams:
             entering_BNC = branch.entering(pair.reduced)
-            sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
+            sees[site.name](*given(entering_BNC, branch.layer(entering_BNC)), False)
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]
     report = channel_report(site, method, judged.recovery, output_energy(moments, folded.layers), None)
-    return LinearReduced(modules={**judged.modules}, last=folded.last(judged.modules), reports=[report])
+    modules = folded.modules(judged.recovery.weight_OK, judged.recovery.bias_O)
+    return LinearReduced(modules={**modules}, last=folded.last(modules), reports=[report])

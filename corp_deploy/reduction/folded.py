@@ -1,6 +1,6 @@
 """The sites of a model with merged channels or heads: images go through the dense model to fit and to judge them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,79 +10,43 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, each, moved, run_model
+from calib.inputs import moved, run_model
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import device
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.widths import HeadWidths, Width, Widths
 from ground.effort import Stopwatch, turn
 from ground.errors import BadInput
 
 from .channel_modules import channel_report, layers_of
 from .channels import output_energy
-from .folded_channels import Folded, JudgedFold, See, folded_channels, judged_folds
-from .folded_heads import PADDED, folded_heads
+from .folded_channels import FoldedModules, folded_channels, given_by
+from .folded_heads import folded_heads
 from .heads import output_energy as output_energy_of_heads
-from .kind import LinearReduced
+from .judged_folds import PADDED, JudgedFold, See, judged_folds
+from .kind import LinearReduced, Reduced
 from .method import Method
 from .moments import site_moments
 from .report import HeldOut, SiteReport
+from .shown_inputs import ShownInputs
+from .traced_folds import traced_folds
 from .whole_heads import heads_report
-
-BATCH_SIZE = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownInputs:
-    """Images, and by their content which were calibrated on and which are held out; the others are left out."""
-
-    images: InputSet
-    fit_ids: Tensor
-    held_out_ids: Tensor
-
-    @classmethod
-    def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
-        """Raises BadInput unless some are of each kind that is there."""
-        held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
-        rest = images.ids[~torch.isin(images.ids, held_out_ids)]
-        fit_ids = moments.image_ids if len(moments.image_ids) else rest
-        shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)
-        shown._refuse_none("calibration", shown.fit_ids)
-        if held_out is not None:
-            shown._refuse_none("held-out", held_out_ids)
-        return shown
-
-    def _refuse_none(self, kind: str, ids: Tensor) -> None:
-        if not torch.isin(self.images.ids, ids).any():
-            raise BadInput(
-                f"--images: none of these {self.images.count} images is a {kind} one by its content, and merged "
-                f"channels are fitted to and judged on those; give the {kind} images that the moments were taken on"
-            )
-
-    @property
-    def fitted(self) -> int:
-        """How many of the images are calibration images."""
-        return int(torch.isin(self.images.ids, self.fit_ids).sum())
-
-    def batches(self) -> Iterator[tuple[Inputs, bool]]:
-        """Inputs of one kind, and whether they are held out."""
-        for batch in self.images.read(BATCH_SIZE):
-            for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
-                chosen_B = torch.isin(batch.ids, ids)
-                if chosen_B.any():
-                    yield each(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
 
 
 class _Showing:
-    """Each input through the dense model; what enters and leaves its layers is shown, at the tokens that are there, of
-    those in `whole` at all of them.
+    """Each input through the dense model; what enters and leaves its layers is shown to the merged ones, at the tokens
+    that are there, of those in `whole` at all of them.
     """
 
-    def __init__(self, model: nn.Module, shown: ShownInputs, whole: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, shown: ShownInputs, every: Mapping[str, FoldedModules], whole: Collection[str]
+    ) -> None:
         self.model, self.shown, self.whole = model, shown, whole
+        self.given = {name: given_by(each) for name, each in every.items()}
         self.is_held = False
         self.weights_BN: Tensor | None = None
 
@@ -90,9 +54,8 @@ class _Showing:
         return x_BNC if self.weights_BN is None else x_BNC[self.weights_BN > 0.0].unsqueeze(0)
 
     def _hook(self, name: str, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        if name in self.whole:
-            return lambda _, entering, out: see(entering[0], out, self.is_held)
-        return lambda _, entering, out: see(self._rows(entering[0]), self._rows(out), self.is_held)
+        given, rows = self.given[name], (lambda x: x) if name in self.whole else self._rows
+        return lambda _, entering, out: see(*given(rows(entering[0]), rows(out)), self.is_held)
 
     def __call__(self, sees: Mapping[str, See]) -> None:
         family, where = family_of(self.model), device(self.model)
@@ -111,7 +74,7 @@ class _Showing:
 class _Merged:
     """A site's merged layer, with the energy of the dense one's outputs, and on held-out images."""
 
-    folded: Folded
+    folded: FoldedModules
     energy: float
     energy_held_out: float | None
     report: Callable[[ChannelRecovery, float, HeldOut | None], SiteReport]
@@ -121,7 +84,8 @@ class _Merged:
         if judged.error_held_out is not None and self.energy_held_out is not None:
             elsewhere = HeldOut(energy=self.energy_held_out, error=judged.error_held_out)
         report = self.report(judged.recovery, self.energy, elsewhere)
-        return LinearReduced(modules={**judged.modules}, last=self.folded.last(judged.modules), reports=[report])
+        modules = self.folded.modules(judged.recovery.weight_OK, judged.recovery.bias_O)
+        return LinearReduced(modules={**modules}, last=self.folded.last(modules), reports=[report])
 
 
 def _of_channels(
@@ -184,7 +148,7 @@ def merged_sites(
     images: InputSet | None,
     held_out: Moments | None,
     watch: Stopwatch | None = None,
-) -> tuple[dict[str, LinearReduced], tuple[str, ...]]:
+) -> tuple[dict[str, Reduced], tuple[str, ...]]:
     """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
     if not method.merges and not method.folds_heads:
         return {}, ()
@@ -194,10 +158,13 @@ def merged_sites(
             "them: --images"
         )
     shown = ShownInputs.of(images, moments, held_out)
+    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    notes = (few,) if shown.fitted < moments.images else ()
+    if isinstance(model, TracedModule):
+        return traced_folds(model, widths, moments, method, shown, held_out, watch), notes
     with turn(watch, "select"):
         merged, attentions = _clustered(model, widths, moments, method, held_out)
     folded = {name: each.folded for name, each in merged.items()}
-    judged = judged_folds(folded, method, _Showing(model, shown, attentions))
-    reduced = {name: merged[name].reduced(each) for name, each in judged.items()}
-    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
-    return reduced, (few,) if shown.fitted < moments.images else ()
+    judged = judged_folds(folded, method, _Showing(model, shown, folded, attentions))
+    reduced: dict[str, Reduced] = {name: merged[name].reduced(each) for name, each in judged.items()}
+    return reduced, notes

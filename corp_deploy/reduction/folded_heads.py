@@ -1,7 +1,7 @@
 """Attentions with merged heads: queries, keys and values of the mean rows of clusters, fitted to what those give.
 
 A softmax of mean rows is not the mean of softmaxes, so that no moment of the dense model tells what folded heads give;
-see folded_channels.py.
+see judged_folds.py.
 
 Legend: H heads, M clusters, D rows of a head, I inputs, C = H V inputs of the projection, K = M V, O outputs.
 """
@@ -19,15 +19,13 @@ from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.modules import with_modules
 from corp_deploy.families.widths import HeadWidths
 
-from .folded_channels import Fitted
+from .judged_folds import Fitted
 from .method import Method
-
-PADDED = "{}: folded heads are judged on whole images, and these inputs have padding; rank heads: --select heads=obs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedHeads:
-    """See Folded. `dense` is the whole layer."""
+    """See FoldedModules. `dense` is the whole layer."""
 
     refits: bool
     site: HeadSite

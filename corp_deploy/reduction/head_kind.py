@@ -28,10 +28,11 @@ from ground.errors import BadInput
 
 from .branch_sums import dense_advanced, head_moments, head_moments_in_halves, inputs_sums
 from .chosen import HeadsChosen
-from .folded_channels import See, judged_folds
-from .folded_heads import PADDED, folded_heads
+from .folded_channels import given_by
+from .folded_heads import folded_heads
 from .head_modules import emptied_heads, reduced_heads
 from .heads import Halves, output_energy
+from .judged_folds import PADDED, See, judged_folds
 from .kind import ErrorCurve, LinearReduced, Reduced
 from .linear_loop import OnStreams, fitted_linear
 from .logits import qk_scores
@@ -232,18 +233,20 @@ def _folded(branch: Branch, site: HeadSite, streams: Streams, method: Method, co
     """Merged heads, fitted and judged on the reduced stream."""
     moments = head_moments(branch, site, streams, system=False)
     folded = folded_heads(site, branch.layer, moments, method, count)
+    given = given_by(folded)
 
     def show(sees: Mapping[str, See]) -> None:
         for pair in streams:
             if pair.present_BN is not None:
                 raise BadInput(PADDED.format(site.name))
             entering_BNC = branch.entering(pair.reduced)
-            sees[site.name](entering_BNC, branch.layer(entering_BNC), False)
+            sees[site.name](*given(entering_BNC, branch.layer(entering_BNC)), False)
 
     judged = judged_folds({site.name: folded}, method, show)[site.name]
     energy = output_energy(moments, site.last.weight.detach().double())
     report = heads_report(site.name, site.heads, method, count, judged.recovery, energy, None)
-    return LinearReduced(modules={**judged.modules}, last=folded.last(judged.modules), reports=[report])
+    modules = folded.modules(judged.recovery.weight_OK, judged.recovery.bias_O)
+    return LinearReduced(modules={**modules}, last=folded.last(modules), reports=[report])
 
 
 def _step(site: HeadSite, method: Method) -> int:

@@ -15,11 +15,12 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.traced_pairs import Side
-from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.traced_site import TracedChannels, TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.means import is_mean
+from corp_deploy.traced.programs.program import Program
 
 from .chosen import Chosen
 from .kind import ErrorCurve, Reduced
@@ -54,17 +55,25 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """Rows of a layer that become mixtures of themselves, head by head, by map_HRD: those numbered `kept_HR`, None for
-    the first ones of `rows_HD`. `added_HR`: to the biases.
+    """Rows of a tensor that become mixtures of themselves, head by head, by map_HRD: those numbered `kept_HR`, None for
+    the first ones of `rows_HD`; with `added_HR`.
     """
 
-    rows: Rows | Side
+    name: str
+    dense: Tensor
     rows_HD: Tensor
     map_HRD: Tensor
-    weight: Tensor
-    bias: Tensor
     kept_HR: Tensor | None = None
     added_HR: Tensor | None = None
+
+
+def mapped_layer(
+    program: Program, rows: Rows | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
+) -> tuple[Mapped, Mapped]:
+    """The weight and the bias of a layer, whose rows are mixed alike; `added_HR`: to the biases."""
+    weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))
+    of_bias = Mapped(name=rows.bias, dense=bias, added_HR=added_HR, **of_both)
+    return Mapped(name=rows.weight, dense=weight, **of_both), of_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +161,9 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
     def refusal(self, site: OfSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
         if selection == "fold":
-            return "of a traced model channels are removed and none are merged"
+            assert isinstance(site, TracedChannels), site.name
+            units = site.units()
+            return units if isinstance(units, str) else ""
         return "this preset's method has no form for convolutions" if recovery == "keep" else ""
 
     def note(self, site: OfSite, method: Method, width: int | None) -> str | None:
@@ -204,14 +215,14 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         ridge_rel = method.ridge_rel if ridge is None else ridge.strength_whole
         changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
-        report = replace(self._report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
+        report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
         means = tuple(read for read in moments if read.reading.is_squeeze and is_mean(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
         squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
         changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
         return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
-    def _report(
+    def report(
         self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
     ) -> SiteReport:
         """The layers that read the site as one."""
@@ -276,21 +287,20 @@ def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
             _add(tensors, change, reduced.kept_K)
     for reduced in new.values():
         for mapped in reduced.mapped:
-            _map(tensors, mapped.rows.weight, mapped.weight, mapped, None)
-            _map(tensors, mapped.rows.bias, mapped.bias, mapped, mapped.added_HR)
+            _map(tensors, mapped)
     return tensors
 
 
-def _map(tensors: dict[str, Tensor], name: str, dense: Tensor, mapped: Mapped, added_HR: Tensor | None) -> None:
+def _map(tensors: dict[str, Tensor], mapped: Mapped) -> None:
     """On what the layer is by now."""
-    now = tensors.get(name, dense).clone()
+    now = tensors.get(mapped.name, mapped.dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
     mixed_HRI = mapped.map_HRD @ rows_HDI
-    if added_HR is not None:
-        mixed_HRI = mixed_HRI + added_HR[..., None]
+    if mapped.added_HR is not None:
+        mixed_HRI = mixed_HRI + mapped.added_HR[..., None]
     kept_HR = mapped.rows_HD[:, : mixed_HRI.shape[1]] if mapped.kept_HR is None else mapped.kept_HR
     now[kept_HR] = mixed_HRI.view(*kept_HR.shape, *now.shape[1:])
-    tensors[name] = now
+    tensors[mapped.name] = now
 
 
 def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:

@@ -35,6 +35,7 @@ from ground.errors import BadInput
 
 from .correct import divided_by_scale, group_corrections
 from .coverage import coverage
+from .judged_folds import See, judged_folds
 from .kinds import kind_of
 from .loop import Loop
 from .method import RESCALED, Method
@@ -42,6 +43,7 @@ from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import counts_all
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
+from .traced_folds import TracedFold, folded, merges
 from .traced_kind import TracedReduced, tensors_of
 from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
 from .traced_order import Step, steps_of, whole_sites
@@ -234,6 +236,8 @@ class _Making:
             return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1), where)
 
         whole = at({name: each.whole(name) for name, each in by_name.items()})
+        if merges(site, step.method):
+            return self._merged(segment, folded(site, whole, step.method, step.width))
         apart = None
         if self.both_ways:
             apart = tuple(
@@ -242,6 +246,18 @@ class _Making:
         new = kind.reduced(site, whole, step.method, step.width, halves=apart)
         assert isinstance(new, TracedReduced), site.name
         return new
+
+    def _merged(self, segment: Segment, fold: TracedFold) -> TracedReduced:
+        """Fitted and judged on the student's stream."""
+        assert self.student.fewer is None, fold.site.name
+        nodes = segment.up_to(fold.units.region.around)
+
+        def show(sees: Mapping[str, See]) -> None:
+            for piece in self.pieces:
+                values = segment.run_student(piece, nodes)
+                fold.show(sees, values, piece.weights_BN, held=False, masks=self.student.masks)
+
+        return fold.reduced(judged_folds(fold.every(), self.method, show), self.method, None)
 
     def _align(self, segment: Segment, sites: Sequence[TracedSite]) -> LoopFit | None:
         """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""

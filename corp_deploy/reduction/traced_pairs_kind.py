@@ -23,7 +23,7 @@ from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
-from .traced_kind import Mapped, TracedReduced, WithoutBranch
+from .traced_kind import Mapped, TracedReduced, WithoutBranch, mapped_layer
 
 
 class TracedPairsKind(WithoutBranch):
@@ -100,7 +100,8 @@ class TracedPairsKind(WithoutBranch):
         recovery = rotated_qk(at_site.recovery) if is_rotated else at_site.recovery
         kept_HK = _best_scaled(repair.sides, places) if recovery.planes_HK is None else recovery.planes_HK
         kept_HR, maps = _dims_at(site, kept_HK), (recovery.q_map_HRD, recovery.k_map_HRD)
-        mapped = tuple(_mapped(site, *each, kept_HR) for each in zip(repair.sides, maps, strict=True))
+        sides = zip(repair.sides, maps, strict=True)
+        mapped = tuple(each for side, map_HRD in sides for each in _mapped(site, side, map_HRD, kept_HR))
         return TracedReduced(
             modules={},
             reports=[qk_report(site.name, site.dims, at_site, method, dims, held_out)],
@@ -178,14 +179,11 @@ def _best_scaled(sides: tuple[Side, ...], places: int) -> Tensor:
     return scores.kept_from_scores(torch.minimum(*least), places)
 
 
-def _mapped(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> Mapped:
+def _mapped(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Mapped, Mapped]:
     rows_HTR, map_HTRD, added_HTR = side.on_rows(map_HRD, kept_HR.to(map_HRD.device))
-    return Mapped(
-        rows=side,
-        rows_HD=side.rows_HTD.flatten(0, 1).to(map_HRD.device),
-        map_HRD=map_HTRD.flatten(0, 1),
-        weight=_weight(site, side.weight),
-        bias=_weight(site, side.bias),
-        kept_HR=rows_HTR.flatten(0, 1),
-        added_HR=added_HTR.flatten(0, 1),
-    )
+    of_both = {
+        "rows_HD": side.rows_HTD.flatten(0, 1).to(map_HRD.device),
+        "map_HRD": map_HTRD.flatten(0, 1),
+        "kept_HR": rows_HTR.flatten(0, 1),
+    }
+    return mapped_layer(site.program, side, of_both, added_HTR.flatten(0, 1))

@@ -19,7 +19,6 @@ from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
-from corp_deploy.traced.narrowing.rows import Rows
 
 from .chosen import Chosen
 from .head_modules import rotated_values, value_report
@@ -27,7 +26,7 @@ from .heads import values_at_site
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
-from .traced_kind import Change, Mapped, TracedKind, TracedReduced
+from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
 from .traced_reads import Read
 from .whole_heads import kept_groups, projected
 
@@ -128,12 +127,10 @@ class TracedValuesKind(TracedKind[TracedValues]):
     def refusal(self, site: TracedValues, method: Method) -> str:
         if not method.heads_sparsity or site.groups.part_G is None:
             return ""
-        if method.folds_heads:
-            return "of a traced model heads are removed and none are merged"
         if sum(len(each.portions) for each in site.readings) > 1:
             return "several layers read its values, and one repair of whole heads is known"
-        others = site.with_heads()
-        return others if isinstance(others, str) else ""
+        found = site.units() if method.folds_heads else site.with_heads()
+        return found if isinstance(found, str) else ""
 
     def heads_left(self, site: TracedValues, method: Method) -> int:
         """How many stay whole, before dimensions of them go."""
@@ -271,13 +268,8 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     if each == dense:
         return TracedReduced(modules={}, reports=[report], kept_K=heads.kept_K(each))
     recovery = rotated_values(at_site.recovery) if method.rotates else at_site.recovery
-    mapped = Mapped(
-        rows=_rows(site),
-        rows_HD=heads.rows_HV.to(recovery.v_map_HRV.device),
-        map_HRD=recovery.v_map_HRV,
-        weight=site.program.tensor(_rows(site).weight).detach().double(),
-        bias=site.program.tensor(_rows(site).bias).detach().double(),
-    )
+    rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
+    assert site.rows is not None, site.name
     return heads.reduced(
         ChannelRecovery(
             weight_OK=recovery.weight_OK,
@@ -289,10 +281,5 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
             ridge=recovery.ridge,
         ),
         [report],
-        mapped=(mapped,),
+        mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD}),
     )
-
-
-def _rows(site: TracedValues) -> Rows:
-    assert site.rows is not None, site.name
-    return site.rows

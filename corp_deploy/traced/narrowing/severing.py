@@ -25,8 +25,7 @@ def severed_at(program: Program, site: Site) -> Severed | None:
     """None where more than one linear layer reads the site, or that reads more than it."""
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}
-    reader, *others = readers or {None}
-    if reader is None or others or reader.target is not LINEAR or len(reader.args) < 3:
+    if len(readers) != 1 or (reader := readers.pop()).target is not LINEAR or len(reader.args) < 3:
         return None
     weight, source = reader.args[1], reader.args[0]
     assert isinstance(weight, fx.Node), reader
@@ -59,7 +58,7 @@ def without_sites(program: Program, places: Iterable[Severed], inputs: list[torc
         # In the place of what that layer gave, so that the two stand in the module that they stood in.
         nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
         reader.update_arg(0, nothing)
-        _set(graph, str(reader.args[1].target), 0)  # type: ignore[union-attr]
+        _set(graph, str(reader.args[1].target), 0)
     _settle(graph)
     size_(graph, inputs, any_batch=program.any_batch)
     return replace(program, graph=graph)

@@ -1,0 +1,149 @@
+"""What of a traced site can be merged, channels or whole heads: the rows that write each, and what runs from those to
+the layers that read them.
+
+Legend: U units, V groups of a unit, X rows that write one in a tensor.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from corp_deploy.traced.finding.choice import gone
+from corp_deploy.traced.finding.cuts import without_values
+from corp_deploy.traced.finding.site import Index, Site, Span
+from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.programs.between import run
+from corp_deploy.traced.programs.program import Program, number_of, operation, sizes_at_one
+from corp_deploy.traced.programs.readers import with_tensors
+
+GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
+_EXACT = 1e-5
+"""Of what is computed in float64 of constants that are float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """What changes with what is written, `changed`, and the `nodes` of it, and constants, that lead to the `ends`;
+    `entering`: what else these nodes take.
+    """
+
+    changed: frozenset[fx.Node]
+    nodes: tuple[fx.Node, ...]
+    entering: tuple[fx.Node, ...]
+    ends: tuple[fx.Node, ...]
+
+    @property
+    def around(self) -> tuple[fx.Node, ...]:
+        """What has to be known to run it, and what it gives."""
+        return *self.entering, *self.ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Units:
+    """`rows`: by tensor the rows [U,X] that write each unit."""
+
+    groups_UV: Tensor
+    rows: Mapping[str, Tensor]
+    region: Region
+
+    def written(self, program: Program) -> Tensor:
+        """All that makes each unit [U,...], side by side, float64."""
+        parts = ((program.tensor(name).detach().double(), rows_UX) for name, rows_UX in self.rows.items())
+        return torch.cat([tensor[rows_UX.to(tensor.device)].flatten(1) for tensor, rows_UX in parts], dim=1)
+
+
+def _region(program: Program, names: Collection[str], sources: Collection[str]) -> Region:
+    """From tensors of these names to the nodes of those."""
+    changed, constants = set[fx.Node](), without_values(program)
+    for node in program.nodes:
+        is_written = node.op == "get_attr" and str(node.target) in names
+        if is_written or (number_of(node) is None and not changed.isdisjoint(node.all_input_nodes)):
+            changed.add(node)
+    ends = [node for node in program.nodes if node.name in sources]
+    inside, entering, front = set[fx.Node](), set[fx.Node](), list(ends)
+    while front:
+        node = front.pop()
+        if node in inside:
+            continue
+        if node in changed or node in constants:
+            inside.add(node)
+            front += [] if operation(node) == "sym_size" else node.all_input_nodes
+        else:
+            entering.add(node)
+    return Region(
+        changed=frozenset(changed),
+        nodes=tuple(node for node in program.nodes if node in inside),
+        entering=tuple(node for node in program.nodes if node in entering),
+        ends=tuple(ends),
+    )
+
+
+def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Units | str:
+    """Each group by itself, or why none can be merged; `sources`: what layers read."""
+    if groups.kind == "gated channels":
+        return GATED
+    if groups.between or any(span.axes != (0,) for span in groups.writers):
+        return "what stands between its layers is not the same for all channels, so that none can be merged"
+    rows = {span.name: torch.from_numpy(span.index_GM) for span in groups.writers}
+    region = _region(program, rows, sources)
+    return Units(groups_UV=torch.arange(groups.size)[:, None], rows=rows, region=region)
+
+
+def head_units(found: Found, values: Site, others: Mapping[str, Index], groups_HV: Tensor, span: Span) -> Units | str:
+    """Each head of one attention, whose values one layer reads as a span says, or why none can be merged. `others`: by
+    key of which head each group of other sites is.
+    """
+    assert values.part_G is not None, values.key
+    rows = _rows_of_heads(found, {values.key: values.part_G, **others}, len(groups_HV))
+    if rows is None:
+        return "what writes its heads is no rows of layers, so that heads can't be merged"
+    region = _region(found.program, rows, [span.name])
+    units = Units(groups_UV=groups_HV, rows=rows, region=region)
+    if not _are_alike(found.program, units, span):
+        return "what stands between its layers is not the same for all heads, so that none can be merged"
+    return units
+
+
+def _rows_of_heads(found: Found, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
+    """By tensor the rows that go with each head; None where something else than rows does, or more of some heads."""
+    flow, lines = found.flow, dict[str, list[Tensor]]()
+    written = {use.name: use for use in flow.every_use if use.role == "writes"}
+    for head in range(heads):
+        goes = gone(flow, found.sites, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
+        for name, use in written.items():
+            own = torch.nonzero(goes[flow.groups.of(use.labels).flatten()])[:, 0]
+            if len(own) and use.axes != (0,):
+                return None
+            if len(own):
+                lines.setdefault(name, []).append(own)
+    if any(len(own) != heads or len({len(each) for each in own}) > 1 for own in lines.values()):
+        return None
+    return {name: torch.stack(own) for name, own in lines.items()}
+
+
+def _are_alike(program: Program, units: Units, span: Span) -> bool:
+    """Whether units that change places give what they gave at each other's: seen on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    where = next(program.graph.parameters()).device
+    entering = {}
+    for node in units.region.entering:
+        random = torch.randn(sizes_at_one(node), generator=generator, dtype=torch.float64)
+        dtype = node.meta["val"].dtype
+        entering[node] = (random if dtype.is_floating_point else torch.ones_like(random, dtype=dtype)).to(where)
+    turned = {}
+    for name, rows_UX in units.rows.items():
+        turned[name] = program.tensor(name).detach().clone()
+        turned[name][rows_UX.to(where)] = program.tensor(name).detach()[rows_UX.roll(1, 0).to(where)]
+    nodes = [node for node in units.region.nodes if number_of(node) is None]
+    (end,) = units.region.ends
+    dense, other = (
+        run(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
+        for each in (program, with_tensors(program, turned))
+    )
+    columns_UK = torch.from_numpy(span.index_GM)[units.groups_UV].flatten(1).to(where)
+    expected = dense.movedim(span.axes[0], -1)[..., columns_UK.roll(1, 0)]
+    got = other.movedim(span.axes[0], -1)[..., columns_UK]
+    return bool((got - expected).norm() <= _EXACT * expected.norm())
