@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from benchmarks.fuzz.readers import made_home
 from corp_deploy.cli import main as corp_deploy
-from corp_deploy.commands.options import RegularPath
+from corp_deploy.commands.options import JSON, RegularPath
+from corp_deploy.commands.value import Value
 from tests import decoders
 
 NUMBERS = ("nan", "inf", "-inf", "1e400", "1_0", "٣", "=1", "", "x", "0x10", "9" * 30, "1 2")
@@ -129,10 +130,11 @@ def _values(command: str, parameter: click.Parameter, home: Path) -> Iterator[tu
     if isinstance(parameter.type, RegularPath):
         yield from _paths(parameter, home)
         return
-    kind = type(parameter.type).__name__
+    kind = type(parameter.type.values if isinstance(parameter.type, Value) else parameter.type).__name__
     if (command, parameter.opts[0]) in FREE:
         return
-    for value in {"Number": NUMBERS, "Numbers": LISTS, "JsonObject": OBJECTS}.get(kind, WORDS):
+    objects = {"Spelled": OBJECTS} if parameter.type is JSON else {}
+    for value in ({"Count": NUMBERS, "Real": NUMBERS, "ListOf": LISTS} | objects).get(kind, WORDS):
         yield value, f"{value[:30]!r}"
     if kind == "Paths" or parameter.name in ("model", "candidates"):
         yield from _paths(parameter, home)

@@ -15,12 +15,12 @@ from benchmarks.cost_page import calibration as calibration_sentence
 from benchmarks.pages.measured import PAGES, tables
 from benchmarks.real.record import Record
 from benchmarks.reference_text import opened
-from corp_deploy.commands import passes as told
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.families.widths import HeadWidths
+from corp_deploy.invocation import passes as told
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 

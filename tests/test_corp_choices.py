@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from corp_deploy.commands.input_choice import InputChoice, drawing_options, images_option, input_options
 from corp_deploy.commands.options import usage_errors, value_options
-from corp_deploy.invocation.method_choice import MethodChoice
-from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice, reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.request import request_from_choice
 from ground.errors import BadInput
@@ -28,27 +27,27 @@ ROOT = Path(__file__).parents[1]
         ({"heads": "auto"}, "nothing asked for"),
         ({"macs": 0.5, "params": 0.5}, "--macs and --params are several budgets; give one"),
         ({"macs": 0.5, "params": 0.5, "latency": 0.5}, "--macs and --params and --latency are several budgets"),
-        ({"macs": 0.5, "mlp": 0.5}, "a budget chooses the widths itself; give it without --mlp, --attn and --conv"),
-        ({"params": 0.5, "attn": 0.1}, "a budget chooses the widths itself"),
+        ({"macs": 0.5, "mlp": 0.5}, "--macs chooses the widths itself; give it without --mlp, --attn and --conv"),
+        ({"params": 0.5, "attn": 0.1}, "--params chooses the widths itself"),
         ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
         ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),
         ({"mlp": 0.5, "closed_loop": True, "held_out": Path("h")}, "--closed-loop: the closed loop holds out"),
-        ({"attn": 0.5, "preset": "corp", "heads": "square"}, "square heads need the values reduced too"),
+        ({"attn": 0.5, "preset": "corp", "heads": "square"}, "--heads square is not honoured by preset corp"),
         ({"mlp": 0.5, "select": {"head": "magnitude"}}, "dimensions of heads can't be ranked by magnitude"),
-        ({"mlp": 1.0}, "expected a share removed in [0, 1)"),
-        ({"mlp": 0.5, "ridge": 0.0}, "ridge: got 0.0"),
-        ({"mlp": 0.5, "align": {"mlp": 0}}, "alignment: got hidden 0"),
+        ({"mlp": 1.0}, "--mlp: '1.0': expected a share in [0, 1)"),
+        ({"mlp": 0.5, "ridge": 0.0}, "--ridge: '0.0': expected a number in (0, "),
+        ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each once or left out, mlp= a whole number from 1"),
     ],
 )
 def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput) as caught:
-        reduction_from_options(options)
+        ReduceOptions.from_options(options)
     assert message in str(caught.value)
 
 
 def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> None:
-    assert reduction_from_options({"mlp": 0.0}).budget.currency is None
-    assert reduction_from_options({"mlp": 0.0, "attn": 0.0, "macs": 0.5}).budget.currency == "macs"
+    assert ReduceOptions.from_options({"mlp": 0.0}).currency is None
+    assert ReduceOptions.from_options({"mlp": 0.0, "attn": 0.0, "macs": 0.5}).currency == "macs"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> Non
     ],
 )
 def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: bool, attention: bool) -> None:
-    choice = reduction_from_options(options)
+    choice = ReduceOptions.from_options(options)
     assert (choice.needs_images, choice.touches_attention) == (images, attention)
     assert request_from_choice(choice).needs_images == images
 
@@ -80,7 +79,7 @@ def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: 
     ],
 )
 def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], option: str, value: object) -> None:
-    choice = reduction_from_options(options)
+    choice = ReduceOptions.from_options(options)
     choice.refuse_ignored(options)
     with pytest.raises(BadInput, match=f"--{option} {value} is not honoured by"):
         choice.refuse_ignored(options | {option: value})
@@ -88,9 +87,13 @@ def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], opti
 
 def test_planning_gets_what_was_asked_for() -> None:
     request = request_from_choice(
-        ReductionChoice(
-            method=MethodChoice(preset="best", heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3),
-            budget=BudgetChoice(latency=0.7, latency_tables=Path("tables"), batch=8),
+        ReduceOptions(
+            heads="auto",
+            align={"mlp": 8, "head": 4},
+            ridge=1e-3,
+            latency=0.7,
+            latency_tables="tables",
+            batch=8,
             closed_loop="asymmetric",
             reads="pooled",
             allow_partial=True,
@@ -103,7 +106,7 @@ def test_planning_gets_what_was_asked_for() -> None:
     assert request.budget.where is not None
     assert (request.budget.currency, request.budget.share) == ("latency", 0.7)
     assert (request.budget.where.batches, request.budget.where.cache) == ((8,), Path("tables"))
-    plain = request_from_choice(reduction_from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
+    plain = request_from_choice(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
     assert plain.budget is None
     assert (plain.method.mlp_selection, plain.method.mlp_sparsity, plain.closed_loop) == ("wanda", 0.5, None)
 

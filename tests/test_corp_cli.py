@@ -237,7 +237,7 @@ def test_sparsity_outside_its_range(home: Path, tmp_path: Path, sparsity: str) -
 
 def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
     refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
-    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp=64,head=16")
+    refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--ridge", 0), "--ridge")
     refused(run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--precision", "int8"), "int8")

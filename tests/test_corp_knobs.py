@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from calib.store import load as load_moments
 from corp_deploy.cli import main
-from corp_deploy.commands.by_kind import RANKING, REPAIR
-from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
@@ -175,8 +174,10 @@ def test_what_nothing_honours_is_refused() -> None:
     assert "can't repair" in refused("--preset", "fold", "--mlp", 0.5, "--repair", "none")
     with_loop = ["--closed-loop", "--images", home() / "images.npy", "--select", "active"]
     assert "the moments count |x| > 0.4 and the closed loop |x| > 0.001" in refused("--mlp", 0.5, *with_loop)
-    assert "'nothing': expected mlp=HOW" in refused("--mlp", 0.5, "--repair", "nothing")
-    assert "once each" in refused("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias")
+    assert "'nothing': expected one of none, bias, gram, affine, or mlp= one of" in refused(
+        "--mlp", 0.5, "--repair", "nothing"
+    )
+    assert "each once or left out" in refused("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias")
 
 
 def test_the_threshold_of_what_is_active_stands_in_the_moments() -> None:
@@ -197,10 +198,10 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("text", OTHERWISE)
 def test_rankings_are_read_as_they_are_printed(text: str) -> None:
-    recipe = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text])
-    assert recipe.rankings == RANKING.convert(text, None, None)
-    assert str(recipe.rankings) == text
-    assert REPAIR.convert("mlp=gram,conv=im2col,heads=none", None, None) == {
+    choice = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text]).choice
+    assert choice.select == RANKING.from_text(text)
+    assert str(choice.said["select"]) == text
+    assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {
         "mlp": "gram",
         "conv": "im2col",
         "heads": "none",
@@ -210,11 +211,11 @@ def test_rankings_are_read_as_they_are_printed(text: str) -> None:
 def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--repair heads=gram is of what stays as it is"):
         ReduceTable(mlp=0.5, repair_heads="gram")
-    with pytest.raises(BadInput, match=r"needs reduce\.latency_tables"):
+    with pytest.raises(BadInput, match="--latency needs --latency-tables DIR"):
         ReduceTable(latency=0.8)
     with pytest.raises(BadInput, match="qk"):
         ReduceTable(mlp=0.5, qk="logit")
-    assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.budget.currency == "latency"
+    assert ReduceTable(latency=0.8, latency_tables=tmp_path, batch=8).choice.currency == "latency"
     assert MethodChoice(preset="grail", repair={"channels": "affine"}, mlp=0.5).method.mlp_recovery == "affine"
 
 

@@ -8,7 +8,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.release.recipe_reduce import ReduceTable
@@ -28,17 +28,17 @@ from tests.tiny import checkpoint
 )
 def test_what_options_and_recipes_ask_for(options: dict[str, Any], expected: Merging) -> None:
     model = checkpoint().model
-    assert merging_from_choice(reduction_from_options(options).merging, model) == expected
+    assert merging_from_choice(ReduceOptions.from_options(options).merging, model) == expected
     assert merging_from_choice(ReduceTable(**options).choice.merging, model) == expected
 
 
 def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_without() -> None:
     asked = {"merge_tokens": "3"}
-    method = request_from_choice(reduction_from_options(asked)).method
+    method = request_from_choice(ReduceOptions.from_options(asked)).method
     assert (method.mlp_sparsity, method.attention_sparsity) == (None, None)
-    method = request_from_choice(reduction_from_options(asked | {"closed_loop": True})).method
+    method = request_from_choice(ReduceOptions.from_options(asked | {"closed_loop": True})).method
     assert (method.mlp_sparsity, method.attention_sparsity) == (0.0, 0.0)
-    method = request_from_choice(reduction_from_options(asked | {"closed_loop": True, "mlp": 0.5})).method
+    method = request_from_choice(ReduceOptions.from_options(asked | {"closed_loop": True, "mlp": 0.5})).method
     assert (method.mlp_sparsity, method.attention_sparsity) == (0.5, None)
 
 
@@ -56,7 +56,7 @@ def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_withou
 )
 def test_options_that_nothing_honours_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        reduction_from_options(options).refuse_ignored(options)
+        ReduceOptions.from_options(options).refuse_ignored(options)
     with pytest.raises(BadInput):
         ReduceTable(**options)
 

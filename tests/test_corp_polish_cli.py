@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from calib.store import load as load_moments
 from corp_deploy.cli import main
 from corp_deploy.invocation.compositions import COMPOSITIONS
-from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.polishing import Polishing, given_to_polish
 from corp_deploy.planning.request import request_from_choice
@@ -99,7 +99,9 @@ def test_a_polish_without_images_is_refused(words: tuple[object, ...], home: Pat
 
 def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
-    choice = reduction_from_options({"mlp": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "model", "polish_steps": 24})
+    choice = ReduceOptions.from_options(
+        {"mlp": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "model", "polish_steps": 24}
+    )
     asked, images = request_from_choice(choice, seed=1), images_for_model(dense.model, home / "images.npy")
 
     class Stopped(Exception):
@@ -124,21 +126,21 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     assert run("resumed") == whole
 
 
-def choice_of(**options: Any) -> ReductionChoice:
-    return reduction_from_options(options)
+def choice_of(**options: Any) -> ReduceOptions:
+    return ReduceOptions.from_options(options)
 
 
 def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     plain, thorough = choice_of(macs=0.66), choice_of(preset="thorough", macs=0.66)
-    assert thorough.method.method == plain.method.method
-    assert (thorough.closed_loop, thorough.polish.polish) == ("asymmetric", "model")
-    assert (plain.closed_loop, plain.polish.polish) == (None, "none")
+    assert thorough.method == plain.method
+    assert (thorough.loop, thorough.polishing) == ("asymmetric", "model")
+    assert (plain.loop, plain.polishing) == (None, "none")
     assert thorough.needs_images
     assert request_from_choice(thorough, seed=7).polish == PolishOptions(how="model", seed=7)
     other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish="block", polish_steps=9)
-    assert (other.closed_loop, other.polish.polish, other.polish.polish_steps) == ("symmetric", "block", 9)
+    assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "block", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
-    assert (neither.closed_loop, neither.polish.polish) == (None, "none")
+    assert (neither.loop, neither.polishing) == (None, "none")
 
 
 def test_help_tells_what_the_thorough_preset_implies() -> None:

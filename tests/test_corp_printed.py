@@ -281,7 +281,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.merge_outputs": ("unmerged", MERGED),
     "reduce.sparse": ("mlp=2:4", {}),
     "reduce.sparse_pattern": ("cast", {"reduce.sparse": "2:4"}),
-    "reduce.sparse_permute": ("none", {"reduce.sparse": "2:4"}),
+    "reduce.sparse_permute": ("inside", {"reduce.sparse": "2:4"}),
     "reduce.polish": ("block", {"reduce.polish": "model", "reduce.polish_steps": 2}),
     "reduce.polish_steps": (3, {"reduce.polish": "model", "reduce.polish_steps": 2}),
     "reduce.polish_time": (0.2, {"reduce.polish": "model", "reduce.polish_time": 0.1}),

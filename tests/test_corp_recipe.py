@@ -51,7 +51,7 @@ def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Pa
     assert [target.name for target in recipe.targets] == ["onnxruntime-cpu"]
     assert recipe.targets[0].precision == "fp32"
     assert recipe.bench.batches == (1, 8, 32)
-    assert recipe.reduce.method.mlp_sparsity == 0.5
+    assert recipe.reduce.choice.method.mlp_sparsity == 0.5
 
 
 def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
@@ -123,19 +123,22 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
     ("reduce", "said"),
     [
         ("mlp = 1.0", "reduce.mlp is 1.0, expected a share in [0, 1)"),
-        ("ridge = 1e-3", "[reduce] asks for nothing; give mlp, attn or conv a share to remove"),
-        ("heads = 'auto'", "[reduce] asks for nothing; give mlp, attn or conv a share to remove"),
-        ("macs = 0.6\nmlp = 0.5", "a budget (macs) and sparsities"),
-        ("macs = 0.6\nparams = 0.5", "give one budget"),
+        ("ridge = 1e-3", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
+        ("heads = 'auto'", "[reduce]: nothing asked for: give --mlp, --attn or --conv a share to remove"),
+        ("macs = 0.6\nmlp = 0.5", "[reduce]: --macs chooses the widths itself"),
+        ("macs = 0.6\nparams = 0.5", "[reduce]: --macs and --params are several budgets; give one"),
         ("macs = 0.0", "reduce.macs is 0.0, expected a share in (0, 1]"),
-        ("macs = 0.6\npreset = 'corp'", "reduce.macs needs preset best, got 'corp'"),
+        ("macs = 0.6\npreset = 'corp'", "[reduce]: --macs 0.6 is not honoured by preset corp"),
         ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
         ("attn = 0.5\npreset = 'corp'\nheads = 'square'", "[reduce]: --heads square is not honoured by preset corp"),
         ("mlp = 0.5\nattn = 0.5\npreset = 'grail'", "[reduce]: --attn 0.5 is not honoured by preset grail"),
         ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction that leaves attention alone"),
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
-        ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or 'symmetric'"),
+        (
+            "mlp = 0.5\nclosed_loop = 1",
+            "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric",
+        ),
         ("mlp = 0.5\nreads = 'all'", "[reduce]: --reads all is not honoured by the open loop"),
         ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
     ],
@@ -180,11 +183,11 @@ def test_the_tokens_that_a_loop_reads_stand_in_the_command(tmp_path: Path, reads
 
 def test_full_widths_can_be_asked_for(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST.replace("mlp = 0.5", "mlp = 0\nattn = 0")))
-    assert (recipe.reduce.method.mlp_sparsity, recipe.reduce.method.attention_sparsity) == (0.0, 0.0)
+    assert (recipe.reduce.choice.method.mlp_sparsity, recipe.reduce.choice.method.attention_sparsity) == (0.0, 0.0)
     again = load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml"))
-    assert again.reduce.method == recipe.reduce.method
+    assert again.reduce == recipe.reduce
     alone = load_recipe(written(tmp_path, LEAST))
-    assert (alone.reduce.method.mlp_sparsity, alone.reduce.method.attention_sparsity) == (0.5, None)
+    assert (alone.reduce.choice.method.mlp_sparsity, alone.reduce.choice.method.attention_sparsity) == (0.5, None)
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
@@ -313,7 +316,7 @@ def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
 
 
 def test_a_type_refuses_what_a_file_may_not_say() -> None:
-    with pytest.raises(BadInput, match=r"reduce\.macs needs preset best, got 'corp'"):
+    with pytest.raises(BadInput, match=r"--macs 0\.5 is not honoured by preset corp"):
         ReduceTable(macs=0.5, preset="corp")
     with pytest.raises(BadInput, match=r"precision mixed needs export\.keep_fp32"):
         ExportTable(precisions=("mixed",))

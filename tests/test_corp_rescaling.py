@@ -248,7 +248,7 @@ def test_what_it_can_not_do_is_refused() -> None:
         reduce_by_symmetric_loop(without.model, source, rescaling)
     with pytest.raises(BadInput, match=r"\[reduce\].*rescale"):
         ReduceTable(conv=0.5, rescale=True, closed_loop=True)
-    assert ReduceTable(conv=0.5, rescale=True, closed_loop="symmetric").method.rescales
+    assert ReduceTable(conv=0.5, rescale=True, closed_loop="symmetric").choice.method.rescales
     assert MethodChoice(conv=0.5, rescale=True).method.rescales
 
 

@@ -155,7 +155,7 @@ def test_who_rotates() -> None:
     assert MethodChoice(attn=0.5).method.rotates
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates
     assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
-    assert not ReduceTable(attn=0.5, rotate=False).method.rotates
+    assert not ReduceTable(attn=0.5, rotate=False).choice.method.rotates
     with pytest.raises(BadInput, match="--rotate is not honoured by preset grail"):
         ReduceTable(preset="grail", mlp=0.5, rotate=True)
     with pytest.raises(BadInput, match="--no-rotate is not honoured by a reduction that leaves attention alone"):

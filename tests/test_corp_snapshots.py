@@ -226,7 +226,7 @@ def said(result: Result) -> str:
     ("counts", "message"),
     [
         ("0", "expected a whole number from 1"),
-        ("5,5", "a number stands there twice"),
+        ("5,5", "the same stands there twice"),
         ("21,5", "snapshots: got 21, 5, expected ascending counts from 1"),
         ("5,31", "--snapshots 31: expected at most 30"),
         ("5,x", "'x'"),

@@ -25,7 +25,7 @@ from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from corp_deploy.families.traced_layers import layered
-from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -412,11 +412,8 @@ def test_it_needs_images(home: Path) -> None:
 
 def test_recipes_ask_for_the_same() -> None:
     table = ReduceTable(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
-    assert (
-        table.choice.sparsity
-        == reduction_from_options({"sparse": "mlp=2:4", "sparse_pattern": "cast", "sparse_permute": "none"}).sparsity
-    )
-    assert table.looks_at_images
+    assert table.choice == ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none")
+    assert table.choice.needs_images
     with pytest.raises(BadInput, match=r"\[reduce\]: --sparse-pattern cast is not honoured"):
         ReduceTable(mlp=0.5, sparse_pattern="cast")
     with pytest.raises(BadInput, match="expected K:N"):

@@ -15,7 +15,7 @@ from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import HeadWidths
-from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
@@ -162,10 +162,13 @@ def test_the_command_takes_heads_away(home: Path) -> None:
         (("--whole-heads", "0.5", "--within", "error 0.1"), "--within weighs widths of all heads"),
         (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto weighs widths of all heads"),
         (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
-        (("--whole-heads", "0.5", "--select", "heads=wanda"), "heads= obs, grail, magnitude, fold"),
+        (
+            ("--whole-heads", "0.5", "--select", "heads=wanda"),
+            "heads= 'wanda': expected one of obs, grail, magnitude, fold",
+        ),
         (("--whole-heads", "0.5", "--select", "heads=fold"), "give them with --images"),
         (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn away"),
-        (("--mlp", "0.5", "--select", "heads=obs"), "ranks whole heads; give --whole-heads"),
+        (("--mlp", "0.5", "--select", "heads=obs"), "heads=obs is of what stays as it is; give --whole-heads"),
     ],
 )
 def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], message: str) -> None:
@@ -175,13 +178,13 @@ def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], messa
 
 
 def test_a_recipe_asks_for_whole_heads() -> None:
-    table = ReduceTable(whole_heads=0.5, select_heads="grail")
-    assert (table.method.heads_sparsity, table.method.heads_selection) == (0.5, "grail")
+    method = ReduceTable(whole_heads=0.5, select_heads="grail").choice.method
+    assert (method.heads_sparsity, method.heads_selection) == (0.5, "grail")
     with pytest.raises(BadInput, match="budget"):
         ReduceTable(whole_heads=0.5, macs=0.5)
     with pytest.raises(BadInput, match="is not honoured by preset vbp"):
         ReduceTable(preset="vbp", whole_heads=0.5)
-    assert reduction_from_options({"whole_heads": 0.5}).method.method.heads_sparsity == 0.5
+    assert ReduceOptions.from_options({"whole_heads": 0.5}).method.heads_sparsity == 0.5
 
 
 @pytest.mark.parametrize("how", ["layer", "block"])

@@ -19,7 +19,7 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.invocation.limit import Limit, limit_from_text
-from corp_deploy.invocation.reduction import reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carry_out, within
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
@@ -355,9 +355,9 @@ def test_what_stops_midway_leaves_nothing(
 
 
 def test_options_as_values() -> None:
-    choice = reduction_from_options({"within": "error 0.05"})
+    choice = ReduceOptions.from_options({"within": "error 0.05"})
     assert choice.within == Limit(measure="error", value=0.05)
-    assert (choice.needs_images, choice.touches_attention, choice.budget.currency) == (True, True, None)
+    assert (choice.needs_images, choice.touches_attention, choice.currency) == (True, True, None)
 
 
 RECIPE = """
@@ -381,8 +381,11 @@ def recipe_text(within: str, calibration: str = "hold_out = 16", reduce: str = "
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (recipe_text("error 2"), "[reduce]: 'error 2': expected error and a number in (0, 1)"),
-        (recipe_text("error 0.1", reduce="macs = 0.5"), "[reduce] has macs and within; give one budget"),
+        (recipe_text("error 2"), "[reduce]: --within: 'error 2': expected error and a number in (0, 1)"),
+        (
+            recipe_text("error 0.1", reduce="macs = 0.5"),
+            "--within chooses the budget itself; give it without --macs",
+        ),
         (recipe_text("error 0.1", calibration=""), "is judged on images held out; give calibration.hold_out"),
         (recipe_text("accuracy -1"), "needs labels of the images that calibration.hold_out leaves out"),
     ],

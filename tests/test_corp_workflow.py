@@ -440,7 +440,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
         sought.append(geometry)
         return Mixed(kept=(), relative_error=0.0)
 
-    monkeypatch.setattr("corp_deploy.proof.mixed_precision.sites_to_keep", nothing)
+    monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
     narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
     words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
     result = done(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")

@@ -11,20 +11,21 @@ from click.testing import CliRunner
 
 import export.engine.options
 from corp_deploy.cli import main
-from corp_deploy.commands.numbers import Alignment, Channels, Number, Numbers, Profile
-from corp_deploy.commands.options import JsonObject, OutputNames, Paths, Words
+from corp_deploy.commands.options import JSON, OUTPUT_NAMES, PROFILE, Paths, Words
+from corp_deploy.commands.value import Value
+from corp_deploy.invocation.method_choice import MULTIPLES
+from corp_deploy.invocation.values import ListOf, Values
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
 from ground import errors, quantities
 from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
 
-NUMERIC = (Number, Numbers, Channels, Alignment, Profile)
-WORDED = (click.Path, click.Choice, click.types.BoolParamType, JsonObject, OutputNames, Paths, Words)
+WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths, Words)
 # fmt: off
 TEXTS = {
     "metric", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer", "keep_fp32",
-    "keep_rest", "merge_tokens", "model", "name", "names", "only", "patterns", "reference", "repair", "rules", "select",
+    "keep_rest", "merge_tokens", "model", "name", "names", "only", "sites", "reference", "repair", "rules", "select",
     "server", "sign", "sm", "sparse", "title", "verify", "within",
 }
 # fmt: on
@@ -34,30 +35,44 @@ NO_NUMBERS = (
 )
 
 
+def form_of(values: Values) -> str | None:
+    """How a number is written among these values; None where they are no numbers."""
+    if isinstance(values, Count | Real):
+        return "{}"
+    if isinstance(values, ListOf):
+        return "1,{}"
+    return "mlp={}" if values is MULTIPLES else "1:{}:8" if values is PROFILE.values else None
+
+
+def form(parameter: click.Parameter) -> str | None:
+    return form_of(parameter.type.values) if isinstance(parameter.type, Value) else None
+
+
 def parameters() -> Iterator[tuple[str, click.Parameter]]:
     for name, command in sorted(main.commands.items()):
         for parameter in command.params:
             yield name, parameter
 
 
-NUMBERED = [(name, each) for name, each in parameters() if isinstance(each.type, NUMERIC)]
+NUMBERED = [(name, each) for name, each in parameters() if form(each)]
 
 
 def test_every_parameter_is_a_number_of_a_quantity_or_no_number() -> None:
-    others = [(name, each) for name, each in parameters() if not isinstance(each.type, NUMERIC + WORDED)]
+    others = [(name, each) for name, each in parameters() if not form(each) and not isinstance(each.type, WORDED)]
+    others = [(name, each) for name, each in others if each.type not in (JSON, OUTPUT_NAMES)]
     free = [f"{name} {each.name}" for name, each in others if each.name not in TEXTS]
-    assert not free, f"{free}: give numbers a type of commands/numbers.py; words that are none go into TEXTS here"
+    assert not free, f"{free}: give numbers a quantity; words that are none go into TEXTS here"
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERED, ids=lambda each: getattr(each, "name", each))
 def test_what_is_no_number_is_refused_by_every_option(command: str, option: click.Parameter) -> None:
-    signed = isinstance(option.type, Channels) and option.type.quantity.low < 0
+    form_of_option = form(option)
+    assert form_of_option
+    signed = option.name == "mean"
     for text in NO_NUMBERS:
         if signed and text in ("-0", "-1e-3"):
             continue
-        forms = {Numbers: f"1,{text}", Channels: f"1,{text}", Alignment: f"mlp={text}", Profile: f"1:{text}:8"}
-        value = next((form for kind, form in forms.items() if isinstance(option.type, kind)), text)
-        result = CliRunner().invoke(main, [command, f"{option.opts[0]}={value}"])
+        result = CliRunner().invoke(main, [command, f"{option.opts[0]}={form_of_option.format(text)}"])
         assert result.exit_code == 2, (text, result.output)
         assert option.opts[0] in result.stderr, (text, result.stderr)
         assert len(result.stderr) < 1000, "what was typed is not echoed whole"

@@ -2,7 +2,7 @@
 the code.
 
 A page of docs/ has `<!-- made: NAME -->` where a table of TABLES goes, `<!-- made: command NAME -->` where a command's
-options do.
+options do, `<!-- made: function NAME -->` a function's parameters.
 """
 
 import re
@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 
 from benchmarks.pages.commands import command, commands
 from benchmarks.pages.exit_codes import exit_codes
+from benchmarks.pages.functions import function
 from benchmarks.pages.installed import installed
 from benchmarks.pages.recipe import recipe
 from benchmarks.pages.root_pages import ROOT_PAGES, led_anew, page_of_root
@@ -27,7 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "worked example": worked,
 }
-_MADE = re.compile(r"^<!-- made: (command )?([a-z -]+) -->$", re.MULTILINE)
+_MADE = re.compile(r"^<!-- made: (command |function )?([a-z -]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -42,7 +43,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def made(match: re.Match[str]) -> str:
         if match[1]:
-            return command(match[2])
+            return (command if match[1] == "command " else function)(match[2])
         if match[2] not in TABLES:
             raise PluginError(f"{page.file.src_uri}: no table is called {match[2]!r}; there are {', '.join(TABLES)}")
         return TABLES[match[2]]()

@@ -1,31 +1,25 @@
 """corp_deploy.calibrate."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from calib.active import ACTIVE_EPS
-from calib.collect import Precision
-from calib.input_set import shuffled
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.invocation.merging import merging_from_options
+from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.planning.merging import merging_checkpoint
-from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.reduction.moments_files import (
-    CalibrationRequest,
     CalibrationRun,
-    Restriction,
     held_out_path,
     write_moments,
 )
-from ground.errors import BadInput
 from ground.gpu import require_device
 
 from .inputs import InputsLike, opened_inputs
 from .source import ModelLike, PathLike, opened
+from .verb import verb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,32 +42,21 @@ class Calibration:
         return load_moments(self.path)
 
 
-def calibrate(
-    model: ModelLike,
-    inputs: InputsLike,
-    output: PathLike,
-    *,
-    samples: int | None = None,
-    seed: int = 0,
-    batch_size: int = 32,
-    device: Literal["cpu", "cuda"] = "cpu",
-    workers: int = 0,
-    max_bad: int = 0,
-    dtype: Precision = "float32",
-    hold_out: int | None = None,
-    groups: str | None = None,
-    sites: Sequence[str] = (),
-    attention: bool = True,
-    attention_system: bool = False,
-    attn: Sequence[float] = (),
-    residual: bool = False,
-    patch_memory: float | None = None,
-    active_eps: float = ACTIVE_EPS,
-    snapshots: Sequence[int] = (),
-    merge_tokens: int | str | None = None,
-    merge_metric: str | None = None,
-    merge_how: str | None = None,
-) -> Calibration:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateCall(CalibrateOptions):
+    """The options, with what is calibrated on what."""
+
+    model: ModelLike = field(kw_only=False)
+    inputs: InputsLike = field(kw_only=False)
+    output: PathLike = field(kw_only=False)
+    samples: int | None = None
+    seed: int = 0
+    workers: int = 0
+    max_bad: int = 0
+
+
+@verb(CalibrateCall)
+def calibrate(asked: CalibrateCall) -> Calibration:
     """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
@@ -88,44 +71,19 @@ def calibrate(
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.
     """
-    require_device(device)
-    if attn and not attention_system:
-        raise BadInput("attn restricts the per-image system to what reduce keeps; give attention_system=True with it")
-    path = Path(output)
-    request = CalibrationRequest(
-        statistics=Statistics(
-            patterns=tuple(sites),
-            attention=attention,
-            attention_system=attention_system,
-            precision=dtype,
-            residual=residual,
-            patch_bytes=None if patch_memory is None else int(patch_memory * 1e9),
-            active_eps=active_eps,
-        ),
-        restriction=Restriction(sparsities=tuple(attn)) if attn else None,
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
-        hold_out=hold_out,
-        groups=groups,
-    )
+    require_device(asked.device)
+    path = Path(asked.output)
     run = CalibrationRun(
         unfinished=path,
-        snapshots=tuple(snapshots),
+        snapshots=tuple(asked.snapshots),
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
-    merging = {"merge_tokens": None if merge_tokens is None else str(merge_tokens)}
-    merging = {
-        name: value
-        for name, value in (merging | {"merge_metric": merge_metric, "merge_how": merge_how}).items()
-        if value is not None
-    }
+    drawn: dict[str, Any] = {"samples": asked.samples, "seed": asked.seed}
     with (
-        opened(model) as loaded,
-        opened_inputs(loaded.model, inputs, samples=samples, seed=seed, workers=workers, max_bad=max_bad) as opened_set,
+        opened(asked.model) as loaded,
+        opened_inputs(loaded.model, asked.inputs, workers=asked.workers, max_bad=asked.max_bad, **drawn) as opened_set,
     ):
-        dense = merging_checkpoint(loaded, merging_from_options(merging))
-        given = shuffled(opened_set, seed=seed) if snapshots and samples is not None else opened_set
-        record, *_ = write_moments(dense, given, request, run, path)
-    left_out = None if hold_out is None else held_out_path(path)
+        dense, given = merging_checkpoint(loaded, asked), asked.in_order(opened_set, **drawn)
+        record, *_ = write_moments(dense, given, asked.request(seed=asked.seed), run, path)
+    left_out = None if asked.hold_out is None else held_out_path(path)
     return Calibration(path=path, held_out=left_out, inputs=int(record["images"]), record=record)

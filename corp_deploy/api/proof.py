@@ -4,11 +4,13 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
+from corp_deploy.invocation.proof_limits import LimitOptions
 from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
@@ -21,11 +23,10 @@ from corp_deploy.store.inputs import labels_from_path
 from ground.errors import BadInput
 from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
-from perf.parity.ties import MOST_APART
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .inputs import Array, InputsLike, on_disk, opened_inputs, parted_inputs
 from .source import ModelLike, PathLike, opened
+from .verb import verb
 
 BATCHES = (1, 7, 32)
 
@@ -48,33 +49,29 @@ def _proof_inputs(dense: Checkpoint, given: InputSet, labels: PathLike | Array |
         return inputs_from_set(given, labels_from_path(path, given, dense.model))
 
 
-def verify(
-    reference: ModelLike,
-    candidates: PathLike | Sequence[PathLike],
-    inputs: InputsLike,
-    *,
-    output: PathLike | None = None,
-    batches: Sequence[int] = BATCHES,
-    labels: PathLike | Array | None = None,
-    samples: int | None = None,
-    seed: int = 0,
-    hold_out: int | None = None,
-    groups: str | None = None,
-    moments: PathLike | None = None,
-    runtimes: Sequence[Runtime] = (),
-    heads: Sequence[PathLike] = (),
-    map_threshold: float = THRESHOLD,
-    min_agreement: float | None = None,
-    max_error: float | None = None,
-    half_factor: float = 4.0,
-    quantised_factor: float = 2.0,
-    max_apart: float = MOST_APART,
-    max_map_error: float | None = None,
-    min_iou: float | None = None,
-    min_pixels: float | None = None,
-    confidence: float = DEFAULT_CONFIDENCE,
-    trust_engine: bool = False,
-) -> Parity:
+@dataclass(frozen=True, kw_only=True)
+class VerifyCall(LimitOptions):
+    """The limits, with what is held against what, and on what."""
+
+    reference: ModelLike = field(kw_only=False)
+    candidates: PathLike | Sequence[PathLike] = field(kw_only=False)
+    inputs: InputsLike = field(kw_only=False)
+    output: PathLike | None = None
+    batches: Sequence[int] = BATCHES
+    labels: PathLike | Array | None = None
+    samples: int | None = None
+    seed: int = 0
+    hold_out: int | None = None
+    groups: str | None = None
+    moments: PathLike | None = None
+    runtimes: Sequence[Runtime] = ()
+    heads: Sequence[PathLike] = ()
+    map_threshold: float = THRESHOLD
+    trust_engine: bool = False
+
+
+@verb(VerifyCall)
+def verify(asked: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
@@ -95,37 +92,28 @@ def verify(
     inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were
     not built here unless `trust_engine`; Missing where this machine can't run one.
     """
-    limits = ParityLimits(
-        min_agreement=min_agreement,
-        max_error=max_error,
-        half_factor=half_factor,
-        quantised_factor=quantised_factor,
-        max_apart=max_apart,
-        max_map_error=max_map_error,
-        min_iou=min_iou,
-        min_pixels=min_pixels,
-        confidence=confidence,
-    )
-    if output is not None and Path(output).suffix == ".npz":
-        raise BadInput(f"{os.fspath(output)}: the figures of every input go there; expected .json")
+    limits = ParityLimits.from_options(asked.values)
+    if asked.output is not None and Path(asked.output).suffix == ".npz":
+        raise BadInput(f"{os.fspath(asked.output)}: the figures of every input go there; expected .json")
     with ExitStack() as stack:
-        stack.enter_context(trusting_engines(trust_engine))
-        dense = stack.enter_context(opened(reference))
-        steps = _candidates(candidates, dense, runtimes)
-        given = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
-        parts = parted_inputs(given, hold_out=hold_out, groups=groups, seed=seed)
-        proof_inputs = _proof_inputs(dense, parts.fitted if parts.held_out is None else parts.held_out, labels)
+        stack.enter_context(trusting_engines(asked.trust_engine))
+        dense = stack.enter_context(opened(asked.reference))
+        steps = _candidates(asked.candidates, dense, asked.runtimes)
+        opening = opened_inputs(dense.model, asked.inputs, samples=asked.samples, seed=asked.seed)
+        given = stack.enter_context(opening)
+        parts = parted_inputs(given, hold_out=asked.hold_out, groups=asked.groups, seed=asked.seed)
+        proof_inputs = _proof_inputs(dense, parts.fitted if parts.held_out is None else parts.held_out, asked.labels)
         for sentence in limits.unreachable(proof_inputs.images):
-            warnings.warn(sentence, stacklevel=2)
+            warnings.warn(sentence, stacklevel=3)
         proof = prove(
             dense,
             steps,
             proof_inputs,
-            batches=tuple(batches),
+            batches=tuple(asked.batches),
             limits=limits,
-            heads=HeadRequest(paths=tuple(Path(head) for head in heads), threshold=map_threshold),
-            moments=None if moments is None else load_moments(Path(moments)),
+            heads=HeadRequest(paths=tuple(Path(head) for head in asked.heads), threshold=asked.map_threshold),
+            moments=None if asked.moments is None else load_moments(Path(asked.moments)),
         )
-    if output is not None:
-        save_proof(proof, Path(output))
+    if asked.output is not None:
+        save_proof(proof, Path(asked.output))
     return proof.parity

@@ -3,77 +3,26 @@
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from torch import nn
 
-from calib.input_set import InputSet
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.invocation.reduction import ReductionChoice, reduction_from_options
+from corp_deploy.invocation.reduction import ReduceOptions as ReduceOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.judging import Judges, judges_from_paths
+from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.checkpoint import Checkpoint, on_device
+from corp_deploy.store.checkpoint import on_device
 from ground.gpu import require_device
 
 from .inputs import InputsLike, opened_inputs, parted_inputs
 from .source import ModelLike, PathLike, opened
-
-ByKind = Mapping[str, str]
-
-
-class ReduceOptions(TypedDict, total=False):
-    """What `reduce` takes beside its inputs, by the names and with the meaning of the command's options.
-
-    Shares to remove in [0, 1): `mlp`, `attn`, `conv`, `residual`, `whole_heads`. Or one budget, shares to keep in (0,
-    1]: `macs`, `params`, `latency` (with `latency_tables`, a directory, and `batch`). Or `within`, the most that may be
-    lost: "error 0.05", "agreement 0.98", "accuracy -0.5", judged on inputs that calibration left out or on those of
-    `judge`, with `labels`. `select` and `repair` are words, or words by kind of site: {"mlp": "wanda", "conv": "obs"};
-    `align` is the multiple that widths are rounded to, by kind.
-    """
-
-    preset: str
-    mlp: float
-    attn: float
-    conv: float
-    residual: float
-    whole_heads: float
-    macs: float
-    params: float
-    latency: float
-    latency_tables: PathLike
-    batch: int
-    within: str
-    judge: PathLike | None
-    labels: PathLike | None
-    select: str | ByKind
-    repair: str | ByKind
-    qk: str
-    heads: Literal["padded", "square", "ragged", "auto"]
-    rotate: bool
-    align: Mapping[str, int]
-    ridge: float
-    allow_partial: bool
-    closed_loop: bool | Literal["asymmetric", "symmetric", "none"]
-    rescale: bool
-    polish: Literal["none", "layer", "block", "model"]
-    polish_steps: int
-    polish_time: float
-    reads: Literal["all", "pooled"]
-    held_out: PathLike | None
-    merge_tokens: int | str
-    merge_metric: str
-    merge_how: str
-    merge_outputs: str
-    sparse: str
-    sparse_pattern: str
-    sparse_permute: str
-    save_as: Literal["hf"]
+from .verb import verb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,45 +44,23 @@ class Reduced:
         return os.fspath(self.path)
 
 
-PATHS = ("latency_tables", "judge", "labels", "held_out")
+@dataclass(frozen=True, kw_only=True)
+class ReduceCall(ReduceOptions):
+    """The options, with what is reduced and what it looks at."""
+
+    model: ModelLike = field(kw_only=False)
+    moments: PathLike = field(kw_only=False)
+    output: PathLike = field(kw_only=False)
+    inputs: InputsLike | None = None
+    samples: int | None = None
+    hold_out: int | None = None
+    groups: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    seed: int = 0
 
 
-def _choice(options: Mapping[str, Any]) -> ReductionChoice:
-    """As the command and the recipe ask for it. Raises BadInput for what contradicts itself or would be ignored, and
-    TypeError for what is no option, as a function does.
-    """
-    if unknown := sorted(options.keys() - ReduceOptions.__annotations__.keys()):
-        known = ", ".join(ReduceOptions.__annotations__)
-        raise TypeError(f"reduce() got an unexpected keyword argument {unknown[0]!r}; its options are {known}")
-    given = {name: value for name, value in options.items() if value is not None}
-    given |= {name: Path(given[name]) for name in PATHS if name in given}
-    given |= {name: {"channels": given[name]} for name in ("select", "repair") if isinstance(given.get(name), str)}
-    if "merge_tokens" in given:
-        given["merge_tokens"] = str(given["merge_tokens"])
-    choice = reduction_from_options(given)
-    choice.refuse_ignored(given)
-    return choice
-
-
-def _judges(choice: ReductionChoice, dense: Checkpoint, inputs: InputSet | None) -> Judges | None:
-    if choice.within is None or inputs is None:
-        return None
-    return judges_from_paths(dense.model, inputs, judge=choice.judge, labels=choice.labels)
-
-
-def reduce(
-    model: ModelLike,
-    moments: PathLike,
-    output: PathLike,
-    *,
-    inputs: InputsLike | None = None,
-    samples: int | None = None,
-    hold_out: int | None = None,
-    groups: str | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
-    seed: int = 0,
-    **options: Unpack[ReduceOptions],
-) -> Reduced:
+@verb(ReduceCall)
+def reduce(asked: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
@@ -141,30 +68,29 @@ def reduce(
     float64; of `inputs`, `samples` are drawn by `seed`, which also orders a polish's, and those are left out that
     `calibrate` left out by the same `hold_out` and `groups`, so that they may prove the result. The directory holds
     model.safetensors and config.json; `load` gives the module, without pruning code. The method is CORP's and
-    GRAIL's by preset, and `best`, the default (see ReduceOptions).
+    GRAIL's by preset, and `best`, the default.
 
     Raises BadInput where nothing or contradictory things are asked for, for moments of another model, for options that
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
-    require_device(device)
-    choice, path = _choice(options), Path(output)
-    asked = request_from_choice(choice, seed=seed)
+    require_device(asked.device)
     with ExitStack() as stack:
-        dense, given = on_device(stack.enter_context(opened(model)), device), None
-        if inputs is not None:
-            opened_set = stack.enter_context(opened_inputs(dense.model, inputs, samples=samples, seed=seed))
-            given = parted_inputs(opened_set, hold_out=hold_out, groups=groups, seed=seed).fitted
+        dense, given = on_device(stack.enter_context(opened(asked.model)), asked.device), None
+        if asked.inputs is not None:
+            opening = opened_inputs(dense.model, asked.inputs, samples=asked.samples, seed=asked.seed)
+            opened_set = stack.enter_context(opening)
+            given = parted_inputs(opened_set, hold_out=asked.hold_out, groups=asked.groups, seed=asked.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
-            Path(moments),
-            asked,
-            directory=path,
+            Path(asked.moments),
+            request_from_choice(asked, seed=asked.seed),
+            directory=Path(asked.output),
             images=given,
-            judges=_judges(choice, dense, given),
-            held_out=None if choice.held_out is None else load_moments(choice.held_out),
+            judges=judges_from_choice(dense.model, given, asked),
+            held_out=None if asked.held_out is None else load_moments(Path(asked.held_out)),
         )
     return Reduced(
-        path=path,
+        path=Path(asked.output),
         model=result.model.eval(),
         sites=result.sites,
         notes=result.notes,

@@ -1,25 +1,23 @@
 """corp_deploy.bench."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import trusting_code
-from corp_deploy.invocation.running import Backend, Device, RunOptions
+from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.speed import measure
 from corp_deploy.proof.timed_inputs import TimedInputs
 from ground.files import replacing
 from perf.record.runs import Bench, save_bench
-from perf.runners.module import Mode, Precision
-from perf.runners.onnx import Provider
 from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
-from perf.timing.laps import AUDIT_ROUNDS, Plan
 
 from .inputs import InputsLike, on_disk
 from .source import PathLike
+from .verb import verb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,31 +40,21 @@ class Speed:
         return self.record.warnings
 
 
-def bench(
-    dense: PathLike,
-    reduced: PathLike,
-    *,
-    output: PathLike | None = None,
-    batches: Sequence[int] = (1, 8, 32),
-    names: tuple[str, str] = ("dense", "reduced"),
-    inputs: InputsLike | None = None,
-    text: PathLike | None = None,
-    time_limit: float = 20.0,
-    half_width: float = 0.01,
-    block_ms: float = 25.0,
-    min_rounds: int = 16,
-    audit: bool = False,
-    backend: Backend | None = None,
-    device: Device | None = None,
-    provider: Provider | None = None,
-    mode: Mode | None = None,
-    dtype: Precision | None = None,
-    threads: int | None = None,
-    streams: int | None = None,
-    flush_l2: bool | None = None,
-    trust_code: bool = False,
-    trust_engine: bool = False,
-) -> Speed:
+@dataclass(frozen=True, kw_only=True)
+class BenchCall(BenchOptions):
+    """The options, with what is measured and on what."""
+
+    dense: PathLike = field(kw_only=False)
+    reduced: PathLike = field(kw_only=False)
+    output: PathLike | None = None
+    inputs: InputsLike | None = None
+    text: PathLike | None = None
+    trust_code: bool = False
+    trust_engine: bool = False
+
+
+@verb(BenchCall)
+def bench(asked: BenchCall) -> Speed:
     """Time two models in one process, interleaved, with the first against itself beside them.
 
     Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other,
@@ -80,32 +68,20 @@ def bench(
     Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
     this machine can't run them.
     """
-    running = RunOptions(
-        backend=backend,
-        device=device,
-        provider=provider,
-        mode=mode,
-        dtype=dtype,
-        threads=threads,
-        streams=streams,
-        flush_l2=flush_l2,
-    )
-    plan = Plan(
-        time_limit_s=time_limit,
-        half_width_rel=half_width,
-        block_ms=block_ms,
-        min_rounds=min_rounds,
-        audit_rounds=AUDIT_ROUNDS * audit,
-    )
     with ExitStack() as stack:
-        stack.enter_context(trusting_code(trust_code))
-        stack.enter_context(trusting_engines(trust_engine))
-        images = None if inputs is None else stack.enter_context(on_disk(inputs))
-        fed = TimedInputs(images=images, text=None if text is None else Path(text))
+        stack.enter_context(trusting_code(asked.trust_code))
+        stack.enter_context(trusting_engines(asked.trust_engine))
+        images = None if asked.inputs is None else stack.enter_context(on_disk(asked.inputs))
         measured = measure(
-            Path(dense), Path(reduced), batches=tuple(batches), plan=plan, running=running, fed=fed, names=names
+            Path(asked.dense),
+            Path(asked.reduced),
+            batches=asked.batches,
+            plan=asked.plan,
+            running=asked.running,
+            fed=TimedInputs(images=images, text=None if asked.text is None else Path(asked.text)),
+            names=asked.names,
         )
-    if output is not None:
-        with replacing(Path(output)) as temporary:
+    if asked.output is not None:
+        with replacing(Path(asked.output)) as temporary:
             save_bench(measured, temporary)
     return Speed(record=measured, summary=summarise(measured))

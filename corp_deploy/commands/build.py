@@ -14,9 +14,9 @@ from ground.errors import EXIT_FAILED
 from ground.precision import EVERY_WORD
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
-from .numbers import Number, Profile
-from .options import FILE, command_line, explicit_options, output_options, value_options
+from .options import FILE, PROFILE, command_line, explicit_options, output_options, value_options
 from .stopwatch import keep_effort, stopwatch_on
+from .value import Value
 
 if TYPE_CHECKING:
     from export.engine.build import Engine
@@ -94,7 +94,7 @@ engine_options = value_options(
     ),
     click.option(
         "--batch",
-        type=Profile(),
+        type=PROFILE,
         multiple=True,
         help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
     ),
@@ -112,13 +112,13 @@ engine_options = value_options(
     ),
     click.option(
         "--optimization-level",
-        type=Number(OPTIMIZATION_LEVEL),
+        type=Value(OPTIMIZATION_LEVEL),
         default=None,
         help=f"The builder's effort. {BUILD.help('optimization_level')}",
     ),
     click.option(
         "--workspace-mib",
-        type=Number(WORKSPACE_MIB),
+        type=Value(WORKSPACE_MIB),
         default=None,
         help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}",
     ),

@@ -4,18 +4,10 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.merging import MergingChoice
-from corp_deploy.invocation.table import CALIBRATE, CALIBRATE_BY
+from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.views.console import Output
 
-from .calibration_choice import (
-    PartsChoice,
-    PassChoice,
-    StatisticsChoice,
-    parts_options,
-    pass_options,
-    statistics_options,
-)
+from .declared import record_options
 from .input_choice import (
     InputChoice,
     arrays_option,
@@ -26,9 +18,8 @@ from .input_choice import (
     text_option,
     tokens_option,
 )
-from .merging_choice import merging_of_statistics
 from .model_choice import ModelChoice, model_options
-from .options import FILE, explicit_options, output_options
+from .options import FILE, output_options
 from .repeat import command_again
 from .sequential import calibrate_by_block
 from .stopwatch import keep_effort, stopwatch_on
@@ -38,26 +29,20 @@ from .stopwatch import keep_effort, stopwatch_on
 @model_options
 @input_options(images_option(), text_option(), tokens_option(), arrays_option(), *drawing_options, *decoding_options)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
-@statistics_options
-@parts_options
-@merging_of_statistics
-@pass_options
+@record_options("asked", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
 def calibrate(
     model: ModelChoice,
     inputs: InputChoice,
     output: Path,
-    statistics: StatisticsChoice,
-    parts: PartsChoice,
-    merging: MergingChoice,
-    passes: PassChoice,
+    asked: CalibrateRun,
     summary: Path | None,
     out: Output,
 ) -> None:
     """Take the second-order statistics of a model in one pass over unlabelled images.
 
-    Every image is looked at once; with the statistics that costs as much as about 2 bare forward passes. With --attn
+    Every image is looked at once; with the statistics that costs as much as about 2 bare forward asked. With --attn
     a pass before it ranks, unless --moments does.
 
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
@@ -88,7 +73,6 @@ def calibrate(
     from corp_deploy.planning.merging import merging_checkpoint
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.reduction.moments_files import (
-        CalibrationRequest,
         CalibrationRun,
         write_moments,
     )
@@ -98,30 +82,19 @@ def calibrate(
     from ground.files import write_json
     from ground.gpu import require_device
 
-    CALIBRATE.refuse([("", passes.device)], explicit_options())
-    CALIBRATE_BY.refuse([("", "blocks" if passes.sequential else "whole")], explicit_options())
-    require_device(passes.device)
-    if passes.sequential:
-        return calibrate_by_block(model, inputs, output, statistics.statistics(), parts, passes, summary, out)
-    request = CalibrationRequest(
-        statistics=statistics.statistics(),
-        restriction=statistics.restriction(),
-        batch_size=passes.batch_size,
-        device=passes.device,
-        seed=inputs.seed,
-        hold_out=parts.hold_out,
-        groups=parts.groups,
-    )
-    with stopwatch_on(passes.device) as watch, ranks_of_this_run(passes.device) as ranks:
+    require_device(asked.device)
+    if asked.sequential:
+        return calibrate_by_block(model, inputs, output, asked, summary, out)
+    with stopwatch_on(asked.device) as watch, ranks_of_this_run(asked.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = merging_checkpoint(model.load(out), merging)
-        source = passes.source(inputs, checkpoint)
-        unsaved = "" if passes.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
+        checkpoint = merging_checkpoint(model.load(out), asked)
+        source = asked.in_order(inputs.open(checkpoint), samples=inputs.samples, seed=inputs.seed)
+        unsaved = "" if asked.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
-            save_every=passes.checkpoint_every,
-            snapshots=passes.snapshots,
+            save_every=asked.checkpoint_every,
+            snapshots=tuple(asked.snapshots),
             needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
@@ -129,12 +102,12 @@ def calibrate(
         )
         resumed = run.goes_on
         with watch.of("calibrate"):
-            summaries = write_moments(checkpoint, source, request, run, output)
+            summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
         run.clear()
     if summaries:
-        keep_effort(watch, output, step="calibrate", device=passes.device, resumed=resumed)
+        keep_effort(watch, output, step="calibrate", device=asked.device, resumed=resumed)
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
         every = [*record.get("snapshots", []), *summaries]

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation.running import PlanOptions
+from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
 from ground.quantities import ERROR, SEED, THREADS, TOKENS
 from ground.quantity import BATCH
 
-from .bench import plan_options
-from .numbers import Number, Numbers
+from .declared import record_options
 from .options import BATCHES, DIRECTORY, FILE, output_options, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from corp_deploy.proof.decoder_speed import DecoderLoad
     from perf.runners.onnx import Provider
-    from perf.timing.laps import Plan
 
 provider_option = click.option(
     "--provider",
@@ -40,8 +41,8 @@ provider_option = click.option(
     help="int8 and int4 are of weights alone; fp16 is for GPUs, the others for CPUs.",
 )
 @click.option("--baseline", type=DIRECTORY, default=None, help="The dense model's directory, to compare caches.")
-@click.option("--length", type=Number(TOKENS), default=2048, show_default=True, help="Tokens that caches are told for.")
-@click.option("--batch", type=Number(BATCH), default=1, show_default=True, help="Sequences that caches are told for.")
+@click.option("--length", type=Value(TOKENS), default=2048, show_default=True, help="Tokens that caches are told for.")
+@click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences that caches are told for.")
 @output_options
 def export_decoder_command(
     directory: Path, output: Path, precision: str, baseline: Path | None, length: int, batch: int, out: Output
@@ -70,12 +71,12 @@ def export_decoder_command(
 @click.argument("directory", type=DIRECTORY)
 @click.argument("graph", type=DIRECTORY)
 @click.option("--output", "-o", type=FILE, required=True, help="Record of the differences to write.")
-@click.option("--length", type=Number(TOKENS), default=32, show_default=True, help="Tokens of a sequence.")
-@click.option("--batch", type=Number(BATCH), default=2, show_default=True, help="Sequences.")
-@click.option("--seed", type=Number(SEED), default=0, show_default=True, help="Of the tokens, which are any.")
+@click.option("--length", type=Value(TOKENS), default=32, show_default=True, help="Tokens of a sequence.")
+@click.option("--batch", type=Value(BATCH), default=2, show_default=True, help="Sequences.")
+@click.option("--seed", type=Value(SEED), default=0, show_default=True, help="Of the tokens, which are any.")
 @click.option(
     "--max-error",
-    type=Number(ERROR),
+    type=Value(ERROR),
     default=None,
     help="Largest relative error of the logits; default: 1e-4 for fp32 graphs, and others are measured, not judged.",
 )
@@ -126,17 +127,17 @@ load_options = value_options(
     _load,
     click.option(
         "--length",
-        type=Numbers(TOKENS, example="16,64,256"),
+        type=Value(ListOf(TOKENS, "16,64,256")),
         default="16,64,256",
         show_default=True,
         help="Lengths of prompts to measure, one prompt at a time.",
     ),
     click.option("--batch", type=BATCHES, default="1,4,16", show_default=True, help="Batch sizes to decode."),
     click.option(
-        "--cached", type=Number(TOKENS), default=256, show_default=True, help="Tokens in the cache while decoding."
+        "--cached", type=Value(TOKENS), default=256, show_default=True, help="Tokens in the cache while decoding."
     ),
     provider_option,
-    click.option("--threads", type=Number(THREADS), default=None, help="CPU threads; default: the runtime's choice."),
+    click.option("--threads", type=Value(THREADS), default=None, help="CPU threads; default: the runtime's choice."),
 )
 
 
@@ -145,10 +146,10 @@ load_options = value_options(
 @click.argument("reduced", type=DIRECTORY)
 @click.option("--output", "-o", type=FILE, required=True, help="Record to write, raw samples and all.")
 @load_options
-@plan_options
+@record_options("asked", PlanOptions)
 @output_options
 def bench_decoder_command(
-    dense: Path, reduced: Path, output: Path, load: "DecoderLoad", plan: "Plan", out: Output
+    dense: Path, reduced: Path, output: Path, load: "DecoderLoad", asked: PlanOptions, out: Output
 ) -> None:
     """Time prefill and decoding of DENSE against REDUCED in ONNX Runtime, interleaved, with an A/A run beside them.
 
@@ -166,7 +167,7 @@ def bench_decoder_command(
             dense,
             reduced,
             load,
-            plan,
+            asked.plan,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),
         )

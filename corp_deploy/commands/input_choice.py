@@ -11,8 +11,8 @@ import click
 from corp_deploy.invocation.table import INPUTS
 from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
 
-from .numbers import Number
 from .options import ANY_PATH, FILE, Command, Option, explicit_options, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,16 +123,16 @@ def _required_choice(**options: Any) -> InputChoice:
 
 drawing_options: tuple[Option, ...] = (
     click.option(
-        "--samples", type=Number(IMAGES), default=None, help="Use this many images, drawn by --seed; default: all."
+        "--samples", type=Value(IMAGES), default=None, help="Use this many images, drawn by --seed; default: all."
     ),
-    click.option("--seed", type=Number(SEED), default=0, show_default=True, help="Seed of the draw of --samples."),
+    click.option("--seed", type=Value(SEED), default=0, show_default=True, help="Seed of the draw of --samples."),
 )
 groups_option: Option = click.option(
     "--groups", default=None, help="With --hold-out: which images belong together, as calibrate --groups was told."
 )
 decoding_options: tuple[Option, ...] = (
-    click.option("--workers", type=Number(WORKERS), default=0, show_default=True, help="Processes that decode images."),
-    click.option("--max-bad", type=Number(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip."),
+    click.option("--workers", type=Value(WORKERS), default=0, show_default=True, help="Processes that decode images."),
+    click.option("--max-bad", type=Value(BAD_IMAGES), default=0, show_default=True, help="Unreadable images to skip."),
 )
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import click
 
+from corp_deploy.invocation.method_choice import MULTIPLES, WIDTHS
 from corp_deploy.views.console import Output
 from ground.quantities import THREADS
 
 from .model_choice import ModelChoice, model_options
-from .numbers import WIDTHS, Alignment, Number
 from .options import BATCHES, DIRECTORY, output_options
+from .value import Value
 
 
 @click.command("latency-table")
@@ -26,8 +27,8 @@ from .options import BATCHES, DIRECTORY, output_options
 @click.option(
     "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
 )
-@click.option("--align", type=Alignment(), default=WIDTHS, show_default=True, help="Multiples of widths.")
-@click.option("--threads", type=Number(THREADS), default=None, help="CPU threads; default: the runtime's choice.")
+@click.option("--align", type=Value(MULTIPLES), default=WIDTHS, show_default=True, help="Multiples of widths.")
+@click.option("--threads", type=Value(THREADS), default=None, help="CPU threads; default: the runtime's choice.")
 @output_options
 def latency_table(
     model: ModelChoice,

@@ -9,14 +9,20 @@ import click
 
 from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
+from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
+from ground.quantity import Quantity
 
-from .numbers import Channels, Number
-from .options import FILE, Command, JsonObject, OutputNames, trust_option, value_options
+from .options import FILE, JSON, OUTPUT_NAMES, Command, trust_option, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
+
+
+def _by_channel(quantity: Quantity) -> Value:
+    return Value(ListOf(quantity, "0.485,0.456,0.406", different=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +90,16 @@ _choice_options = value_options(
     "model",
     _model_choice,
     click.option("--weights", type=FILE, help="Trained weights: .safetensors, .pth, .pt, .pth.tar, .bin, .ckpt."),
-    click.option("--model-kwargs", type=JsonObject(), default=None, help="Arguments for timm's model, a JSON object."),
+    click.option("--model-kwargs", type=JSON, default=None, help="Arguments for timm's model, a JSON object."),
     click.option("--ema/--no-ema", default=None, help="Moving-average weights or raw ones; default: as timm does."),
-    click.option("--mean", type=Channels(MEAN), default=None, help="Mean pixel of the training; default: timm's."),
-    click.option("--std", type=Channels(DEVIATION), default=None, help="Deviation of its pixels; default: timm's."),
-    click.option("--crop-pct", type=Number(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
+    click.option("--mean", type=_by_channel(MEAN), default=None, help="Mean pixel of the training; default: timm's."),
+    click.option("--std", type=_by_channel(DEVIATION), default=None, help="Deviation of its pixels; default: timm's."),
+    click.option("--crop-pct", type=Value(SHARE_KEPT), default=None, help="Share of a side that the crop keeps."),
     click.option("--interpolation", type=click.Choice(INTERPOLATIONS), default=None, help="How images are resized."),
     click.option("--crop-mode", type=click.Choice(CROP_MODES), default=None, help="How what is not square is cropped."),
     click.option(
         "--outputs",
-        type=OutputNames(),
+        type=OUTPUT_NAMES,
         default=None,
         help="What the model gives, such as class,patches,block8; default: its own output.",
     ),

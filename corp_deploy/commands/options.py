@@ -12,14 +12,16 @@ from click.core import ParameterSource
 
 from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation.values import ListOf, Spelled
 from corp_deploy.views.console import Output
+from export.engine.options import BatchProfile
 from ground.errors import BadInput
 from ground.quantities import CONFIDENCE
 from ground.quantity import BATCH, shown
 from ground.records import record_from_text
 
-from .numbers import Number, Numbers
 from .own_inputs import refuse_own_inputs
+from .value import Value
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -42,37 +44,16 @@ class RegularPath(click.Path):
 FILE = RegularPath(dir_okay=False, path_type=Path)
 DIRECTORY = RegularPath(file_okay=False, path_type=Path)
 ANY_PATH = RegularPath(path_type=Path)
-BATCHES = Numbers(BATCH, example="1,8,32")
+BATCHES = Value(ListOf(BATCH, "1,8,32"))
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
-    """A JSON object given on the command line."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
-        try:
-            return record_from_text(
-                str(value), dict[str, Any], where=shown(str(value)), remedy="give one such as '{\"img_size\": 384}'"
-            )
-        except BadInput as error:
-            self.fail(str(error), param, ctx)
+def _json_object(text: str) -> dict[str, Any]:
+    return record_from_text(text, dict[str, Any], where=shown(text), remedy="give one such as '{\"img_size\": 384}'")
 
 
-class OutputNames(click.ParamType[Outputs]):
-    """Names of outputs with commas."""
-
-    name = "name,name,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Outputs:
-        if isinstance(value, Outputs):
-            return value
-        try:
-            return outputs_from_text(str(value))
-        except BadInput as error:
-            self.fail(str(error), param, ctx)
+JSON = Value(Spelled(span="json", expected="a JSON object", kind=dict, read=_json_object))
+OUTPUT_NAMES = Value(Spelled(span="name,name,...", expected="names of outputs", kind=Outputs, read=outputs_from_text))
+PROFILE = Value(Spelled(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text))
 
 
 class Words(click.ParamType[tuple[str, ...]]):
@@ -140,13 +121,13 @@ trust_engine_option = click.option(
     help="Load .plan files that were not built here by you: an engine may hold code, and nothing tells one that does.",
 )
 batch_size_option = click.option(
-    "--batch-size", type=Number(BATCH), default=32, show_default=True, help="Images in one forward pass."
+    "--batch-size", type=Value(BATCH), default=32, show_default=True, help="Images in one forward pass."
 )
 
 
 confidence_option = click.option(
     "--confidence",
-    type=Number(CONFIDENCE),
+    type=Value(CONFIDENCE),
     default=0.95,
     show_default=True,
     help="Confidence of the intervals by which limits are decided; at 0 the point alone decides.",

@@ -10,10 +10,10 @@ from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 from ground.quantities import ERROR, MODEL_VERSION, SECONDS
 
-from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
 from .serving_choice import ServingChoice, serving_options
 from .signing_choice import SigningChoice, signing_options
+from .value import Value
 
 if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, made or added to.")
 @click.option("--name", default="vit", show_default=True, help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
 @click.option(
-    "--model-version", type=Number(MODEL_VERSION), default=1, show_default=True, help="Version directory to add."
+    "--model-version", type=Value(MODEL_VERSION), default=1, show_default=True, help="Version directory to add."
 )
 @click.option("--labels", type=FILE, default=None, help="Class names, one a line.")
 @click.option("--server", default=None, help="Server release such as 26.07, to warn when versions don't match.")
@@ -104,7 +104,7 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
 @click.argument("repository", type=DIRECTORY)
 @click.option("--name", default="vit", show_default=True, help="Model name.")
 @click.option(
-    "--model-version", type=Number(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
+    "--model-version", type=Value(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
 )
 @click.option(
     "--server", default=None, help="Roll this running server over too, such as http://127.0.0.1:8000 (explicit mode)."
@@ -117,13 +117,13 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
 )
 @click.option(
     "--max-error",
-    type=Number(ERROR),
+    type=Value(ERROR),
     default=0.05,
     show_default=True,
     help="With --samples: the largest relative error of its answers to them, against the reduced model's in FP32.",
 )
 @click.option(
-    "--timeout", type=Number(SECONDS), default=120.0, show_default=True, help="With --server: seconds for each step."
+    "--timeout", type=Value(SECONDS), default=120.0, show_default=True, help="With --server: seconds for each step."
 )
 @output_options
 @click.pass_context

@@ -12,8 +12,8 @@ from ground.quantity import BATCH
 
 from .input_choice import InputChoice, drawing_options, input_options, text_option, tokens_option
 from .model_choice import ModelChoice, dense_options
-from .numbers import Number
 from .options import ANY_PATH, FILE, confidence_option, output_options, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from corp_deploy.proof.perplexity import LanguageLimits
@@ -31,12 +31,12 @@ limit_options = value_options(
     "limits",
     _limits,
     click.option(
-        "--max-ratio", type=Number(RATIO), default=None, help="Largest perplexity, as a multiple of the dense one's."
+        "--max-ratio", type=Value(RATIO), default=None, help="Largest perplexity, as a multiple of the dense one's."
     ),
     click.option(
-        "--min-agreement", type=Number(SHARE), default=None, help="Least share of tokens with the same first word."
+        "--min-agreement", type=Value(SHARE), default=None, help="Least share of tokens with the same first word."
     ),
-    click.option("--max-kl", type=Number(NATS), default=None, help="Largest KL from the dense softmax, nats a token."),
+    click.option("--max-kl", type=Value(NATS), default=None, help="Largest KL from the dense softmax, nats a token."),
     confidence_option,
 )
 
@@ -46,7 +46,7 @@ limit_options = value_options(
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
 @input_options(text_option(), tokens_option(), *drawing_options)
-@click.option("--batch", type=Number(BATCH), default=1, show_default=True, help="Sequences run at once.")
+@click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
 @limit_options
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
 @output_options

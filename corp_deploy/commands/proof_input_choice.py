@@ -20,8 +20,8 @@ from .input_choice import (
     text_option,
     tokens_option,
 )
-from .numbers import Number
 from .options import FILE, explicit_options, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
@@ -105,7 +105,7 @@ proof_input_options = value_options(
     text_option(),
     tokens_option(),
     arrays_option(),
-    click.option("--random", type=Number(BATCH), default=None, help="Random inputs instead; the record says so."),
+    click.option("--random", type=Value(BATCH), default=None, help="Random inputs instead; the record says so."),
     click.option(
         "--labels",
         type=FILE,
@@ -116,7 +116,7 @@ proof_input_options = value_options(
     *drawing_options,
     click.option(
         "--hold-out",
-        type=Number(IMAGES),
+        type=Value(IMAGES),
         default=None,
         help="Only those that calibrate --hold-out N left out, with the same --images, --samples, --seed and --groups.",
     ),

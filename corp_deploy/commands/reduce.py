@@ -5,10 +5,12 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.reduction import ReductionChoice
+from corp_deploy.invocation.passes import CLOSED_LOOP, cost
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.views.console import Output
 from ground.quantities import IMAGES
 
+from .declared import record_options
 from .input_choice import (
     InputChoice,
     arrays_option,
@@ -21,11 +23,9 @@ from .input_choice import (
     tokens_option,
 )
 from .model_choice import ModelChoice, model_options
-from .numbers import Number
 from .options import DIRECTORY, FILE, output_options
-from .passes import CLOSED_LOOP, cost
-from .reduction_choice import reduction_options
 from .stopwatch import keep_effort, stopwatch_on
+from .value import Value
 
 IMAGES_HELP = (
     "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
@@ -38,7 +38,7 @@ TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for model.safetensors and config.json.")
-@reduction_options
+@record_options("reduction", ReduceOptions)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -55,7 +55,7 @@ TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
     *decoding_options,
     click.option(
         "--hold-out",
-        type=Number(IMAGES),
+        type=Value(IMAGES),
         default=None,
         help="Leave out those that calibrate --hold-out N left out, with the same --images, --samples, --seed and "
         "--groups: they are to prove the result (verify --hold-out N).",
@@ -68,7 +68,7 @@ def reduce_command(
     model: ModelChoice,
     moments: Path,
     output: Path,
-    reduction: ReductionChoice,
+    reduction: ReduceOptions,
     device: str,
     inputs: InputChoice,
     out: Output,
@@ -85,7 +85,7 @@ def reduce_command(
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
     from corp_deploy.planning.carry_out import measured_speedup, reduce_checkpoint
-    from corp_deploy.planning.judging import judges_from_paths
+    from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
     from corp_deploy.planning.request import request_from_choice
@@ -97,15 +97,13 @@ def reduce_command(
 
     require_device(device)
     asked = request_from_choice(reduction, seed=inputs.seed)
-    title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.closed_loop == "asymmetric" else "reducing"
+    title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with stopwatch_on(device) as watch, ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         dense = on_device(model.load(out), device)
         images = None if inputs.path is None else inputs.parts(dense).fitted
-        judges = None
-        if reduction.within is not None and images is not None:
-            judges = judges_from_paths(dense.model, images, judge=reduction.judge, labels=reduction.labels)
+        judges = judges_from_choice(dense.model, images, reduction)
         with out.progress(title, None, unit="sites" if judges is None else "models") as done:
             result, plan = reduce_checkpoint(
                 dense,
@@ -114,7 +112,7 @@ def reduce_command(
                 directory=output,
                 images=images,
                 judges=judges,
-                held_out=None if reduction.held_out is None else load_moments(reduction.held_out),
+                held_out=None if reduction.held_out is None else load_moments(Path(reduction.held_out)),
                 done=done,
                 watch=watch,
                 polishing=Polishing(
@@ -126,14 +124,14 @@ def reduce_command(
     keep_effort(watch, output, step="reduce", device=device, resumed=resumed)
     for note in result.notes:
         out.warn(note)
-    if reduction.method.heads == "ragged" and reduction.method.attn:
+    if reduction.heads == "ragged" and reduction.attn:
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
     if any(site.part == "heads" and site.width == 1 < site.width_dense for site in result.sites):
         out.warn("a single head left loses the fused attention kernel in TensorRT-RTX engines; two or more keep it")
     record, measured = record_of_reduction(result, plan), []
     if plan.predicted_speedup is not None:
         with out.progress("measuring the result", None):
-            speed = measured_speedup(dense, output, reduction.budget.batch or 1)
+            speed = measured_speedup(dense, output, reduction.batch or 1)
         record |= {"predicted_speedup": plan.predicted_speedup, "measured_speedup": speed}
         measured.append(speedup_line(plan.predicted_speedup, speed))
     others = ["tokens merged"] * ("merging" in record) + ["weights sparse"] * ("sparsity" in record)

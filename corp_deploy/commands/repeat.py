@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from corp_deploy.invocation.call import Invocation, Pairs
+from corp_deploy.invocation.values import ByKind
 
-from .numbers import Alignment
 from .options import explicit_options
+from .value import Value
 
 
 def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
@@ -21,7 +22,7 @@ def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
         value, names = explicit[parameter.name], parameter.opts
         if value is False:
             value, names = True, parameter.secondary_opts
-        elif isinstance(parameter.type, Alignment):
+        elif isinstance(parameter.type, Value) and isinstance(parameter.type.values, ByKind):
             value = Pairs(value)
         elif isinstance(value, dict):
             value = json.dumps(value)

@@ -1,27 +1,21 @@
 """calibrate --sequential: a decoder block by block."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
-from .calibration_choice import PartsChoice, PassChoice
 from .input_choice import InputChoice
 from .model_choice import ModelChoice
 from .stopwatch import keep_effort, stopwatch_on
-
-if TYPE_CHECKING:
-    from corp_deploy.reduction.calibrate import Statistics
 
 
 def calibrate_by_block(
     model: ModelChoice,
     inputs: InputChoice,
     output: Path,
-    statistics: "Statistics",
-    parts: PartsChoice,
-    passes: PassChoice,
+    asked: CalibrateRun,
     summary: Path | None,
     out: Output,
 ) -> None:
@@ -39,24 +33,24 @@ def calibrate_by_block(
         raise BadInput("--sequential: one process takes block after block; start it without torchrun")
     if not model.model.startswith(PREFIX):
         raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
-    with stopwatch_on(passes.device) as watch:
+    with stopwatch_on(asked.device) as watch:
         layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs)
         source = inputs.open(layers.checkpoint)
         blocks = layers.arguments.decoder.layers
         with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as done, watch.of("calibrate"):
             run = SequentialRun(
-                statistics=statistics,
-                batch_size=passes.batch_size,
-                device=passes.device,
+                statistics=asked.statistics,
+                batch_size=asked.batch_size,
+                device=asked.device,
                 needed=lambda size: out.note(f"a block with all streams will take {size / 2**20:,.0f} MiB"),
                 done=done,
             )
             record, *held_out = write_moments_by_block(
-                layers, source, run, output, hold_out=parts.hold_out, seed=inputs.seed
+                layers, source, run, output, hold_out=asked.hold_out, seed=inputs.seed
             )
         if summary is not None:
             write_json(summary, reference_of_summary(record, str(output)))
-    keep_effort(watch, output, step="calibrate", device=passes.device)
+    keep_effort(watch, output, step="calibrate", device=asked.device)
     lines = [line_of_moments(each, source.noun) for each in (record, *held_out)]
     record |= preprocessing_record(layers.checkpoint) | ({"held_out": held_out[0]} if held_out else {})
     out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(layers.checkpoint), *watch.lines)

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from corp_deploy.invocation.values import ListOf
 from ground.quantities import INSTANCES, QUEUE_DELAY_US, THREADS
 from ground.quantity import BATCH
 
-from .numbers import Number, Numbers, Profile
-from .options import value_options
+from .options import PROFILE, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from export.engine.options import BatchProfile
@@ -49,23 +50,23 @@ serving_options = value_options(
     ServingChoice,
     click.option(
         "--queue-delay-us",
-        type=Number(QUEUE_DELAY_US),
+        type=Value(QUEUE_DELAY_US),
         default=500,
         show_default=True,
         help="How long a request may wait for others to make a batch, in microseconds.",
     ),
     click.option(
-        "--instances", type=Number(INSTANCES), default=1, show_default=True, help="Copies of each model that run."
+        "--instances", type=Value(INSTANCES), default=1, show_default=True, help="Copies of each model that run."
     ),
     click.option(
         "--max-batch",
-        type=Number(BATCH),
+        type=Value(BATCH),
         default=None,
         help="Largest batch of graphs; a plan has its own. Default: the plan's, else 8 or the measured best batch.",
     ),
     click.option(
         "--graph-batches",
-        type=Numbers(BATCH, example="1,8"),
+        type=Value(ListOf(BATCH, "1,8")),
         default=(),
         help="Batches for which the server captures CUDA graphs (plans only): those that were measured so.",
     ),
@@ -83,10 +84,10 @@ serving_options = value_options(
         show_default=True,
         help="What runs the graph on the CPU: ONNX Runtime in the Python backend, or a backend of the server's own.",
     ),
-    click.option("--cpu-threads", type=Number(THREADS), default=None, help="Threads of one operator on the CPU."),
+    click.option("--cpu-threads", type=Value(THREADS), default=None, help="Threads of one operator on the CPU."),
     click.option(
         "--batch",
-        type=Profile(),
+        type=PROFILE,
         multiple=True,
         help="A profile min:opt:max for the script that builds a missing plan; may be given several times.",
     ),

@@ -12,6 +12,7 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantities import JOBS, SHARE
 
+from .declared import record_options
 from .input_choice import (
     InputChoice,
     arrays_option,
@@ -22,7 +23,6 @@ from .input_choice import (
     tokens_option,
 )
 from .model_choice import ModelChoice, model_options
-from .numbers import Number
 from .options import (
     DIRECTORY,
     FILE,
@@ -36,7 +36,7 @@ from .options import (
 from .repeat import words_again
 from .sweep_choice import SweepChoice, sweep_options
 from .sweep_jobs import ALONE, run_jobs
-from .sweep_speed_choice import speed_options
+from .value import Value
 
 if TYPE_CHECKING:
     from calib.input_set import InputSet
@@ -69,13 +69,13 @@ trial_options = value_options(
     ),
     click.option(
         "--min-agreement",
-        type=Number(SHARE),
+        type=Value(SHARE),
         default=None,
         help="Name the smallest model that meets it, and the fastest where trials are timed.",
     ),
     click.option(
         "--jobs",
-        type=Number(JOBS),
+        type=Value(JOBS),
         default=1,
         show_default=True,
         help="Processes of this machine that reduce and judge a trial at a time; what is timed is timed alone, "
@@ -111,7 +111,7 @@ trial_options = value_options(
     "command goes on.",
 )
 @sweep_options
-@speed_options
+@record_options("speed", SweepSpeedChoice)
 @trial_options
 @batch_size_option
 @output_options

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corp_deploy.invocation.method_choice import MethodChoice
+from corp_deploy.invocation.method_choice import MULTIPLES, WIDTHS, HeadsName, MethodChoice
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
+from corp_deploy.invocation.values import ListOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
 from ground.quantities import SHARE_KEPT, SHARE_REMOVED
 
 from .input_choice import InputChoice
-from .numbers import WIDTHS, Alignment, Numbers
 from .options import ANY_PATH, FILE, Words, explicit_options, usage_errors, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,7 @@ KNOBS = ("select", "repair", "qk")
 NO_KNOBS: Knobs = MappingProxyType({})
 KINDS = {"mlp": "channels", "attn": "heads", "conv": "convolutions"}
 """Of sites, by the part that they are told apart by."""
-REMOVED, KEPT = Numbers(SHARE_REMOVED, example="0.3,0.5"), Numbers(SHARE_KEPT, example="0.6,0.8")
+REMOVED, KEPT = Value(ListOf(SHARE_REMOVED, "0.3,0.5")), Value(ListOf(SHARE_KEPT, "0.6,0.8"))
 
 
 def _choice(preset: str, knobs: Knobs) -> MethodChoice:
@@ -53,7 +54,7 @@ class SweepChoice:
     macs: tuple[float, ...]
     parts: str
     preset: tuple[str, ...]
-    heads: str
+    heads: HeadsName
     align: dict[str, int]
     calibration_images: Path | None
     calibration_text: Path | None
@@ -229,5 +230,5 @@ sweep_options = value_options(
         show_default=True,
         help="Geometry.",
     ),
-    click.option("--align", type=Alignment(), default=WIDTHS, show_default=True, help="Multiples of widths."),
+    click.option("--align", type=Value(MULTIPLES), default=WIDTHS, show_default=True, help="Multiples of widths."),
 )

@@ -6,77 +6,28 @@ from typing import TYPE_CHECKING
 
 import click
 
+from corp_deploy.invocation.proof_limits import LimitOptions
 from corp_deploy.invocation.table import VERIFY_HEADS, VERIFY_REFERENCE
 from corp_deploy.views.console import Output
-from ground.quantities import ERROR, FACTOR, LEVEL, SHARE
+from ground.quantities import LEVEL
 
+from .declared import record_options
 from .model_choice import ModelChoice, dense_options
-from .numbers import Number
 from .options import (
     ANY_PATH,
     FILE,
-    confidence_option,
     explicit_options,
     output_options,
     trust_engine_option,
     value_options,
 )
 from .proof_input_choice import ProofInputChoice, proof_input_options
+from .value import Value
 from .verify_run import VerifyRun, run_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate, Runtime
     from corp_deploy.proof.heads import HeadRequest
-    from corp_deploy.proof.link_rules import ParityLimits
-
-
-def _limits(**limits: float | None) -> "ParityLimits":
-    from corp_deploy.proof.link_rules import ParityLimits
-
-    if "confidence" in explicit_options() and limits["min_agreement"] is limits["min_pixels"] is None:
-        raise click.UsageError(
-            "--confidence is of the interval of a share of inputs: give --min-agreement, or --min-pixels with --head"
-        )
-    return ParityLimits(**limits)  # type: ignore[arg-type]
-
-
-limit_options = value_options(
-    "limits",
-    _limits,
-    click.option(
-        "--min-agreement", type=Number(SHARE), default=None, help="Least top-1 agreement with the dense model."
-    ),
-    click.option(
-        "--max-error", type=Number(ERROR), default=None, help="Largest relative logit error of the reduced model."
-    ),
-    click.option(
-        "--half-factor",
-        type=Number(FACTOR),
-        default=4.0,
-        show_default=True,
-        help="FP16 and BF16 links may err by this multiple of the dense model's own error in that type.",
-    ),
-    click.option(
-        "--quantised-factor",
-        type=Number(FACTOR),
-        default=2.0,
-        show_default=True,
-        help="INT8 and FP8 links may err by this multiple of the dense model's own error, rounded plainly.",
-    ),
-    click.option(
-        "--max-apart",
-        type=Number(SHARE),
-        default=0.05,
-        show_default=True,
-        help="Largest share of inputs of which rounding alone may merge other tokens; those are judged apart.",
-    ),
-    click.option("--max-map-error", type=Number(ERROR), default=None, help="Largest relative error of a head's maps."),
-    click.option("--min-iou", type=Number(SHARE), default=None, help="Least intersection over union of a head's maps."),
-    click.option(
-        "--min-pixels", type=Number(SHARE), default=None, help="Least share of a head's pixels with the same answer."
-    ),
-    confidence_option,
-)
 
 
 def _heads(head: tuple[Path, ...], map_threshold: float) -> "HeadRequest":
@@ -97,7 +48,7 @@ head_options = value_options(
     ),
     click.option(
         "--map-threshold",
-        type=Number(LEVEL),
+        type=Value(LEVEL),
         default=0.5,
         show_default=True,
         help="What a map of one class alone shows is above this; 0 for logits.",
@@ -129,7 +80,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
     "computed in FP16 or BF16; repeat.",
 )
 @head_options
-@limit_options
+@record_options("limited", LimitOptions)
 @trust_engine_option
 @output_options
 @click.pass_context
@@ -141,7 +92,7 @@ def verify(
     asked: VerifyRun,
     runtime: "tuple[Runtime, ...]",
     heads: "HeadRequest",
-    limits: "ParityLimits",
+    limited: LimitOptions,
     out: Output,
 ) -> None:
     """Prove on real inputs, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
@@ -166,12 +117,14 @@ def verify(
     from calib.store import load as load_moments
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import require_runnable
     from corp_deploy.proof.own_metrics import Meter
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table
 
+    limits = ParityLimits.from_options(limited.values)
     of_engines = asked.is_of_engines(model.model)
     VERIFY_REFERENCE.refuse([(model.model, "engine" if of_engines else "model")], explicit_options())
     if of_engines:

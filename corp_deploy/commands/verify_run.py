@@ -10,8 +10,8 @@ import click
 from corp_deploy.views.console import Output
 from ground.quantities import SECONDS
 
-from .numbers import Number
 from .options import BATCHES, DIRECTORY, FILE, explicit_options, value_options
+from .value import Value
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
@@ -228,7 +228,7 @@ run_options = value_options(
     ),
     click.option(
         "--metric-time-limit",
-        type=Number(SECONDS),
+        type=Value(SECONDS),
         default=600.0,
         show_default=True,
         help="Seconds that one run of a --metric may take.",

@@ -94,9 +94,14 @@ def _each(value: object) -> Sequence[object]:
     return value if isinstance(value, tuple | list) else (value,)
 
 
+def spelled(option: str) -> str:
+    """An option's name as it is typed."""
+    return f"--{option.replace('_', '-')}"
+
+
 def spelling(option: str, value: object) -> list[str]:
     """An option as the words of a command: flags alone, a tuple with commas, a list as the option over again."""
-    name = f"--{option.replace('_', '-')}"
+    name = spelled(option)
     if value is None or value is False:
         return []
     if value is True:

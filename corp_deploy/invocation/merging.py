@@ -1,33 +1,50 @@
-"""Token merging as a command or a recipe asks for it. No torch."""
+"""Token merging as a command, a recipe or Python asks for it. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from corp_deploy.families.merging import How, Metric
 from ground.errors import BadInput
 
+from .option import Record, option
 from .reduction_table import MERGING
+from .values import Spelled
 
-OUTPUTS = ("merged", "unmerged")
 AUTO = "auto"
+SCHEDULE = Spelled(
+    span="R|SCHEDULE|auto",
+    expected="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'",
+    kind=str,
+    read=str,
+    or_whole=True,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergingChoice:
-    """Fields have the names of the options; `merge_tokens` is how many tokens each block merges away, as people write
-    it, None where none are. How many a model's blocks can merge away is asked where the model is. AUTO leaves it to a
-    budget.
+@dataclass(frozen=True, kw_only=True)
+class MergedStatistics(Record):
+    """What is merged while statistics are taken. How many tokens a model's blocks can merge away is asked where the
+    model is.
     """
 
-    merge_tokens: str | None = None
-    merge_metric: Metric = "ward"
-    merge_how: How = "merge"
-    merge_outputs: str = "merged"
+    merge_tokens: int | str | None = option(
+        SCHEDULE,
+        help="Tokens that each block merges away between attention and MLP (ToMe): 12 in each, grow:36 for 0 in the "
+        "first to 36 in the last, a number for every block (0,4,8,...), or auto for --macs, --latency: by what the "
+        "outputs lose.",
+    )
+    merge_metric: Metric = option(
+        default="ward",
+        help="What tokens are compared by: what a merge changes in the stream behind the attention (Ward: sizes times "
+        "squared distance), the cosine of that stream, or that of the keys of all heads side by side.",
+    )
+    merge_how: How = option(
+        default="merge",
+        help="Merge those that are alike, or drop those that the class token attends to least.",
+    )
 
     def __post_init__(self) -> None:
-        if self.merge_how == "drop" and self.merge_outputs == "unmerged":
-            raise BadInput("--merge-outputs unmerged: tokens that were dropped have no value to give back; merge them")
+        super().__post_init__()
         if self.merge_how == "drop" and self.is_auto:
             raise BadInput("--merge-tokens auto weighs what merging loses; with --merge-how drop give a schedule")
 
@@ -37,15 +54,43 @@ class MergingChoice:
         return self.merge_tokens == AUTO
 
     @property
-    def asked(self) -> bool:
-        """Whether anything is merged."""
-        return self.merge_tokens is not None
+    def schedule(self) -> str | None:
+        """As people write it; None where nothing is merged."""
+        return None if self.merge_tokens is None else str(self.merge_tokens)
+
+    @property
+    def unmerged(self) -> bool:
+        """Whether every source token has an output."""
+        return False
+
+    @property
+    def merges(self) -> str:
+        """What becomes of tokens, by the names of MERGING."""
+        return "none" if self.merge_tokens is None else self.merge_how
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for one of these options, asked for by name, that nothing here honours."""
-        MERGING.refuse([("", self.merge_how if self.asked else "none")], options)
+        MERGING.refuse([("", self.merges)], options)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        return MERGING.honoured(self.merges, super().said)
+
+    @property
+    def of_statistics(self) -> "MergedStatistics":
+        """Under which moments are taken: nothing is merged yet where a budget will choose the schedule."""
+        return MergedStatistics() if self.is_auto else MergedStatistics.from_options(self.values)
 
 
-def merging_from_options(options: Mapping[str, Any]) -> MergingChoice:
-    """What these values of the options ask for; those left out have their defaults."""
-    return MergingChoice(**{name: options[name] for name in MergingChoice.__dataclass_fields__ if name in options})
+@dataclass(frozen=True, kw_only=True)
+class MergingChoice(MergedStatistics):
+    """What a model merges."""
+
+    merge_outputs: Literal["merged", "unmerged"] = option(
+        default="merged",
+        help="Of a model that gives tokens: those left, or one for every source token, with the value it was merged "
+        "into.",
+    )
+
+    @property
+    def unmerged(self) -> bool:
+        return self.merge_outputs == "unmerged"

@@ -1,50 +1,118 @@
 """What is done to sites, as a command, a recipe or a demo asks for it: a preset and what is set otherwise. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL, Method, method_from_preset
+from corp_deploy.reduction.method import (
+    CHANNEL_REPAIRS,
+    CONV_RANKINGS,
+    CONV_REPAIRS,
+    DEFAULT_RIDGE_REL,
+    HEADS_RANKINGS,
+    HEADS_REPAIRS,
+    MLP_RANKINGS,
+    MLP_REPAIRS,
+    QK_RANKINGS,
+    QK_RECOVERIES,
+    Method,
+    method_from_preset,
+)
 from ground.errors import BadInput
+from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
 
-from .compositions import method_of
+from .compositions import COMPOSITIONS, NAMES, method_of
 from .honours import Axis
-from .reduction_table import PRESET, preset_way
+from .option import Record, option
+from .reduction_table import LOOP, PRESET, preset_way
+from .values import CHANNELS, ByKind, OneOf
 
-ALIGN: Mapping[str, int] = MappingProxyType({"mlp": 64, "head": 16, "conv": 32})
+HeadsName = Literal["padded", "square", "ragged", "auto"]
+WIDTHS = "mlp=64,head=16,conv=32"
+"""Multiples where nothing is said of them."""
+MULTIPLES = ByKind(dict.fromkeys(("mlp", "head", "conv"), ALIGNMENT))
+ALIGN: Mapping[str, int] = MULTIPLES.from_text(WIDTHS)
+RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "heads": HEADS_RANKINGS}
+RANKING = ByKind({kind: OneOf(words) for kind, words in (RANKINGS | {CHANNELS: MLP_RANKINGS}).items()})
+REPAIRS = {"mlp": MLP_REPAIRS, "conv": CONV_REPAIRS, "heads": HEADS_REPAIRS}
+REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHANNEL_REPAIRS}).items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodChoice:
-    """A preset with what is asked otherwise than it says; `mlp`, `attn`, `conv`, `residual` and `whole_heads` are
-    shares to remove, in [0, 1).
+@dataclass(frozen=True, kw_only=True)
+class MethodChoice(Record):
+    """A preset with what is asked otherwise than it says. Raises BadInput for a combination that makes no sense."""
 
-    `select` ranks sites of a kind (mlp, head, conv, channels of MLPs and convolutions) or whole heads (heads) by
-    something else, `repair` likewise repairs them, `qk` says what becomes of queries and keys, `align` has multiples
-    of widths, `rescale` sets convolutions to the dense ones' means and variances, `rotate` gives reduced heads in
-    a basis of even ranges, None as the preset does. Raises BadInput for a combination that makes no sense.
-    """
-
-    preset: str = "best"
-    mlp: float | None = None
-    attn: float | None = None
-    conv: float | None = None
-    residual: float | None = None
-    whole_heads: float | None = None
-    select: Mapping[str, str] | None = None
-    repair: Mapping[str, str] | None = None
-    qk: str | None = None
-    heads: str = "padded"
-    align: Mapping[str, int] = field(default_factory=lambda: ALIGN)
-    ridge: float = DEFAULT_RIDGE_REL
-    rescale: bool = False
-    rotate: bool | None = None
+    mlp: float | None = option(
+        SHARE_REMOVED,
+        help="Share of MLP hidden channels to remove; 0 repairs at full width; default: MLPs are left alone.",
+    )
+    attn: float | None = option(
+        SHARE_REMOVED,
+        help="Share of query/key dimensions to remove; 0 repairs at full width; default: attention is left alone.",
+    )
+    conv: float | None = option(
+        SHARE_REMOVED,
+        help="Share of the channels between convolutions to remove; 0 repairs at full width; default: they are left "
+        "alone.",
+    )
+    residual: float | None = option(
+        SHARE_REMOVED,
+        help="Share of the channels of residual streams of convolutions to remove, the same for all that write and "
+        "read a stream. Moments of calibrate --patch-memory have to be of calibrate --residual too.",
+    )
+    whole_heads: float | None = option(
+        SHARE_REMOVED,
+        help="Share of the attention heads to remove whole, one at least stays; the output projection is refitted. "
+        "--attn then narrows those left. " + PRESET.help("whole_heads"),
+    )
+    preset: str = option(
+        OneOf(NAMES),
+        "best",
+        help="How to choose and repair. "
+        + "; ".join(f"{name}: {composition.words}" for name, composition in COMPOSITIONS.items())
+        + ", where those options say nothing else, and a budget.",
+    )
+    select: str | Mapping[str, str] | None = option(
+        RANKING,
+        help="Rank by something else than the preset does: energy, magnitude, combined, active, variance, wanda, obs, "
+        "producer-l1 or producer-l2 of all channels, or by kind: mlp=producer-l2, head=magnitude (dimensions of "
+        "heads), conv=wanda, heads=grail (whole heads).",
+    )
+    repair: str | Mapping[str, str] | None = option(
+        REPAIR,
+        help="Repair by something else than the preset does: none, bias, gram or affine of all channels, or by kind: "
+        "mlp=affine-v1, conv=im2col, heads=gram.",
+    )
+    qk: str | None = option(
+        OneOf(QK_RECOVERIES),
+        help="What becomes of queries and keys, otherwise than by the preset: dimensions selected and no more (select) "
+        "or repaired by CORP's equations (logit, which needs moments of calibrate --attention-system; logit-v1), a "
+        "basis of least loss (lowrank), or all kept (keep).",
+    )
+    heads: HeadsName = option(
+        default="padded",
+        help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
+    )
+    rotate: bool | None = option(
+        help="Give reduced heads in a basis of even ranges, by a Hadamard rotation of queries and keys, "
+        "and of values, where their width is a power of two: the same outputs, less lost in INT8. Default: preset "
+        "best does, the published ones keep their own.",
+    )
+    align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples that widths are rounded to; at least 8.")
+    ridge: float = option(
+        RIDGE,
+        DEFAULT_RIDGE_REL,
+        help="Regularisation, relative to the mean diagonal of the matrix it is added to.",
+    )
+    rescale: bool = option(
+        default=False,
+        help="Then rescale every convolution to the dense one's mean and variance of each channel on the images of "
+        "--images, as REPAIR does: no labels, nothing at run time. " + LOOP.help("rescale"),
+    )
 
     def __post_init__(self) -> None:
-        try:
-            _ = self.method
-        except ValueError as error:
-            raise BadInput(str(error)) from None
+        super().__post_init__()
+        _ = self.method
 
     @property
     def sparsities(self) -> tuple[float | None, ...]:
@@ -53,8 +121,8 @@ class MethodChoice:
 
     @property
     def method(self) -> Method:
-        """The method itself; heads `auto` start from padded ones."""
-        return method_from_preset(
+        """The method itself; heads `auto` start from padded ones. Raises BadInput for what makes no sense."""
+        return _method(
             method_of(self.preset),
             **self._knobs,
             mlp_sparsity=self.mlp,
@@ -72,17 +140,21 @@ class MethodChoice:
             rotates=self.rotate,
         )
 
+    def by_kind(self, name: Literal["select", "repair"]) -> Mapping[str, str]:
+        """One of these options; empty where nothing is said."""
+        return self.values[name] or {}
+
     @property
     def _knobs(self) -> dict[str, str | None]:
         """What of the preset is set by itself, by the fields of a method."""
-        select, repair = self.select or {}, self.repair or {}
+        select, repair = self.by_kind("select"), self.by_kind("repair")
         return {
-            "mlp_selection": select.get("mlp", select.get("channels")),
+            "mlp_selection": select.get("mlp", select.get(CHANNELS)),
             "qk_selection": select.get("head"),
-            "conv_selection": select.get("conv", select.get("channels")),
+            "conv_selection": select.get("conv", select.get(CHANNELS)),
             "heads_selection": select.get("heads"),
-            "mlp_recovery": repair.get("mlp", repair.get("channels")),
-            "conv_recovery": repair.get("conv", repair.get("channels")),
+            "mlp_recovery": repair.get("mlp", repair.get(CHANNELS)),
+            "conv_recovery": repair.get("conv", repair.get(CHANNELS)),
             "heads_recovery": repair.get("heads"),
             "qk_recovery": self.qk,
         }
@@ -95,15 +167,22 @@ class MethodChoice:
         if not changed:
             return PRESET, name
         words = f"{name} with {self._knob_words}"
-        way = preset_way(words, method_from_preset(name, **changed))
+        way = preset_way(words, _method(name, **changed))
         return replace(PRESET, ways={**PRESET.ways, words: way}), words
 
     @property
     def _knob_words(self) -> str:
         """As they are typed."""
         pairs = {
-            "select": ",".join(f"{kind}={how}" for kind, how in (self.select or {}).items()),
-            "repair": ",".join(f"{kind}={how}" for kind, how in (self.repair or {}).items()),
+            "select": ",".join(f"{kind}={how}" for kind, how in self.by_kind("select").items()),
+            "repair": ",".join(f"{kind}={how}" for kind, how in self.by_kind("repair").items()),
             "qk": self.qk,
         }
         return " ".join(f"--{option} {value}" for option, value in pairs.items() if value).replace("channels=", "")
+
+
+def _method(preset: str, **changes: Any) -> Method:
+    try:
+        return method_from_preset(preset, **changes)
+    except ValueError as error:
+        raise BadInput(str(error)) from None

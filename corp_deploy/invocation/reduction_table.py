@@ -138,7 +138,12 @@ MERGING = Axis(
             ask="--merge-tokens 12",
             honours={"merge_metric": ANY, "merge_how": ANY, "merge_outputs": ANY},
         ),
-        "drop": Way(words="dropped tokens", ask="--merge-tokens 12 --merge-how drop", honours={"merge_how": ANY}),
+        "drop": Way(
+            words="dropped tokens",
+            ask="--merge-tokens 12 --merge-how drop",
+            honours={"merge_how": ANY},
+            instead={"merge_outputs": "tokens that were dropped have no value to give back; merge them"},
+        ),
     },
 )
 

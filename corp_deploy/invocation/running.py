@@ -1,46 +1,118 @@
-"""How two models are run side by side, as it is asked for. No torch."""
+"""How two models are run side by side and measured, as it is asked for. No torch."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
+from ground.errors import BadInput
+from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
+from ground.quantity import BATCH
+
+from .option import Record, option
 from .table import BENCH
+from .values import ListOf, Spelled
 
 if TYPE_CHECKING:
-    from perf.runners.module import Mode, Precision
-    from perf.runners.onnx import Provider
+    from perf.timing.laps import Plan
 
 Backend = Literal["onnxruntime", "openvino", "torch", "aotinductor"]
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Record):
     """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
     `backend` is for model directories: torch, aotinductor after compiling a package, or onnxruntime (the default) or
     openvino after an export to FP32, which is for graphs, too. See BENCH.
     """
 
-    backend: Backend | None = None
-    device: Device | None = None
-    provider: "Provider | None" = None
-    mode: "Mode | None" = None
-    dtype: "Precision | None" = None
-    threads: int | None = None
-    streams: int | None = None
-    flush_l2: bool | None = None
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "RunOptions":
-        """Those of the options of `bench` that say how both are run."""
-        return cls(**{name: value for name, value in options.items() if name in BENCH.options})
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What was asked for, by the names that `bench` has."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
+    backend: Backend | None = option(
+        unsaid="onnxruntime",
+        help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
+        "for aotinductor.",
+    )
+    device: Device | None = option(
+        unsaid="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
+    )
+    provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
+        unsaid="cpu",
+        help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
+        + BENCH.help("provider"),
+    )
+    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unsaid="eager", help=BENCH.help("mode"))
+    dtype: Literal["fp32", "fp16", "bf16"] | None = option(
+        unsaid="fp32",
+        help="What torch casts weights to and what OpenVINO computes in, whatever the file holds; other graphs and "
+        f"engines have theirs. {BENCH.help('dtype')}",
+    )
+    streams: int | None = option(STREAMS, unsaid="1", help="Above 1: throughput only.")
+    flush_l2: bool = option(
+        default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
+    )
+    threads: int | None = option(
+        THREADS, help=f"CPU threads of both; default: the runtime's choice. {BENCH.help('threads')}"
+    )
 
     @property
     def cuda_graph(self) -> bool:
         return self.mode == "cuda_graph"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Record):
+    """How long is measured."""
+
+    time_limit: float = option(
+        SECONDS,
+        20.0,
+        help="Seconds per batch size, at most, with loading, warm-up and A/A run; a call under way is not broken off. "
+        "A batch size that takes longer is reported as not measured.",
+    )
+    half_width: float = option(
+        SHARE_KEPT, 0.01, help="Stop when the speed-up is known this well (share of its value, either side)."
+    )
+    block_ms: float = option(MILLISECONDS, 25.0, help="How long a block lasts.")
+    min_rounds: int = option(ROUNDS, 16, help="Rounds at least, of 4 blocks.")
+    audit: bool = option(
+        default=False,
+        help="Time each on one batch again and again against varied ones, too: what answers out of a cache is told, "
+        "and no gate decides by it.",
+    )
+
+    @property
+    def plan(self) -> "Plan":
+        from perf.timing.laps import AUDIT_ROUNDS, Plan
+
+        return Plan(
+            time_limit_s=self.time_limit,
+            half_width_rel=self.half_width,
+            block_ms=self.block_ms,
+            min_rounds=self.min_rounds,
+            audit_rounds=AUDIT_ROUNDS * self.audit,
+        )
+
+
+def _two_names(text: str) -> tuple[str, str]:
+    """As rules of the gate can spell them."""
+    names = [name.strip() for name in text.split(",")]
+    if len(set(names)) != 2 or not all(re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) for name in names):
+        raise BadInput(f"{text[:100]!r} is not two names of letters, digits and dashes, such as fp16,int8")
+    return names[0], names[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(PlanOptions, RunOptions):
+    """What `bench` is asked for."""
+
+    batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
+    names: tuple[str, str] = option(
+        Spelled(span="name,name", expected="two names", kind=tuple, read=_two_names),
+        ("dense", "reduced"),
+        help="What the two are called in the record, such as fp16,int8.",
+    )
+
+    @property
+    def running(self) -> RunOptions:
+        return RunOptions.from_options(self.values)

@@ -1,14 +1,14 @@
-"""Which weights a reduction sets to zero, as a command or a recipe asks for it. No torch."""
+"""Which weights a reduction sets to zero, as a command, a recipe or Python asks for it. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
 from corp_deploy.reduction.sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, KINDS, Permute, SparseKind
 from ground.errors import BadInput
 
-from .reduction_table import SPARSE
+from .option import Record, option
+from .values import Spelled
 
 EXPECTED = "2:4 for all sites, or mlp=2:4,head=2:4,conv=2:4, any of which may be left out"
 
@@ -28,30 +28,37 @@ def _of_kind(words: list[tuple[str, str, str]], kind: str) -> list[str]:
     return [pattern for name, _, pattern in words if name == kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseChoice:
-    """Patterns by kind of site, none where nothing is asked; `sparse_pattern`: by what rule a weight stays,
-    `sparse_permute`: whether a layer's inputs are put into another order first.
-    """
+PATTERNS = Spelled(
+    span="2:4|mlp=2:4,head=2:4,conv=2:4",
+    expected=f"a text that is not empty, {EXPECTED}",
+    kind=dict,
+    read=sparsities_from_text,
+)
 
-    sparse: Mapping[SparseKind, Sparsity] = field(default_factory=dict)
-    sparse_pattern: Rule = DEFAULT_RULE
-    sparse_permute: Permute = DEFAULT_PERMUTE
+
+@dataclass(frozen=True, kw_only=True)
+class SparseChoice(Record):
+    """Which weights become zero, last of all."""
+
+    sparse: str | Mapping[SparseKind, Sparsity] | None = option(
+        PATTERNS,
+        help="Last of all, of every 4 neighbouring weights of the sites' layers keep 2 and refit those by least "
+        "squares, alone or on reduced widths, by kind of site where that is said. Only 2:4 has kernels (build "
+        "--sparse), which TensorRT picks where they are faster; other K:N are for analysis. Default: none.",
+    )
+    sparse_pattern: Rule = option(
+        default=DEFAULT_RULE,
+        help="Which weights stay: obs, in SparseGPT's order by the exact cost of dropping them; cast, by CAST's cost "
+        "of each group by itself; magnitude, the largest.",
+    )
+    sparse_permute: Permute = option(
+        default=DEFAULT_PERMUTE,
+        help="Put what a site's last layer reads into another order first, by the rows in front of it (inside), and "
+        "the residual stream of a plain ViT with a classifier too (stream): nothing is permuted at run time.",
+    )
 
     @property
-    def asked(self) -> bool:
-        return bool(self.sparse)
-
-    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for an option of a sparsity that was not asked for."""
-        SPARSE.refuse([("", "sparse" if self.asked else "none")], options)
-
-
-def sparse_from_options(options: Mapping[str, Any]) -> SparseChoice:
-    """As these values of the options of `reduce` ask for it; None is a default."""
-    sparse = options.get("sparse")
-    given = {name: options.get(name) for name in ("sparse_pattern", "sparse_permute")}
-    return SparseChoice(
-        sparse=sparsities_from_text(sparse) if isinstance(sparse, str) else sparse or {},
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    def patterns(self) -> Mapping[SparseKind, Sparsity]:
+        """By kind of site; empty where none are asked for."""
+        assert not isinstance(self.sparse, str), self.sparse
+        return self.sparse or {}

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ground.errors import BadInput
+from ground.quantities import SECONDS, SHARE_KEPT, THREADS
+from ground.quantity import BATCH
 
 from .honours import ANY, Axis, Values, Way
+from .option import Record, option
+from .values import ListOf, Repeated
 
 Runtime = Literal["onnxruntime", "openvino", "torch", "engine"]
 EngineBackend = Literal["tensorrt", "tensorrt-rtx"]
@@ -30,29 +34,41 @@ BENCH = Axis(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepSpeedChoice:
+@dataclass(frozen=True, kw_only=True)
+class SweepSpeedChoice(Record):
     """`bench`: what times trials, None nothing; `engine`: what builds engines of them, None nothing.
 
     Raises BadInput for targets of no engine, and for engines to time that nothing builds.
     """
 
-    bench: Runtime | None = None
-    engine: EngineBackend | None = None
-    sm: tuple[str, ...] = ()
-    batch: tuple[int, ...] = (1, 16)
-    precision: str = "fp32"
-    threads: int | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    time_limit: float = 5.0
-    half_width: float = 0.02
+    bench: Runtime | None = option(
+        help="Time every trial beside the dense model, interleaved in one process, in this runtime; engine: in the "
+        "engines that --engine builds, on a GPU. Default: nothing is timed.",
+    )
+    engine: EngineBackend | None = option(
+        help="Build an FP16 engine of every trial: its size and fused attentions stand in the table. TensorRT-RTX "
+        "needs no GPU for that.",
+    )
+    sm: tuple[str, ...] = option(Repeated(), (), help="A target of TensorRT-RTX such as 89; repeat.")
+    batch: tuple[int, ...] = option(
+        ListOf(BATCH, "1,8,32"), (1, 16), help="Batch sizes that are timed, and that engines take."
+    )
+    precision: Literal["fp32", "fp16", "bf16"] = option(
+        default="fp32", help=f"Of what is timed; engines are FP16. {BENCH.help('precision')}"
+    )
+    threads: int | None = option(THREADS, help=f"CPU threads of what is timed. {BENCH.help('threads')}")
+    device: Literal["cpu", "cuda"] = option(default="cpu", help="Where trials are timed.")
+    time_limit: float = option(
+        SECONDS, 5.0, help="Seconds per trial and batch size, at most, with loading, warm-up and A/A run."
+    )
+    half_width: float = option(SHARE_KEPT, 0.02, help="Stop when a speed-up is known this well.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bench == "engine" and self.engine is None:
             raise BadInput("--bench engine times engines; say what builds them: --engine tensorrt-rtx")
         if self.sm and self.engine is None:
             raise BadInput("--sm names targets of engines; give --engine tensorrt-rtx with it")
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for one of these options that nothing here honours."""
         BENCH.refuse([("", self.bench or ("built" if self.engine else "none"))], options)

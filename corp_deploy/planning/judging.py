@@ -16,6 +16,7 @@ from calib.inputs import as_tuple, moved, run_model
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.modules import device
+from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.limit import Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
 from ground.errors import BadInput
@@ -106,17 +107,19 @@ class Judges:
         return inputs.subset(fitted), Judging(inputs=inputs.subset(others), labels_N=labels_N, origin=origin)
 
 
-def judges_from_paths(model: nn.Module, images: InputSet, *, judge: Path | None, labels: Path | None) -> Judges:
-    """What judges as it is named on a command line; `images` are those that are looked at to reduce."""
+def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> Judges | None:
+    """What judges as it is asked for, None where nothing is; `images` are those that are looked at to reduce."""
+    if choice.within is None or images is None:
+        return None
     others: InputSet | None = None
-    if judge is not None:
-        others = inputs_for_model(model, judge)
+    if choice.judge is not None:
+        others = inputs_for_model(model, Path(choice.judge))
     labelled = images if others is None else others
-    if labels is None:
+    if choice.labels is None:
         return Judges(inputs=others)
     if not isinstance(labelled, Images):
-        raise BadInput(f"{labels}: labels are of images, the model takes {labelled.noun}; leave them out")
-    return Judges(inputs=others, labels_N=labels_from_path(labels, labelled, model))
+        raise BadInput(f"{choice.labels}: labels are of images, the model takes {labelled.noun}; leave them out")
+    return Judges(inputs=others, labels_N=labels_from_path(Path(choice.labels), labelled, model))
 
 
 def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:

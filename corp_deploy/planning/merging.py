@@ -6,18 +6,19 @@ from torch import nn
 
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, capped, schedule_from_text
-from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
 
-def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | None:
+def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
     """What a model merges as it was asked for, None where nothing was.
 
     Where one number stands for all blocks, a block merges no more than it can. Raises BadInput for a text that is no
     schedule of its blocks.
     """
-    if choice.merge_tokens is None:
+    text = choice.schedule
+    if text is None:
         return None
     if choice.is_auto:
         raise BadInput(
@@ -26,23 +27,23 @@ def merging_from_choice(choice: MergingChoice, model: nn.Module) -> Merging | No
         )
     family = family_of(model)
     kinds = family.token_kinds(model)
-    schedule = schedule_from_text(choice.merge_tokens, family.depth(model))
-    if "," not in choice.merge_tokens:
+    schedule = schedule_from_text(text, family.depth(model))
+    if "," not in text:
         schedule = capped(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
     return merging_of_schedule(choice, schedule)
 
 
-def merging_of_schedule(choice: MergingChoice, schedule: tuple[int, ...]) -> Merging:
+def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> Merging:
     """All but the schedule as it was asked for."""
     return Merging(
         schedule=schedule,
         metric=choice.merge_metric,
         how=choice.merge_how,
-        unmerged=choice.merge_outputs == "unmerged",
+        unmerged=choice.unmerged,
     )
 
 
-def merging_checkpoint(checkpoint: Checkpoint, choice: MergingChoice) -> Checkpoint:
+def merging_checkpoint(checkpoint: Checkpoint, choice: MergedStatistics) -> Checkpoint:
     """The checkpoint with a model that merges as asked for; itself where nothing was asked for."""
     return merging_as_planned(checkpoint, merging_from_choice(choice, checkpoint.model))
 

@@ -1,12 +1,14 @@
 """What is planned, from how it was asked for."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from calib.moments import Moments
+from corp_deploy.invocation.budget_choice import BudgetChoice, Currency
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
-from corp_deploy.invocation.reduction import BudgetChoice, ReductionChoice, SaveAs
+from corp_deploy.invocation.reduction import ReduceOptions, SaveAs
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.closed_loop import Loop
@@ -20,7 +22,7 @@ from .latency import LatencyTarget
 class Budget:
     """A share of the dense model's MACs, parameters or latency that may stay, in (0, 1]; `where` tells latency's."""
 
-    currency: Literal["macs", "params", "latency"]
+    currency: Currency
     share: float
     where: LatencyTarget | None = None
 
@@ -67,7 +69,7 @@ class ReductionRequest:
             or self.method.merges
             or self.method.folds_heads
             or self.method.rescales
-            or self.sparsity.asked
+            or bool(self.sparsity.patterns)
         )
 
 
@@ -83,7 +85,7 @@ def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:
 def _target(choice: BudgetChoice) -> LatencyTarget | None:
     if choice.latency_tables is None:
         return None
-    return LatencyTarget(backend="onnxruntime", batches=(choice.batch or 1,), cache=choice.latency_tables)
+    return LatencyTarget(backend="onnxruntime", batches=(choice.batch or 1,), cache=Path(choice.latency_tables))
 
 
 def _budget(choice: BudgetChoice) -> Budget | None:
@@ -93,25 +95,25 @@ def _budget(choice: BudgetChoice) -> Budget | None:
     return Budget(currency=choice.currency, share=choice.share, where=_target(choice))
 
 
-def _within(choice: ReductionChoice) -> WithinRequest | None:
-    if choice.within is None:
+def _within(choice: BudgetChoice) -> WithinRequest | None:
+    if choice.limit is None:
         return None
-    where = _target(choice.budget)
-    return WithinRequest(limit=choice.within, currency="macs" if where is None else "latency", where=where)
+    where = _target(choice)
+    return WithinRequest(limit=choice.limit, currency="macs" if where is None else "latency", where=where)
 
 
-def request_from_choice(choice: ReductionChoice, *, seed: int = 0) -> ReductionRequest:
+def request_from_choice(choice: ReduceOptions, *, seed: int = 0) -> ReductionRequest:
     """The reduction as planning takes it; the seed draws the order of a polish's inputs."""
     return ReductionRequest(
-        preset=choice.method.preset,
+        preset=choice.preset,
         method=choice.method_asked,
-        budget=_budget(choice.budget),
+        budget=_budget(choice),
         within=_within(choice),
         auto_heads=choice.auto_heads,
-        closed_loop=choice.closed_loop,
+        closed_loop=choice.loop,
         allow_partial=choice.allow_partial,
         reads=choice.reads,
-        polish=choice.polish.options(seed=seed),
+        polish=choice.polish_options(seed=seed),
         merging=choice.merging,
         sparsity=choice.sparsity,
         save_as=choice.save_as,

@@ -15,7 +15,7 @@ from .request import ReductionRequest
 
 def _unsayable(dense: Checkpoint, asked: ReductionRequest) -> str:
     """Why no configuration can say what is asked for, or nothing, as far as the options tell."""
-    if asked.merging.asked or family_of(dense.model).merging_of(dense.model) is not None:
+    if asked.merging.schedule is not None or family_of(dense.model).merging_of(dense.model) is not None:
         return "no class of transformers merges tokens"
     if asked.budget is not None or asked.within is not None:
         return (

@@ -15,9 +15,9 @@ def with_sparsity(
     """The reduction with its model's layers sparse, and a sentence on what became of them; itself where none are
     asked for.
     """
-    if not choice.asked:
+    if not choice.patterns:
         return reduction
     assert inputs is not None, choice
-    how = Sparsifying(kinds=choice.sparse, rule=choice.sparse_pattern, permute=choice.sparse_permute)
+    how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
     model, report = sparsified(reduction.model, inputs, how, done=done)
     return replace(reduction, model=model, sparsity=report, said=(*reduction.said, *report.sentences()))

@@ -13,6 +13,7 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.model_cost import counted
 from corp_deploy.families.norm_types import NORMS
+from corp_deploy.invocation.proof_limits import LimitOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
 from export.graph.simulated import simulated
@@ -23,10 +24,9 @@ from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
 from perf.parity.parity import ImageSet, Link, LinkKind, link
-from perf.parity.ties import MOST_APART, Choices
+from perf.parity.ties import Choices
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import tensors_of_ports
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .candidates import Candidate, outputs_at
 from .half_products import HalfProducts
@@ -38,8 +38,8 @@ DENSE = "dense torch fp32"
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityLimits:
+@dataclass(frozen=True, kw_only=True)
+class ParityLimits(LimitOptions):
     """What the user allows the reduced model to differ from the dense one by; None sets no limit.
 
     `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three
@@ -48,18 +48,10 @@ class ParityLimits:
     those are judged that these inputs leave open. Raises BadInput for what is no limit.
     """
 
-    min_agreement: float | None = None
-    max_error: float | None = None
-    half_factor: float = 4.0
-    quantised_factor: float = 2.0
-    max_apart: float = MOST_APART
-    max_map_error: float | None = None
-    min_iou: float | None = None
-    min_pixels: float | None = None
-    confidence: float = DEFAULT_CONFIDENCE
     elsewhere: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.of_outputs(), self.of_maps()
 
     def of_outputs(self, noise: Measures | None = None) -> Tolerance:
@@ -82,12 +74,6 @@ class ParityLimits:
             noise=noise,
             elsewhere=self.elsewhere,
         )
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The least shares of inputs, by the names of their fields."""
-        every = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
-        return {name: least for name, least in every.items() if least is not None}
 
     def unreachable(self, images: ImageSet) -> list[str]:
         """The limits that so many inputs can never show to be kept, a sentence each."""

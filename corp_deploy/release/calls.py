@@ -1,13 +1,12 @@
 """The commands of a release: each stage's options and their values, by the recipe. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
 from corp_deploy.invocation.honours import Axis
-from corp_deploy.invocation.reduction_table import IMAGES
 
 from .baseline import Baseline
 from .names import (
@@ -82,13 +81,13 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "device": calibration.device,
             "workers": calibration.workers,
             "max_bad": calibration.max_bad,
-            "attention_system": recipe.reduce.method.needs_attention_system,
+            "attention_system": recipe.reduce.choice.method_asked.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
             "active_eps": calibration.active_eps,
             "snapshots": calibration.snapshots,
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
-            **recipe.reduce.merging_of_statistics,
+            **recipe.reduce.choice.of_statistics.said,
             "hold_out": calibration.hold_out,
             "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
@@ -98,7 +97,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
     )
 
 
-def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, Any]:
+def _honoured(options: Mapping[str, Any], ways: Iterable[tuple[Axis, str]]) -> dict[str, Any]:
     """What the ways at work do something with; the others would refuse to be told."""
     left = dict(options)
     for axis, way in ways:
@@ -107,42 +106,14 @@ def _honoured(options: Mapping[str, Any], *ways: tuple[Axis, str]) -> dict[str, 
 
 
 def reduce(recipe: Recipe, root: Path) -> Invocation:
-    table, calibration = recipe.reduce, recipe.calibration
+    choice, calibration = recipe.reduce.choice, recipe.calibration
     options = {
         "model": "dense",
         **recipe.model.trust,
         "moments": MOMENTS,
         "held_out": HELD_OUT_MOMENTS if recipe.judges_sites else None,
-        "mlp": None if table.has_budget else table.mlp,
-        "attn": None if table.has_budget else table.attn,
-        "conv": None if table.has_budget else table.conv,
-        "residual": None if table.has_budget else table.residual,
-        "whole_heads": None if table.has_budget else table.whole_heads,
-        "macs": table.macs,
-        "params": table.params,
-        "latency": table.latency,
-        "latency_tables": path_from(root, table.latency_tables),
-        "batch": table.batch,
-        "within": table.within,
-        "preset": table.preset,
-        "heads": table.heads,
-        "closed_loop": table.said_loop,
-        "rescale": table.rescale,
-        "rotate": table.rotate,
-        "no_rotate": table.rotate is False,
-        "polish": table.polish,
-        "polish_steps": table.polish_steps,
-        "polish_time": table.polish_time,
-        "reads": table.reads,
-        "allow_partial": table.allow_partial,
-        "save_as": table.save_as,
-        **table.merging,
-        **table.sparsity,
-        "select": table.rankings or None,
-        "repair": table.repairs or None,
-        "qk": table.qk,
-        "align": Pairs(mlp=table.align_mlp, head=table.align_head, conv=table.align_conv),
-        "ridge": table.ridge,
+        **choice.said,
+        "latency_tables": path_from(root, recipe.reduce.latency_tables),
         "images": path_from(root, calibration.images),
         "samples": calibration.samples,
         "seed": calibration.seed,
@@ -154,8 +125,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         "device": "cpu",
         "output": "reduced",
     }
-    images = (IMAGES, "images" if table.looks_at_images else "none")
-    return Invocation(command="reduce", options=_honoured(options, *table.ways, images))
+    return Invocation(command="reduce", options=_honoured(options, choice.ways))
 
 
 def range_samples(recipe: Recipe) -> int:

@@ -63,7 +63,7 @@ def _asked(table: ReduceTable, *, attention: bool) -> str:
 
 
 def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
-    polish, attention = recipe.reduce.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
+    polish, attention = recipe.reduce.choice.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
     fit = "least squares" if polish == "layer" else "gradients"
     trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
     yield f"Asked for: {_asked(recipe.reduce, attention=attention)}. No labels, {trained}."

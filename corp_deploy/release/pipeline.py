@@ -99,7 +99,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     )
     asked = ("attention_system", "residual", "active_eps", "snapshots", "attn", "align")
     system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
-    merging = {f"reduce.{name}": value for name, value in recipe.reduce.merging_of_statistics.items()}
+    merging = {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.said.items()}
     return Stage(
         name="moments",
         outputs=(MOMENTS, SUMMARY, *snapshots_of(recipe), *_held_out_moments(recipe)),

@@ -96,12 +96,12 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._refuse_unproved()
         self._refuse_unjudged_limit()
         judges = self.reduce.within is not None or self.proves_on_own
-        if self.calibration.hold_out is not None and self.reduce.loop is not None and not judges:
+        if self.calibration.hold_out is not None and self.reduce.choice.loop is not None and not judges:
             raise BadInput(
                 f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
-                f"{NOT_HELD_OUT[self.reduce.loop]}; give one of the two"
+                f"{NOT_HELD_OUT[self.reduce.choice.loop]}; give one of the two"
             )
-        if self.calibration.snapshots is not None and self.reduce.loop is not None:
+        if self.calibration.snapshots is not None and self.reduce.choice.loop is not None:
             raise BadInput(
                 "calibration.snapshots tells how many images a fit to moments needs; reduce.closed_loop fits to the "
                 "images themselves; give one of the two"
@@ -142,7 +142,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _refuse_unjudged_limit(self) -> None:
         """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
-        limit = self.reduce.choice.within
+        limit = self.reduce.choice.limit
         if limit is None:
             return
         if self.proves_on_own:
@@ -166,7 +166,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _refuse_idle_system(self) -> None:
         """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""
-        system, method = self.calibration.attention_system, self.reduce.method
+        system, method = self.calibration.attention_system, self.reduce.choice.method_asked
         got = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
             raise BadInput(
@@ -201,8 +201,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether moments of held-out images judge every site. What is merged is judged on the images themselves, which
         are not shown to the reduction where they prove the result.
         """
-        merges = self.reduce.method.merges or self.reduce.method.folds_heads
-        judged = self.calibration.hold_out is not None and self.reduce.loop is None
+        merges = self.reduce.choice.method_asked.merges or self.reduce.choice.method_asked.folds_heads
+        judged = self.calibration.hold_out is not None and self.reduce.choice.loop is None
         return judged and not (merges and self.proves_on_own)
 
     @property

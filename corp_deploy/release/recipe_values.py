@@ -5,22 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from msgspec import Meta
 
-from corp_deploy.algebra.sparsity import Rule
-from corp_deploy.families.merging import How, Metric
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS
-from corp_deploy.invocation.compositions import NAMES
-from corp_deploy.polish.options import PolishName
-from corp_deploy.reduction.method import (
-    ChannelRecoveryName,
-    ConvRanking,
-    ConvRepair,
-    HeadsRanking,
-    HeadsRepair,
-    MlpRanking,
-    QkRanking,
-    QkRecoveryName,
-)
-from corp_deploy.reduction.sparse_options import Permute
 from ground import quantities
 from ground.quantity import BATCH, Count, Quantity
 
@@ -36,6 +21,12 @@ def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
         "lt" if quantity.high_open else "le": high,
     }
     return Meta(**bounds, description=str(quantity))
+
+
+def number_in(quantity: Quantity) -> Any:
+    """The type of such a number; one that is written without a point stays as it is written."""
+    whole = Annotated[int, _in(quantity, int)]
+    return whole if isinstance(quantity, Count) else whole | Annotated[float, _in(quantity, float)]
 
 
 def _one_of(*words: str) -> Meta:
@@ -80,20 +71,14 @@ Licence: TypeAlias = Annotated[
 ]
 
 _Device = Literal["cpu", "cuda"]
-_Heads = Literal["padded", "square", "ragged", "auto"]
 _Precision = Literal["fp32", "fp16", "mixed", "bf16", "mixed-bf16", "int8", "fp8"]
 _Rest = Literal["fp32", "fp16", "bf16"]
 _Scales = Literal["auto", "max", "mse", "entropy"]
 _GraphInput = Literal["float32", "uint8"]
 _Groups = Literal["image", "folder", "file"]
-_Reads = Literal["all", "pooled"]
-_Outputs = Literal["merged", "unmerged"]
-_SaveAs = Literal["hf"]
-_Repair = Literal["none", "bias", "gram", "affine"]
 _System = Literal["whole", "kept"]
 
 Device: TypeAlias = Annotated[_Device, _of(_Device)]
-Heads: TypeAlias = Annotated[_Heads, _of(_Heads)]
 Precision: TypeAlias = Annotated[_Precision, _of(_Precision)]
 Rest: TypeAlias = Annotated[_Rest, _of(_Rest)]
 GraphInput: TypeAlias = Annotated[_GraphInput, _of(_GraphInput)]
@@ -103,30 +88,7 @@ Precisions: TypeAlias = Annotated[
     tuple[Precision, ...], _list_of(f"a list of {', '.join(get_args(_Precision))}", least=1)
 ]
 Groups: TypeAlias = Annotated[_Groups, _of(_Groups)]
-Reads: TypeAlias = Annotated[_Reads, _of(_Reads)]
-MergeTokens: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=0, le=2**16)] | str,
-    Meta(description="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'"),
-]
-MergeMetric: TypeAlias = Annotated[Metric, _of(Metric)]
-MergeHow: TypeAlias = Annotated[How, _of(How)]
-SparsePattern: TypeAlias = Annotated[Rule, _of(Rule)]
-SparsePermute: TypeAlias = Annotated[Permute, _of(Permute)]
-SaveAs: TypeAlias = Annotated[_SaveAs, _of(_SaveAs)]
-MergeOutputs: TypeAlias = Annotated[_Outputs, _of(_Outputs)]
 AttentionSystem: TypeAlias = Annotated[_System, _of(_System)]
-ClosedLoop: TypeAlias = Annotated[bool | Literal["symmetric"], Meta(description="true, false or 'symmetric'")]
-SelectMlp: TypeAlias = Annotated[MlpRanking, _of(MlpRanking)]
-SelectConv: TypeAlias = Annotated[ConvRanking, _of(ConvRanking)]
-SelectHead: TypeAlias = Annotated[QkRanking, _of(QkRanking)]
-SelectHeads: TypeAlias = Annotated[HeadsRanking, _of(HeadsRanking)]
-Repair: TypeAlias = Annotated[_Repair, _of(_Repair)]
-RepairMlp: TypeAlias = Annotated[ChannelRecoveryName, _of(ChannelRecoveryName)]
-RepairConv: TypeAlias = Annotated[ConvRepair, _of(ConvRepair)]
-RepairHeads: TypeAlias = Annotated[HeadsRepair, _of(HeadsRepair)]
-QueriesKeys: TypeAlias = Annotated[QkRecoveryName, _of(QkRecoveryName)]
-Preset: TypeAlias = Annotated[str, _one_of(*NAMES)]
-Polish: TypeAlias = Annotated[PolishName, _of(PolishName)]
 Interpolation: TypeAlias = Annotated[str, _one_of(*INTERPOLATIONS)]
 CropMode: TypeAlias = Annotated[str, _one_of(*CROP_MODES)]
 
@@ -141,21 +103,15 @@ Snapshots: TypeAlias = Annotated[
 BadImages: TypeAlias = Annotated[int, _in(quantities.BAD_IMAGES, int)]
 Seed: TypeAlias = Annotated[int, _in(quantities.SEED, int)]
 Workers: TypeAlias = Annotated[int, _in(quantities.WORKERS, int)]
-Steps: TypeAlias = Annotated[int, _in(quantities.STEPS, int)]
 Threads: TypeAlias = Annotated[int, _in(quantities.THREADS, int)]
 Rounds: TypeAlias = Annotated[int, _in(quantities.ROUNDS, int)]
-Multiple: TypeAlias = Annotated[int, _in(quantities.ALIGNMENT, int)]
 
 Confidence: TypeAlias = Annotated[float, _in(quantities.CONFIDENCE, float)]
 # A number that is written without a point stays as it is written, in commands and in stamps.
 Share: TypeAlias = Annotated[int, _in(quantities.SHARE, int)] | Annotated[float, _in(quantities.SHARE, float)]
-ShareRemoved: TypeAlias = (
-    Annotated[int, _in(quantities.SHARE_REMOVED, int)] | Annotated[float, _in(quantities.SHARE_REMOVED, float)]
-)
 ShareKept: TypeAlias = (
     Annotated[int, _in(quantities.SHARE_KEPT, int)] | Annotated[float, _in(quantities.SHARE_KEPT, float)]
 )
-Ridge: TypeAlias = Annotated[int, _in(quantities.RIDGE, int)] | Annotated[float, _in(quantities.RIDGE, float)]
 RelativeError: TypeAlias = Annotated[int, _in(quantities.ERROR, int)] | Annotated[float, _in(quantities.ERROR, float)]
 Magnitude: TypeAlias = (
     Annotated[int, _in(quantities.MAGNITUDE, int)] | Annotated[float, _in(quantities.MAGNITUDE, float)]

@@ -7,7 +7,6 @@ from calib.input_set import shuffled
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width
-from corp_deploy.invocation.merging import merging_from_options
 from corp_deploy.planning.calibration_size import calibration_size
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.planning.sweep_scores import scored_inputs
@@ -28,9 +27,9 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
     images, and site by site on those that calibration.hold_out left out.
     """
-    table, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
+    choice, calibration, drawn_by = recipe.reduce.choice, recipe.calibration, recipe.proof_images.seed
     dense = load_checkpoint(dirs.root / "dense")
-    dense = merging_checkpoint(dense, merging_from_options(table.merging_of_statistics))
+    dense = merging_checkpoint(dense, choice.of_statistics)
     proving = open_proof_images(dense.model, recipe.proof_images)
     judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
     images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
@@ -39,8 +38,8 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     size = calibration_size(
         dense.model,
         [load_moments(dirs.root / name) for name in (*snapshots_of(recipe), MOMENTS)],
-        table.method,
-        widths=_widths(dirs) if table.has_budget or table.heads == "auto" else None,
+        choice.method_asked,
+        widths=_widths(dirs) if choice.allocates or choice.auto_heads else None,
         held_out=load_moments(dirs.root / HELD_OUT_MOMENTS) if recipe.judges_sites else None,
         scored=scored_inputs(dense.model, judging, None, calibration.batch_size),
         calibration=images,

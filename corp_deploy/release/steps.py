@@ -3,16 +3,15 @@
 Every function reads what its invocation names below `dirs.root` and writes below `dirs.into`.
 """
 
-from calib.active import ACTIVE_EPS
 from calib.groups import BY_NAME
 from calib.images import Images
-from calib.input_set import shuffled
 from calib.parts import parts_of
 from calib.store import load as load_moments
+from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
-from corp_deploy.invocation.merging import merging_from_options
-from corp_deploy.invocation.reduction import reduction_from_options
-from corp_deploy.invocation.running import RunOptions
+from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint
@@ -20,35 +19,29 @@ from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.own_metrics import Meter
-from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
 from corp_deploy.proof.timed_inputs import TimedInputs
 from corp_deploy.reduction import moments_files
-from corp_deploy.reduction.calibrate import Statistics
 from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.graph_input import GraphInput
 from corp_deploy.store.inputs import images_for_model, labels_from_path
-from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
-from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.effort import turn
 from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
-from ground.precision import MIXED, QUANTISED
 from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html
-from perf.timing.laps import AUDIT_ROUNDS, Plan
 
 from .incremental import StageDirs
 from .opened import open_proof_images
@@ -79,34 +72,23 @@ def _in_recipe(share: float) -> str:
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
-    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), merging_from_options(run.options))
-    restriction = None
-    if run["attn"] is not None:
-        restriction = moments_files.Restriction(sparsities=run["attn"], align_head=run["align"]["head"])
-    asked = moments_files.CalibrationRequest(
-        statistics=Statistics(
-            attention_system=run["attention_system"],
-            residual=bool(run.options.get("residual")),
-            active_eps=ACTIVE_EPS if run.options.get("active_eps") is None else run["active_eps"],
-        ),
-        restriction=restriction,
-        groups=_groups(dirs, run),
-        **run.some("batch_size", "device", "seed", "hold_out"),
-    )
-    snapshots = run.options.get("snapshots") or ()
+    asked = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
+    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), asked)
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished,
         save_every=run["checkpoint_every"],
-        snapshots=snapshots,
+        snapshots=tuple(asked.snapshots),
         fitting=_in_recipe,
         smaller=lambda size: dirs.tell(f"memory ran out in a batch: begun anew with batch_size = {size}"),
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
-    if snapshots:
-        require_more(source.count - (run["hold_out"] or 0), snapshots)
-        source = source if run["samples"] is None else shuffled(source, seed=run["seed"])
+    if asked.snapshots:
+        require_more(source.count - (asked.hold_out or 0), tuple(asked.snapshots))
+    source = asked.in_order(source, samples=run["samples"], seed=run["seed"])
     with turn(dirs.watch, "calibrate"):
-        fitted, *_ = moments_files.write_moments(dense, source, asked, running, dirs.into / run["output"])
+        fitted, *_ = moments_files.write_moments(
+            dense, source, asked.request(seed=run["seed"]), running, dirs.into / run["output"]
+        )
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
 
@@ -124,7 +106,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     options = dict(run.options)
     if options.get("latency_tables") is not None:
         options["latency_tables"] = dirs.root / options["latency_tables"]
-    choice, dense = reduction_from_options(options), load_checkpoint(dirs.root / run["model"])
+    choice, dense = ReduceOptions.from_options(options), load_checkpoint(dirs.root / run["model"])
     images = _fitted(dense, dirs, run) if choice.needs_images else None
     judged = choice.within is not None and images is not None
     reduce_checkpoint(
@@ -142,28 +124,12 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
 
 def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
-    checkpoint = load_checkpoint(dirs.root / run["model"])
-    paths = paths_by_precision(dirs.into / run["output"], run["precision"])
-    taken: GraphInput = run.options.get("input", "float32")
-    if set(paths) & set(QUANTISED):
-        chosen = Quantisation(
-            **run.some("rest", "scales", "balance"),
-            keep_rest=tuple(run["keep_rest"]),
-            weight_bits=run.options.get("weight_bits", 8),
-        )
-        feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds
+    checkpoint, asked = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
+    feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds if asked.quantised else None
+    graphs = Graphs(checkpoint, asked, feeds)
+    for precision, path in graphs.paths(dirs.into / run["output"]).items():
         with turn(dirs.watch, "export"):
-            made_of = quantiser_of(checkpoint, fed_to_graph(checkpoint, feeds, taken), chosen, graph_input=taken)
-    breaks = tuple(run.options.get("break_fusion", ()))
-    for precision, path in paths.items():
-        keep = run["keep_fp32"] if precision in MIXED else ()
-        with turn(dirs.watch, "export"):
-            if precision in QUANTISED:
-                export_quantised(made_of, path, precision=precision, chosen=chosen, breaks=breaks)
-            else:
-                export_checkpoint(
-                    checkpoint, path, precision=precision, keep_fp32=keep, breaks=breaks, graph_input=taken
-                )
+            graphs.write(precision, path)
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
@@ -202,21 +168,15 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
 def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
     """Dense against reduced in one process. Raises BadInput where no batch size has the time that it takes."""
     dense, reduced = (dirs.root / path for path in run.arguments)
-    plan = Plan(
-        time_limit_s=run["time_limit"],
-        half_width_rel=run["half_width"],
-        block_ms=run["block_ms"],
-        min_rounds=run["min_rounds"],
-        audit_rounds=AUDIT_ROUNDS * run.options.get("audit", False),
-    )
+    asked = BenchOptions.from_options(run.options)
     measured = measure(
         dense,
         reduced,
-        batches=run["batch"],
-        plan=plan,
-        running=RunOptions.from_options(run.options),
+        batches=asked.batches,
+        plan=asked.plan,
+        running=asked.running,
         fed=TimedInputs(images=dirs.root / run["images"]),
-        names=run.options.get("names", ("dense", "reduced")),
+        names=asked.names,
         command=run.words,
     )
     if not measured.is_timed:

@@ -1,0 +1,86 @@
+"""What settles the widths of a reduction beside shares to remove: a budget, or what may be lost. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ground.errors import BadInput
+from ground.quantities import SHARE_KEPT
+from ground.quantity import BATCH
+
+from .limit import EXPECTED, Limit, limit_from_text
+from .option import PathLike, Record, option
+from .passes import BUDGET, cost
+from .values import DIRECTORY, FILE, PATH, Spelled
+
+Currency = Literal["macs", "params", "latency"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetChoice(Record):
+    """A share of the dense cost to keep in one currency, or what may be lost; tables and batch are of latency's.
+
+    Raises BadInput for several budgets, and for one of latency without a place for its tables.
+    """
+
+    macs: float | None = option(
+        SHARE_KEPT, help=f"Share of the dense MACs to keep: widths differ by site; {cost(BUDGET)}."
+    )
+    params: float | None = option(SHARE_KEPT, help="Share of the dense parameters to keep, likewise.")
+    latency: float | None = option(SHARE_KEPT, help="Share of the dense latency to keep, on this machine.")
+    within: Limit | str | None = option(
+        Spelled(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
+        help=f"The smallest model (with --latency-tables: the fastest) that stays within {EXPECTED}, by bisection over "
+        "the budget: up to 7 reductions, each judged on images held out of the calibration.",
+    )
+    judge: PathLike | None = option(
+        PATH,
+        in_recipe=False,
+        help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate left out.",
+    )
+    labels: PathLike | None = option(
+        FILE, in_recipe=False, help="Class indices of the images that judge, for --within accuracy."
+    )
+    latency_tables: PathLike | None = option(DIRECTORY, help="Where --latency and --within keep latency tables.")
+    batch: int | None = option(BATCH, help="The batch size that latency is about; default 1.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self._shares) > 1:
+            raise BadInput(f"--{' and --'.join(self._shares)} are several budgets; give one")
+        if self.latency is not None and self.latency_tables is None:
+            raise BadInput("--latency needs --latency-tables DIR, where the measured tables are kept")
+        if self.limit is None:
+            return
+        if self.currency is not None:
+            raise BadInput(f"--within chooses the budget itself; give it without --{self.currency}")
+        if self.labels is not None and self.limit.measure != "accuracy":
+            raise BadInput(f"--labels say nothing of '{self.limit}'; they are for --within 'accuracy -0.5'")
+
+    @property
+    def _shares(self) -> dict[Currency, float]:
+        every: dict[Currency, float | None] = {"macs": self.macs, "params": self.params, "latency": self.latency}
+        return {currency: share for currency, share in every.items() if share is not None}
+
+    @property
+    def limit(self) -> Limit | None:
+        """What may be lost."""
+        assert not isinstance(self.within, str), self.within
+        return self.within
+
+    @property
+    def currency(self) -> Currency | None:
+        return next(iter(self._shares), None)
+
+    @property
+    def share(self) -> float | None:
+        return next(iter(self._shares.values()), None)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether widths are allocated by site: to a budget, or to what may be lost."""
+        return self.currency is not None or self.within is not None
+
+    @property
+    def widths(self) -> str:
+        """What settles the widths, by the names of WIDTHS."""
+        return "within" if self.within is not None else self.currency or "sparsities"

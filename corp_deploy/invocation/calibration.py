@@ -1,0 +1,177 @@
+"""A calibration as a command, a recipe or Python asks for it: which statistics, of which inputs, how the model is run.
+
+No torch before it is asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from calib.active import ACTIVE_EPS
+from ground.errors import BadInput
+from ground.quantities import GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED
+from ground.quantity import BATCH
+
+from .merging import MergedStatistics
+from .method_choice import MULTIPLES
+from .option import PathLike, Record, option
+from .table import CALIBRATE, CALIBRATE_BY
+from .values import FILE, ListOf, Repeated, Spelled
+
+if TYPE_CHECKING:
+    from calib.input_set import InputSet
+    from corp_deploy.reduction.calibrate import Statistics
+    from corp_deploy.reduction.moments_files import CalibrationRequest, Restriction
+
+Inputs = TypeVar("Inputs", bound="InputSet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsOptions(Record):
+    """Which statistics of which sites; CORP's per-image system whole, or for what some shares removed leave of it.
+
+    Raises BadInput where one asks for what another excludes or what it belongs to is not given.
+    """
+
+    sites: Sequence[str] = option(Repeated(), (), help="Only sites that fit this pattern, such as 'blocks.3.*'.")
+    attention: bool = option(default=True, help="Whether to take statistics of attention, too, or of MLPs only.")
+    attention_system: bool = option(
+        default=False, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
+    )
+    residual: bool = option(
+        default=False,
+        help="With --patch-memory also take what reads residual streams, which reduce --residual needs; without "
+        "--patch-memory that is always taken.",
+    )
+    active_eps: float = option(
+        MAGNITUDE,
+        ACTIVE_EPS,
+        help="What counts as active for reduce --select active and redundancy: entries of a larger magnitude.",
+    )
+    patch_memory: float | None = option(
+        GIGABYTES,
+        help="GB that all sums may take: patches of the largest convolutions are summed of fewer channels, those of "
+        "the largest weights; the others are the first to be removed. Default: patches of all channels.",
+    )
+    attn: Sequence[float] = option(
+        ListOf(SHARE_REMOVED, "0.5,0.75"),
+        (),
+        help="Take that system only for what reduce --attn S keeps at these shares: a second pass, far less memory.",
+    )
+    first_pass: PathLike | None = option(
+        FILE,
+        typed="moments",
+        help="Moments of this model that rank the dimensions for --attn; without them a first pass is made.",
+    )
+    align: Mapping[str, int] | None = option(
+        MULTIPLES, help="As reduce will round the widths of --attn; default head=16."
+    )
+    dtype: Literal["float32", "tf32", "bfloat16"] = option(
+        default="float32",
+        help="Precision of the forward pass; the statistics are float32 products and float64 sums in any case. "
+        + CALIBRATE.help("dtype"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention_system and not self.attention:
+            raise BadInput("--attention-system and --no-attention exclude each other; give one")
+        if self.attn and not self.attention_system:
+            raise BadInput("--attn restricts the per-image system; give --attention-system with it")
+        if not self.attn and (self.first_pass is not None or self.align is not None):
+            raise BadInput("--moments and --align belong to --attention-system --attn S; give them together")
+
+    @property
+    def statistics(self) -> "Statistics":
+        from corp_deploy.reduction.calibrate import Statistics
+
+        return Statistics(
+            patterns=tuple(self.sites),
+            attention=self.attention,
+            attention_system=self.attention_system,
+            precision=self.dtype,
+            residual=self.residual,
+            patch_bytes=None if self.patch_memory is None else int(self.patch_memory * 1e9),
+            active_eps=self.active_eps,
+        )
+
+    @property
+    def _restriction(self) -> "Restriction | None":
+        from corp_deploy.reduction.moments_files import Restriction
+
+        if not self.attn:
+            return None
+        first = None if self.first_pass is None else Path(self.first_pass)
+        return Restriction(sparsities=tuple(self.attn), align_head=(self.align or {}).get("head"), first=first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOptions(Record):
+    """How inputs are parted, and how the model is run over them."""
+
+    hold_out: int | None = option(
+        IMAGES,
+        help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
+    )
+    groups: str | None = option(
+        Spelled(span="TEXT", expected="a text", kind=str, read=str),
+        help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar "
+        "shard is one), or a .json or .npy file with a label an image.",
+    )
+    batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
+    device: Literal["cpu", "cuda"] = option(default="cpu", help="Where the model runs.")
+    snapshots: Sequence[int] = option(
+        ListOf(IMAGES, "100,500,1000"),
+        (),
+        help="Ascending numbers of images after which the same pass writes their moments too, to OUTPUT's name with "
+        ".100 and so on before its suffix. With --samples the images are taken in an order drawn by --seed.",
+    )
+
+    def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
+        """The inputs; drawn ones in an order drawn too, where their first ones have moments of their own."""
+        from calib.input_set import shuffled
+
+        return shuffled(source, seed=seed) if self.snapshots and samples is not None else source
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
+    """What `calibrate` is asked for. Raises BadInput for what the device doesn't honour, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_ignored(self.asked)
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        CALIBRATE.refuse([("", self.device)], options)
+        super().refuse_ignored(options)
+
+    def request(self, *, seed: int) -> "CalibrationRequest":
+        from corp_deploy.reduction.moments_files import CalibrationRequest
+
+        return CalibrationRequest(
+            statistics=self.statistics,
+            restriction=self._restriction,
+            batch_size=self.batch_size,
+            device=self.device,
+            seed=seed,
+            hold_out=self.hold_out,
+            groups=self.groups,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateRun(CalibrateOptions):
+    """The same with how the command goes on after interruptions, and whether it holds a block at a time."""
+
+    checkpoint_every: int | None = option(IMAGES, help="Save the state every N images, to go on from.")
+    sequential: bool = option(
+        default=False,
+        help="Of a decoder (hf:DIR): block by block, each with its weights alone in memory; the same command goes on "
+        "where an interrupted one was.",
+    )
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        super().refuse_ignored(options)
+        CALIBRATE_BY.refuse([("", "blocks" if self.sequential else "whole")], options)

@@ -1,0 +1,144 @@
+"""Which graphs are written of a model, as a command, a recipe or Python asks for it. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ground.errors import BadInput
+from ground.precision import EVERY_WORD, MIXED, QUANTISED
+from ground.quantities import OPSET
+from ground.quantity import BATCH, Count
+
+from .option import Record, option
+from .table import EXPORT, EXPORT_HEADS
+from .values import ListOf, OneOf, Repeated
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedOptions(Record):
+    """How INT8 and FP8 graphs are made."""
+
+    rest: Literal["fp16", "bf16", "fp32"] = option(
+        default="fp16",
+        help="For int8 and fp8: the precision of all between the quantised layers; ONNX Runtime on a CPU is fast with "
+        "fp32.",
+    )
+    scales: Literal["auto", "max", "mse", "entropy"] = option(
+        default="auto",
+        help="For int8 and fp8: where the ranges of activations end; auto takes the one whose outputs are nearest to "
+        "FP32.",
+    )
+    balance: bool = option(
+        default=True,
+        help="For int8 and fp8: move outliers from norms into the weights behind them (SmoothQuant), exactly.",
+    )
+    keep_rest: Sequence[str] = option(
+        Repeated(),
+        (),
+        help="For int8 and fp8: modules that are left in --rest, with all below them, such as blocks.7.mlp.",
+    )
+    weight_bits: int = option(
+        Count(low=7, high=8),
+        8,
+        help="For int8: how many bits of a weight are used; with 7 no sum of sixteen bits overflows, which those of "
+        "CPUs without VNNI do.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions(Record):
+    """What shapes a graph beside its precision; None leaves it as the model has it."""
+
+    opset: int | None = option(
+        OPSET,
+        help="ONNX operator set; default: 20, or 22 where BF16 needs it, or 23 where norms are operators only there.",
+    )
+    batch: int | None = option(BATCH, help="Fix the batch size; default: any batch size.")
+    heads: Literal["padded", "ragged"] | None = option(help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}")
+    graph_input: Literal["float32", "uint8"] = option(
+        default="float32",
+        typed="input",
+        help="uint8: the graph takes pixels [N,C,H,W], resized and cropped, and normalises them itself: in FP32 "
+        "folded into a first convolution that does not pad, else by operators ahead of it.",
+    )
+    break_fusion: Sequence[str] = option(
+        Repeated(),
+        (),
+        help="Keep builders from fusing across what a module gives (blocks.7, blocks.7.attn, blocks.*.mlp) or a node "
+        "(blocks.7.attn/Softmax, which ends fused attention): it becomes an output that nobody reads; with commas, or "
+        "repeat.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.breaks):
+            raise BadInput("--break-fusion names modules, with commas, such as blocks.7.attn,blocks.8")
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Where fusion is broken, each once."""
+        return tuple(dict.fromkeys(site.strip() for text in self.break_fusion for site in text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(GraphOptions, QuantisedOptions):
+    """In which precisions graphs are written, what mixed ones keep in FP32 (modules by pattern, or those found to break
+    on inputs), and what else shapes them. Raises BadInput for what no precision honours, and for one that lacks what it
+    needs.
+    """
+
+    precision: str | Sequence[str] = option(
+        ListOf(OneOf(EVERY_WORD), "fp32,fp16"),
+        ("fp32",),
+        help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16; int8 and fp8 take ranges of --images.",
+    )
+    keep_fp32: Sequence[str] = option(
+        Repeated(), (), help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7."
+    )
+    auto: bool = option(
+        default=False,
+        help="Let mixed, int8 and fp8 graphs find the blocks that break, on --images, and leave those as they are.",
+    )
+    engine: Literal["tensorrt", "tensorrt-rtx"] | None = option(
+        help="For --auto: judge engines, built and run here on a GPU, in place of the graphs; where a fused kernel is "
+        "wrong, fusion is broken before blocks are kept in more bits.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_ignored(self.asked)
+        if self.mixed and bool(self.keep_fp32) == self.auto:
+            raise BadInput(f"{' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto")
+        if self.auto and not (self.mixed or self.quantised):
+            raise BadInput(f"--auto is for precisions {', '.join((*MIXED, *QUANTISED))}; give one of them")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        searching = (*MIXED, *QUANTISED) if self.auto else ()
+        EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in self.precisions], options)
+
+    def require_inputs(self, given: bool) -> None:
+        """Raise BadInput where precisions look at inputs and there are none, or would not look at those given."""
+        if self.quantised and not given:
+            raise BadInput(
+                f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text), in Python "
+                "inputs"
+            )
+        if self.auto != given and not self.quantised:
+            raise BadInput(
+                "--auto looks for the blocks on real inputs; give --auto and --images (or --text), in Python inputs, "
+                "together"
+            )
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return tuple(self.precision)
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """Those of the precisions that keep sites in FP32."""
+        return tuple(name for name in self.precisions if name in MIXED)
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Those of the precisions whose ranges are taken of inputs."""
+        return tuple(name for name in self.precisions if name in QUANTISED)

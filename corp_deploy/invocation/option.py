@@ -1,0 +1,120 @@
+"""An option that is declared once: a field of a frozen record, with what it may be, its default, and what it does.
+
+Of the record commands/declared.py makes the options of a command, release/recipe_record.py the keys of a recipe's
+table, and api/verb.py the parameters of a function; its constructor takes values as any of the three write them.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
+
+from ground.errors import BadInput
+
+from .call import Pairs
+from .honours import spelled
+from .values import FLAG, OneOf, Values
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """`alone`: what the option means on a command line without a value. `unsaid`: what None comes to, in a word.
+    `typed`: how a command calls it. `in_recipe`: whether recipes have the key.
+    """
+
+    name: str
+    of: Values
+    default: Any
+    help: str
+    alone: str | None
+    unsaid: str | None
+    typed: str
+    in_recipe: bool
+
+    def off(self, value: Any) -> bool:
+        """Whether it is a flag that is taken away by name."""
+        return value is False and self.default is not False
+
+    def taken(self, value: Any) -> Any:
+        """A value as it is kept; the default for None. Raises BadInput for one that the option may not be."""
+        value = self.default if value is None else tuple(value) if isinstance(value, list) else value
+        if value is None or self.of.holds(value):
+            return value
+        try:
+            return self.of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
+        except BadInput as error:
+            raise BadInput(f"{spelled(self.typed)}: {error}") from None
+
+
+def option(
+    of: Values | None = None,
+    default: Any = None,
+    *,
+    help: str,
+    alone: str | None = None,
+    unsaid: str | None = None,
+    typed: str | None = None,
+    in_recipe: bool = True,
+) -> Any:
+    """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
+    said = {"of": of, "help": help, "alone": alone, "unsaid": unsaid, "typed": typed, "in_recipe": in_recipe}
+    return field(default=default, metadata=said)
+
+
+def _values_of(annotation: Any) -> Values:
+    parts = (annotation,) if get_origin(annotation) is Literal else get_args(annotation)
+    words = tuple(word for part in parts for word in get_args(part))
+    return OneOf(words) if words else FLAG
+
+
+def options_of(record: type["Record"]) -> Mapping[str, Option]:
+    """Those of a record by name, in order."""
+    return {
+        each.name: Option(
+            name=each.name,
+            default=each.default,
+            **{
+                **each.metadata,
+                "of": each.metadata["of"] or _values_of(each.type),
+                "typed": each.metadata["typed"] or each.name,
+            },
+        )
+        for each in fields(record)  # type: ignore[arg-type]  # records are dataclasses
+        if "of" in each.metadata
+    }
+
+
+class Record:
+    """Some options with their values. A frozen dataclass; constructors raise BadInput for what may not be."""
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            object.__setattr__(self, name, each.taken(vars(self)[name]))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in options_of(type(self))}
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """As a command is told of them, see Invocation; None and False are not said."""
+        told = {name: Pairs(value) if isinstance(value, Mapping) else value for name, value in self.values.items()}
+        off = {f"no_{name}": True for name, each in options_of(type(self)).items() if each.off(told[name])}
+        return {name: value for name, value in told.items() if value is not None} | off
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is otherwise than by default."""
+        known = options_of(type(self))
+        return {name: value for name, value in self.values.items() if value != known[name].taken(None)}
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        """Raise BadInput for one of these options, asked for by name, that nothing of this honours."""
+
+    @classmethod
+    def from_options(cls, values: Mapping[str, Any]) -> Self:
+        """Of those of the values that are of its options."""
+        every = options_of(cls).values()
+        return cls(**{each.name: values[key] for each in every for key in (each.name, each.typed) if key in values})

@@ -1,0 +1,174 @@
+"""What an option may be, whoever writes it: a command line, a recipe, Python. Each reads itself from a text.
+
+Quantities (ground/quantity.py) are such too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ground.errors import BadInput
+from ground.quantity import shown
+
+CHANNELS = "channels"
+"""What a word without its kind is of: channels of MLPs and of convolutions, whichever are reduced."""
+
+
+class Values(Protocol):
+    """What an option may be, which str() says; `span`: the same within a line of help. Quantities are such."""
+
+    @property
+    def span(self) -> str: ...
+
+    def holds(self, value: object) -> bool: ...
+
+    def from_text(self, text: str) -> Any:
+        """Raises BadInput for what it may not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of some words; `on` and `off` are what true and false mean."""
+
+    words: tuple[str, ...]
+    on: str | None = None
+    off: str | None = None
+
+    def __str__(self) -> str:
+        return f"{'true, false or ' if self.on else ''}one of {', '.join(self.words)}"
+
+    @property
+    def span(self) -> str:
+        return "|".join(self.words)
+
+    def holds(self, value: object) -> bool:
+        return value in self.words
+
+    def from_text(self, text: str) -> str:
+        word = {"True": self.on, "False": self.off}.get(text) or text
+        if word not in self.words:
+            raise BadInput(f"{shown(text)}: expected {self}")
+        return word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelled:
+    """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves."""
+
+    span: str
+    expected: str
+    kind: type
+    read: Callable[[str], Any]
+    or_whole: bool = False
+
+    def __str__(self) -> str:
+        return self.expected
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, self.kind)
+
+    def from_text(self, text: str) -> Any:
+        return self.read(text)
+
+
+def _no_flag(text: str) -> bool:
+    raise BadInput(f"{shown(text)}: expected true or false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Any number of texts, or of other values: the option over again."""
+
+    each: Values | None = None
+
+    def __str__(self) -> str:
+        return f"a list of {self.each or 'texts'}"
+
+    @property
+    def span(self) -> str:
+        return self.each.span if self.each else "TEXT"
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, tuple) and all(
+            self.each.holds(one) if self.each else isinstance(one, str) for one in value
+        )
+
+    def from_text(self, text: str) -> tuple[Any, ...]:
+        return (self.each.from_text(text) if self.each else text,)
+
+
+FLAG = Spelled(span="", expected="true or false", kind=bool, read=_no_flag)
+FILE, DIRECTORY, PATH = (
+    Spelled(span=span, expected="a text that is not empty", kind=Path, read=Path)
+    for span in ("FILE", "DIRECTORY", "PATH")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ByKind:
+    """A value for each kind of site: mlp=64,head=16, any of which may be left out; one alone is of CHANNELS, if that
+    is a kind.
+    """
+
+    kinds: Mapping[str, Values]
+
+    def __str__(self) -> str:
+        return f"{self._told}; or {self.kinds[CHANNELS]} alone" if CHANNELS in self.kinds else self._told
+
+    @property
+    def _told(self) -> str:
+        return "; ".join(f"{kind}= {values}" for kind, values in self.kinds.items() if kind != CHANNELS)
+
+    @property
+    def span(self) -> str:
+        how = "how" if CHANNELS in self.kinds else "n"
+        told = ",".join(f"{kind}={how}" for kind in self.kinds if kind != CHANNELS)
+        return f"{how}|{told}" if CHANNELS in self.kinds else told
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, Mapping) and all(
+            kind in self.kinds and self.kinds[kind].holds(each) for kind, each in value.items()
+        )
+
+    def from_text(self, text: str) -> dict[str, Any]:
+        pairs = [part.strip(" ").rpartition("=") for part in text.split(",")]
+        named = [(kind if sign else CHANNELS, word) for kind, sign, word in pairs]
+        if not {kind for kind, _ in named} <= self.kinds.keys() or len(dict(named)) != len(named):
+            raise BadInput(f"{shown(text)}: expected, each once or left out, {self}")
+        return {kind: self._of(kind, word) for kind, word in named}
+
+    def _of(self, kind: str, word: str) -> Any:
+        try:
+            return self.kinds[kind].from_text(word)
+        except BadInput as error:
+            by_kind = f", or {self._told}" if kind == CHANNELS else ""
+            raise BadInput(f"{'' if kind == CHANNELS else f'{kind}= '}{error}{by_kind}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """Several, separated by commas; `different`: each once."""
+
+    each: Values
+    example: str
+    different: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.each}, or several separated by commas, such as {self.example}"
+
+    @property
+    def span(self) -> str:
+        return "x,x,..."
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, tuple) and all(map(self.each.holds, value))
+
+    def from_text(self, text: str) -> tuple[Any, ...]:
+        try:
+            every = tuple(self.each.from_text(part.strip(" ")) for part in text.split(","))
+        except BadInput as error:
+            raise BadInput(f"{error}, or several separated by commas, such as {self.example}") from None
+        if self.different and len(set(every)) != len(every):
+            raise BadInput(f"{shown(text)}: the same stands there twice; give each once")
+        return every

@@ -1,0 +1,139 @@
+"""The ONNX graphs of one export: what mixed and quantised ones keep in more bits is found once, and each is written."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from corp_deploy.families.family import output_ports, sites_of
+from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.table import EXPORT_HEADS
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.graph_input import graph_ports
+from corp_deploy.store.onnx_file import export_checkpoint, paths_by_precision
+from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
+from export.graph.quantiser import Quantiser
+from ground.feeds import Feeds
+from ground.precision import PRECISIONS, QUANTISED, FloatType
+
+from .engine_search import Answers, Mended, engine_answers
+from .mixed_precision import mended_mixed, sites_to_keep
+from .pixels import fed_to_graph
+from .quantised_precision import bounds_of, mended_quantised, sites_to_leave
+
+
+class Graphs:
+    """Graphs of a model, as they are asked for; `feeds` are what precisions look at, `dense` is the model whose own
+    error is the yardstick, by default itself. Raises BadInput for a geometry that the model (`where`) has no use for.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        asked: ExportOptions,
+        feeds: Feeds | None,
+        *,
+        dense: Checkpoint | None = None,
+        where: str = "the model",
+        command: str = "",
+    ) -> None:
+        uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
+        EXPORT_HEADS.refuse(
+            [(where, "uneven" if uneven else "even")], {} if asked.heads is None else {"heads": asked.heads}
+        )
+        graph_ports(checkpoint, asked.graph_input)
+        self._checkpoint, self._dense, self._asked, self._given = checkpoint, dense or checkpoint, asked, feeds
+        self._command = command
+        self._chosen = Quantisation(
+            rest=asked.rest,
+            scales=asked.scales,
+            balance=asked.balance,
+            keep_rest=tuple(asked.keep_rest),
+            weight_bits=asked.weight_bits,
+        )
+
+    @property
+    def _feeds(self) -> Feeds:
+        assert self._given is not None, self._asked
+        return self._given
+
+    @cached_property
+    def _fed(self) -> Feeds:
+        """As the graphs take them."""
+        return fed_to_graph(self._checkpoint, self._feeds, self._asked.graph_input)
+
+    @cached_property
+    def _made_of(self) -> Quantiser:
+        asked = self._asked
+        shape: dict[str, Any] = {"opset": asked.opset, "batch": asked.batch, "geometry": asked.heads}
+        return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=asked.graph_input, **shape)
+
+    def _answers(self, backend: str, feeds: Feeds) -> Answers:
+        return engine_answers(backend, feeds, output_ports(self._checkpoint.model), self._command)
+
+    @cached_property
+    def found(self) -> Mapping[str, Mended]:
+        """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
+        return {name: self._found(PRECISIONS[name].type) for name in self._asked.mixed}
+
+    def _found(self, held_in: FloatType) -> Mended:
+        asked = self._asked
+        if not asked.auto:
+            return Mended(kept=tuple(asked.keep_fp32))
+        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "held_in": held_in}
+        both = self._checkpoint, self._dense, self._feeds
+        if asked.engine is None:
+            return Mended(kept=sites_to_keep(*both, **how).kept)
+        return mended_mixed(*both, self._answers(asked.engine, self._feeds), breaks=asked.breaks, **how)
+
+    def _left(self, precision: str) -> Mended:
+        """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
+        if not self._asked.auto:
+            return Mended()
+        bounds = bounds_of(self._dense, precision, self._feeds)
+        how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
+        if self._asked.engine is None:
+            return Mended(kept=sites_to_leave(*how, batch=self._asked.batch).sites)
+        return mended_quantised(*how, self._answers(self._asked.engine, self._fed), breaks=self._asked.breaks)
+
+    def paths(self, output: Path) -> dict[str, Path]:
+        """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
+        idle = {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
+        if len(self._asked.precisions) == 1:
+            (only,) = self._asked.precisions
+            return {idle.get(only, only): output}
+        every = paths_by_precision(output, (*self._asked.precisions, *idle.values()))
+        return {name: path for name, path in every.items() if name not in idle}
+
+    def write(self, name: str, path: Path) -> tuple[str, ...]:
+        """Write one of these graphs; the modules that it keeps in more bits."""
+        asked = self._asked
+        if name in QUANTISED:
+            found = self._left(name)
+            chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
+            breaks = (*asked.breaks, *found.breaks)
+            export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)
+            return chosen.keep_rest
+        found = self._mended(name)
+        export_checkpoint(
+            self._checkpoint,
+            path,
+            precision=name,
+            opset=asked.opset,
+            batch=asked.batch,
+            keep_fp32=found.kept,
+            geometry=asked.heads,
+            breaks=(*asked.breaks, *found.breaks),
+            graph_input=asked.graph_input,
+        )
+        return found.kept
+
+    def _mended(self, name: str) -> Mended:
+        """What was found for a precision, or for the mixed one in whose place it is written."""
+        own = (
+            found
+            for mixed, found in self.found.items()
+            if mixed == name or (not found.kept and PRECISIONS[mixed].pure == name)
+        )
+        return next(own, Mended())
