@@ -38,9 +38,9 @@ from corp_deploy.machine import versions
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
@@ -73,7 +73,7 @@ class Subject:
     def reduced(self) -> nn.Module:
         """The model before it is polished."""
         if self.closed_loop:
-            return reduce_closed_loop(self.dense.model, self.inputs, self.method).model
+            return reduce_by_closed_loop(self.dense.model, self.inputs, self.method).model
         return reduce(self.dense.model, calibrate(self.dense, self.inputs, batch_size=BATCH), self.method).model
 
 

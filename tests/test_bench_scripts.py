@@ -19,7 +19,6 @@ from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
-from corp_deploy.families.widths import HeadWidths
 from corp_deploy.invocation import passes as told
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
@@ -67,7 +66,7 @@ def test_every_method_reduces_the_encoder_and_nothing_removed_is_no_error(
     assert rows[0]["of_corp"] == 1.0
     best = text_encoder.IN_EVERY_CASE[1]
     widths = {site.name: site.width for site in sites_of(small.reduced(best, "joint", 0.5)).every}
-    assert widths == {"blocks.0.attn": HeadWidths(qk=6, v=12), "blocks.0.mlp": 64}
+    assert widths == {"blocks.0.attn.qk": 12, "blocks.0.attn.v": 24, "blocks.0.mlp": 64}
     assert small.error(best, "joint", 0.0) < 1e-3
     table = text_encoder_table({"rows": rows})
     assert "| joint | 50% | 40 |" in table

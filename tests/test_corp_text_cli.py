@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "calibration.txt").write_text("\n".join(documents[:28]))
     (directory / "held-out.txt").write_text("\n".join(documents[28:]) + "\n\n")
     result = invoked("calibrate", *model(directory), "--text", directory / "calibration.txt", "-o", moments(directory))
-    assert "4 sites, 28 documents" in result.output
+    assert "6 sites, 28 documents" in result.output
     return directory
 
 
@@ -66,8 +66,11 @@ def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
 
 def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     sites = json.loads((directory / "config.json").read_text())["sites"]
-    assert sites["blocks.0.mlp"]["hidden"] == 32
-    assert (sites["blocks.1.attn"]["qk"], sites["blocks.1.attn"]["v"]) == (8, 16)
+    assert [len(sites[f"blocks.1.{name}"].get("kept", range(32))) for name in ("mlp", "attn.qk", "attn.v")] == [
+        32,
+        16,
+        32,
+    ]
     graph, half = directory / "model.onnx", directory / "model.fp16.onnx"
     invoked("export", "--model", directory, "-o", graph, "--precision", "fp32,fp16")
     tokens = text_spec(load(directory)).encoder()(["", *encoders.texts(5)])
@@ -93,20 +96,28 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     assert "attention_mask" in configuration.read_text()
 
 
-def test_budgets_and_closed_loops_look_at_texts(home: Path) -> None:
+def test_budgets_look_at_texts(home: Path) -> None:
     text = ("--text", home / "calibration.txt")
     record = json.loads((reduced(home, "budget", "--macs", 0.7, *text) / "config.json").read_text())
     (by_site, *_) = record["lineage"]["reduction"]["ways"]
     assert by_site["share"] <= 0.7
+
+
+def test_closed_loops_and_folds_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
     for loop in ("asymmetric", "symmetric"):
         directory = reduced(home, loop, "--mlp", 0.5, "--attn", 0.5, "--closed-loop", loop, *text)
-        assert json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
-    for polish in ("block", "model"):
+        assert len(json.loads((directory / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
+    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
+    assert len(json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["kept"]) == 32
+
+
+def test_polishes_look_at_texts(home: Path) -> None:
+    text = ("--text", home / "calibration.txt")
+    for polish in ("block", "model", "layer"):
         options = ("--mlp", 0.5, "--polish", polish, "--polish-steps", 3)
         record = json.loads((reduced(home, polish, *options, *text) / "config.json").read_text())["lineage"]
         assert record["reduction"]["polish"]["how"] == polish
-    folded = reduced(home, "folded", "--mlp", 0.5, "--preset", "fold", *text)
-    assert json.loads((folded / "config.json").read_text())["sites"]["blocks.1.mlp"]["hidden"] == 32
 
 
 def test_a_sweep_scores_embeddings(home: Path) -> None:
@@ -154,7 +165,7 @@ def test_padding_changes_no_statistics(home: Path) -> None:
         kwargs = ("--model-kwargs", json.dumps({"length": length}))
         output = home / f"{length}.safetensors"
         invoked("calibrate", *model(home), *kwargs, "--text", home / "short.txt", "-o", output)
-    one, other = (load_moments(home / f"{length}.safetensors").sites["blocks.1.mlp"] for length in (24, 32))
+    one, other = (load_moments(home / f"{length}.safetensors").sites["blocks.1.mlp.fc2"] for length in (24, 32))
     assert isinstance(one, ChannelMoments)
     assert isinstance(other, ChannelMoments)
     assert one.tokens == other.tokens

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from calib.inputs import run_model
 from corp_deploy.families.family import family_of, image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.families.merging import Merging
 from corp_deploy.families.steps import Walk
-from corp_deploy.reduction.read_tokens import tokens_read
+from corp_deploy.families.traced_model import tracing
+from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
@@ -158,10 +160,22 @@ def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> No
     torch.testing.assert_close(run_model(family.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pooling", "read"), [("mean", list(range(24))), ("first", [0])])
-def test_the_outputs_read_what_is_pooled(pooling: str, read: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", ("attn.proj", "mlp.fc1", "mlp.fc2"))])
+def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], tmp_path: Path) -> None:
+    """Of the last block the first token alone, where that is the embedding."""
     encoders.write_encoder(tmp_path)
-    assert tokens_read(load_transformers(tmp_path, {"pooling": pooling}).model).tolist() == read
+    read = places_read(tracing(load_transformers(tmp_path, {"pooling": pooling}).model), torch.device("cpu"))
+    places = {
+        str(node.all_input_nodes[1].target): places_P.nonzero().flatten().tolist() for node, places_P in read.items()
+    }
+    assert places == {f"blocks.1.{layer}.weight": [0] for layer in layers}
+
+
+def test_tokens_are_not_merged(tmp_path: Path) -> None:
+    encoders.write_encoder(tmp_path)
+    model = load_transformers(tmp_path).model
+    with pytest.raises(BadInput, match="its texts are of different lengths"):
+        family_of(model).with_merging(model, Merging(schedule=(0, 2)))
 
 
 def test_costs_are_those_by_hand(tmp_path: Path) -> None:
@@ -171,10 +185,8 @@ def test_costs_are_those_by_hand(tmp_path: Path) -> None:
     mlp, attention = 2 * tokens * width * hidden, 4 * tokens * width * width + 2 * tokens * tokens * width
     assert inspected["macs"] == 2 * (mlp + attention)
     assert [row["site"] for row in inspected["sites"]] == [
-        *("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp"),
+        f"blocks.{block}.{site}" for block in (0, 1) for site in ("attn.qk", "attn.v", "mlp")
     ]
-    fixed = {row["name"]: row["parameters"] for row in inspected["fixed"]}
-    assert fixed["embeddings"] == width * (encoders.VOCABULARY + 32 + 2 + 2)
 
 
 def test_images_are_not_asked_of_a_text_model(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mlp", 0.5, "--attn", 0.5), "narrower heads than 8, and bert reads no width of them"),
+        (("--mlp", 0.5, "--attn", 0.5), "blocks.0.attn.qk is 16 wide of 32, and bert reads no such width"),
         (("--macs", 0.8), "a budget gives every layer widths of its own"),
     ],
 )

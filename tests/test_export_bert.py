@@ -9,9 +9,14 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from corp_deploy.families.head_attention import HeadAttention
-from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
+from corp_deploy.families.bert import EncoderArguments, architecture_of
+from corp_deploy.families.family import dense_model
+from corp_deploy.families.text_encoder import EncoderArchitecture
+from corp_deploy.families.tokenizer import Tokenization
+from corp_deploy.families.traced_model import exportable
+from corp_deploy.families.traced_narrowing import at_widths
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model, save
@@ -22,17 +27,16 @@ INPUTS = [Port(name=name, shape=(TOKENS,), dtype="int64") for name in ("input_id
 OUTPUTS = [OutputPort(name="embedding", role="embedding")]
 
 
-def encoder(*, normalize: bool = True) -> TextEncoder:
-    """Two blocks with random weights, attention spelled MatMul-Softmax-MatMul."""
+def encoder(*, normalize: bool = True, qk: int = 64) -> nn.Module:
+    """Two blocks with random weights, queries and keys so wide in all, in the form that is exported."""
     torch.manual_seed(0)
     architecture = EncoderArchitecture(
         vocabulary=VOCABULARY, positions=32, token_types=2, width=64, heads=2, hidden=128, layers=2, normalize=normalize
     )
-    model = TextEncoder(architecture).eval()
-    for module in model.modules():
-        if isinstance(module, HeadAttention):
-            module.fused = False
-    return model
+    text = Tokenization(length=TOKENS, sha256="0" * 64)
+    dense = dense_model(architecture_of("bert", EncoderArguments(encoder=architecture, text=text)))
+    dense.requires_grad_(False)
+    return exportable(at_widths(dense, {f"blocks.{block}.attn.qk": qk for block in (0, 1)}) if qk < 64 else dense)
 
 
 def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
@@ -44,7 +48,7 @@ def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
 def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
-    model = encoder(normalize=precision == "fp32")
+    model = encoder(normalize=precision == "fp32", qk=32)
     path = tmp_path / "encoder.onnx"
     save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -63,9 +67,10 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
     importlib.util.find_spec("tensorrt_rtx") is None,
     reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
 )
-def test_attention_stays_one_kernel_under_its_mask(tmp_path: Path) -> None:
+@pytest.mark.parametrize("qk", [64, 32])
+def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
-    save(onnx_from_model(encoder(), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
+    save(onnx_from_model(encoder(qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
     options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:8:16"),), sms=("86",))
     record = build_engine(path, options).record
     assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")

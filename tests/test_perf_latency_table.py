@@ -153,7 +153,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
         replace(table(), cells=table().cells[:-1])
 
 
-@pytest.mark.parametrize("widths", [(), (0, 8), (8, 8), (16, 8)])
+@pytest.mark.parametrize("widths", [(), (-1, 8), (8, 8), (16, 8)])
 def test_a_grid_that_is_none_is_refused(widths: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="positive and rising"):
+    with pytest.raises(BadInput, match="must rise from 0 or more"):
         replace(grid(FakeClock()), widths=widths)

@@ -199,7 +199,7 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
     first = found.sites[0].key
     for kept, words in (
         ({"none": [0]}, "no such site"),
-        ({first: [99]}, "expected 1 or more"),
+        ({first: [99]}, "expected them by number"),
         ({first: [0, 1, 8]}, "parts"),
     ):
         with pytest.raises(BadInput, match=words):

@@ -21,26 +21,30 @@ from .bert_checkpoint import (
 )
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
-from .widths import HeadWidths, Widths
+from .text_encoder import EncoderArchitecture
+from .widths import Width, Widths
+
+_OF_HEADS = (".qk", ".v")
 
 
-def _unsayable(name: str, width: int | HeadWidths, first: tuple[str, int], dense: int, kind: str) -> str:
-    if isinstance(width, HeadWidths):
-        if width.heads is not None:
-            return f"{name} has {width.heads} heads, and a configuration has one number for all layers"
-        whole = width.qk == width.v == dense
-        return "" if whole else f"{name} has narrower heads than {dense}, and {kind} reads no width of them"
+def _unsayable(name: str, width: Width, first: tuple[str, Width], dense: EncoderArchitecture, kind: str) -> str:
+    if name.endswith(_OF_HEADS):
+        return (
+            "" if width == dense.width else f"{name} is {width} wide of {dense.width}, and {kind} reads no such width"
+        )
     if width != first[1]:
         return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
-    return "" if width else f"{name} is a constant"
+    return ""
+
+
+def _first_mlp(widths: Widths) -> tuple[str, Width]:
+    return next((name, width) for name, width in widths.items() if not name.endswith(_OF_HEADS))
 
 
 def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense encoder can't say."""
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
-    head = dense.width // dense.heads
-    first = next((name, width) for name, width in widths.items() if isinstance(width, int))
-    reasons = (_unsayable(name, width, first, head, kind) for name, width in widths.items())
+    reasons = (_unsayable(name, width, _first_mlp(widths), dense, kind) for name, width in widths.items())
     if reason := next(filter(None, reasons), ""):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 
@@ -72,8 +76,8 @@ def saved(
 
     Raises BadInput, naming the site, for widths that a configuration can't say.
     """
-    kind, every = str(config["model_type"]), sites_of(encoder)
-    refuse_unsayable(config, {site.name: site.width for site in every.every})
+    kind, widths = str(config["model_type"]), {site.name: site.width for site in sites_of(encoder).every}
+    refuse_unsayable(config, widths)
     state = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -81,11 +85,11 @@ def saved(
         if room == "embeddings":
             path, _, entry = rest.rpartition(".")
             tensors[f"embeddings.{name_in_embeddings(path)}.{entry}"] = tensor
-    for index in range(len(every.channels)):
+    for index in range(architecture_from_transformers(config, where="--save-as hf").layers):
         tensors |= _block(index, kind, state)
     own = {key: value for key, value in config.items() if key != "torch_dtype"}
     named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     return Saved(
-        config={**own, "dtype": "float32", hidden_entry(kind): every.channels[0].width},
+        config={**own, "dtype": "float32", hidden_entry(kind): _first_mlp(widths)[1]},
         state={name: tensor.clone().contiguous() for name, tensor in {**unread, **named}.items()},
     )

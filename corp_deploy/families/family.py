@@ -43,8 +43,8 @@ _TIMMS: tuple[Told, ...] = (
     timm_vit,
 )
 _OF_TIMM: tuple[TimmFamily, ...] = tuple(map(complete, _TIMMS))
-_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (bert, decoder, own_modules)))
-_FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN}
+_BUILT_IN: tuple[Family, ...] = (*_OF_TIMM, *map(complete, (decoder, own_modules)))
+_FAMILIES: dict[str, Family] = {family.NAME: family for family in _BUILT_IN} | {bert.NAME: _OF_TIMM[0]}
 
 
 def timm_family_of(model: nn.Module) -> TimmFamily:
@@ -80,8 +80,8 @@ def family_of(model: nn.Module) -> Family:
             return family
     raise BadInput(
         f"model is {type(model).__name__}, expected timm's VisionTransformer (ViT, DeiT, DeiT-III, DINO ViTs), "
-        "an encoder of BERT's kind, a decoder (OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3), or a model of "
-        "corp_deploy.load, which traces others; or name its sites, with corp_deploy.sites(...)"
+        "a decoder (OPT, GPT-2, Llama, Mistral, Qwen2, Qwen3), or a model of corp_deploy.load, which traces others; "
+        "or name its sites, with corp_deploy.sites(...)"
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .head_attention import HeadAttention
-from .tokenizer import Tokenization
 
 Pooling = Literal["mean", "first"]
 Width = Annotated[int, Meta(ge=1, le=65_536)]
@@ -133,12 +132,9 @@ class Block(nn.Module):
 class TextEncoder(nn.Module):
     """input_ids and attention_mask [B,N], 1 for a token and 0 for padding behind it -> one embedding a text [B,C]."""
 
-    def __init__(self, architecture: EncoderArchitecture, tokenization: Tokenization | None = None) -> None:
-        """`tokenization` and the content of its tokenizer.json go with the model, as texts are nothing without them."""
+    def __init__(self, architecture: EncoderArchitecture) -> None:
         super().__init__()
         self.architecture = architecture
-        self.tokenization = tokenization
-        self.tokenizer_json = ""
         self.embeddings = Embeddings(architecture)
         self.blocks = nn.ModuleList(Block(architecture) for _ in range(architecture.layers))
 

@@ -39,8 +39,8 @@ class ProgramLayer:
 
 
 def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
-    """What runs as the model does, from one of its cuts to the next, with its layers as modules that share its weights.
-    Raises BadInput where it runs at one batch size alone.
+    """What runs as the model does, from one of its cuts to the next, with the inputs beside the first at each, with its
+    layers as modules that share its weights. Raises BadInput where it runs at one batch size alone.
     """
     own = tracing(model)
     if not own.program.any_batch:

@@ -26,7 +26,7 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import hf_classes, timm_library, torchvision_models
+from . import bert, hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
@@ -54,8 +54,8 @@ from .widths import HeadGeometry
 
 NAME = "traced"
 _WHOLE = (
-    "its traced program takes several tensors, or gives some that are of no one stream, so that none can be followed "
-    "from block to block; leave --polish away"
+    "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
+    "can be followed from block to block; leave --polish away"
 )
 
 
@@ -64,9 +64,11 @@ def accepts(model: nn.Module) -> bool:
 
 
 def build(architecture: Architecture) -> nn.Module:
-    """A model of transformers or of torchvision that no other family reads. Raises BadInput for what these can't build,
-    and for any other name.
+    """An encoder of BERT's kind, or a model of transformers or of torchvision that no other family reads. Raises
+    BadInput for what these can't build, and for any other name.
     """
+    if architecture.family == bert.NAME:
+        return bert.build(architecture)
     for library in (hf_classes, torchvision_models):
         if architecture.name.startswith(library.PREFIX):
             model: nn.Module = library.build(architecture)
@@ -180,20 +182,23 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
 
 def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
-    own, image = tracing(model), input_spec(model).shape
+    own, image, (_, *others) = tracing(model), input_spec(model).shape, named(inputs).values()
     if not own.given:
         return (finished(model, walk.tokens.x, inputs),)
     at = {**dict(walk.kept), own.given[-1].name: walk.tokens}
     by_number = {
-        key: each for given in own.given if given.name in at for key, each in given(at[given.name], image).items()
+        key: each
+        for given in own.given
+        if given.name in at
+        for key, each in given(at[given.name], image, others).items()
     }
     return tuple(by_number[number] for number in sorted(by_number))
 
 
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The input itself. Raises BadInput where there is more than one."""
+    """The first input itself. Raises BadInput where others than a mask stand beside it."""
     entering = _layout_at(model, is_first=True)
-    (x,) = named(inputs).values()
+    x, *_ = named(inputs).values()
     return entering.rows(x)
 
 
@@ -202,7 +207,7 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
     if not sites_by_segment(model)[last]:
-        x_BNC = ByRows(last, input_spec(model).shape)(x_BNC)
+        x_BNC = ByRows(last, input_spec(model).shape)(x_BNC, token_weights(model, inputs))
     return leaving.tensor(x_BNC)
 
 
@@ -231,7 +236,9 @@ def merging_of(model: nn.Module) -> Merging | None:
 
 
 def merging_refusal(model: nn.Module) -> str:
-    """Why its tokens can't be merged, or nothing."""
+    """Why its tokens can't be merged, or nothing: a schedule that suits one text would merge away all of another."""
+    if isinstance(input_spec(model), TextSpec):
+        return "a text encoder's tokens are not merged, since its texts are of different lengths"
     found = tracing(model).mergeable
     return "" if isinstance(found, Mergeable) else found
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site import Site, Span
 from corp_deploy.traced.finding.sites import find
-from corp_deploy.traced.programs.program import Program, operation
+from corp_deploy.traced.programs.program import SAME, Program, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR
 from ground.errors import BadInput
 
@@ -55,7 +55,7 @@ def _of_readers(program: Program, stream: Site) -> Iterator[Tensor]:
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
     """Of the norm in front, by channel; None where there is none or it has none. Tokens may be picked between."""
-    while operation(source) in ("select", "slice"):
+    while operation(source) in SAME | {"select", "slice"}:
         source = source.all_input_nodes[0]
     weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None
     return program.tensor(str(weight.target)).detach().double() if isinstance(weight, fx.Node) else None

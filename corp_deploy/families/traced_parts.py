@@ -79,11 +79,17 @@ def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None =
         module = _at_tokens(own, module, tokens).graph
     held = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
     touched = [held.index(span.name) for span in site.groups.writers if span.name in held]
-    entering = next(iter(module.graph.nodes))
-    shape = None if before is None else sizes_at_one(entering)[1:]
+    entering, *masks = (node for node in module.graph.nodes if node.op == "placeholder")
+    stream = Port(name="entering", shape=sizes_at_one(entering)[1:])
     return Part(
         module=module,
-        inputs=input_spec(model).ports if shape is None else (Port(name="entering", shape=shape),),
+        inputs=input_spec(model).ports if before is None else (stream, *map(_port, masks)),
         outputs=output_ports(model) if after is None else (STREAM,),
         outline=f"{site.groups.kind} of {width} written by {touched}\n{outline_of(module.graph, module)}",
     )
+
+
+def _port(node: fx.Node) -> Port:
+    """What stands beside a stream."""
+    tensor = node.meta["val"]
+    return Port(name=node.name, shape=sizes_at_one(node)[1:], dtype=str(tensor.dtype).removeprefix("torch."))

@@ -5,16 +5,17 @@ Legend: B inputs, N places of a stream, C channels.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.cost import contracts
-from corp_deploy.traced.finding.cuts import between, cuts, needed, outputs_behind
+from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
@@ -57,8 +58,9 @@ class Segment:
     the names; `name`: the path of what it contracts, once in a program. `cut`: the node behind it in the program with
     all tokens.
 
-    Where tokens are merged the module takes the sizes that its attentions count keys by, those of `beside`, and gives
-    what is compared behind it too; `start`, `end`: what comes to the cuts and goes on there.
+    `beside`: what the module takes behind the stream: a mask, or where tokens are merged the sizes that its attentions
+    count keys by; there it gives what is compared behind it too. `start`, `end`: what comes to the cuts and goes on
+    there.
     """
 
     name: str
@@ -92,10 +94,13 @@ class Given:
     numbers: tuple[int, ...]
     module: fx.GraphModule
 
-    def __call__(self, tokens: Tokens, image: tuple[int, ...]) -> dict[int, Tensor]:
+    def __call__(self, tokens: Tokens, image: tuple[int, ...], others: Iterable[Tensor]) -> dict[int, Tensor]:
+        """`others`: the inputs beside the first, of one text for all of them."""
         x = layout_of(self.before, image).tensor(tokens.x)
-        given = self.module(x, tokens.sources) if self.takes_sources else self.module(x)
-        return dict(zip(self.numbers, given, strict=True))
+        beside = [each.expand(len(x), *each.shape[1:]) for each in others]
+        if self.takes_sources and tokens.sources is not None:
+            beside.append(tokens.sources)
+        return dict(zip(self.numbers, self.module(x, *beside), strict=True))
 
 
 def _crossing(fewer: Fewer | None, node: fx.Node) -> Crossing:
@@ -142,12 +147,13 @@ def _taken(program: Program, at: Crossing, ends: list[fx.Node]) -> tuple[fx.Node
 
 def segments(found: Found, fewer: Fewer | None = None) -> tuple[Segment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
-    where the model takes several tensors, or several outputs are of no such stream or have sites behind it. `fewer`:
-    what runs where tokens are merged; none where that is at no cut.
+    where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
+    behind it. `fewer`: what runs where tokens are merged; none where that is at no cut.
     """
     program = found.program
     inputs, given = [node for node in program.nodes if node.op == "placeholder"], _given(program)
-    if len(inputs) != 1:
+    masks = along(program)
+    if len(inputs) > 1 + len(masks) or len(masks) > 1 or not all(map(_is_mask, masks)):
         return ()
     if given is not None:
         at, every = cuts(found), cuts(found, to_end=True)
@@ -160,15 +166,31 @@ def segments(found: Found, fewer: Fewer | None = None) -> tuple[Segment, ...]:
     return _segments(found, [inputs[0], *(cut.node for cut in cuts(found, beside_outputs=True))], fewer)
 
 
+def _is_mask(node: fx.Node) -> bool:
+    """Whether an input says which tokens of each text are there."""
+    return node.name.endswith("mask") and len(sizes_at_one(node)) == 2
+
+
+def without_padding(program: Program, count: int, where: torch.device) -> dict[fx.Node, Tensor]:
+    """Inputs beside the first, of so many texts of which all tokens are there."""
+    return {
+        node: torch.full(
+            (count, *sizes_at_one(node)[1:]), int(_is_mask(node)), dtype=node.meta["val"].dtype, device=where
+        )
+        for node in along(program)
+    }
+
+
 def _segments(found: Found, at: list[fx.Node], fewer: Fewer | None) -> tuple[Segment, ...]:
     running, crossings = found.program if fewer is None else fewer.program, [_crossing(fewer, node) for node in at]
-    count, every = Counter[str](), list[Segment]()
+    masks, count, every = along(running), Counter[str](), list[Segment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         ends = [end.raw] if end.compared is None else [end.raw, end.compared]
         beside = _taken(running, start, ends)
         if start.sources in beside and start.sources is not None:
             return ()
         module = _module(running, None if start is crossings[0] else start.node, beside, end)
+        beside = (*masks, *beside)
         name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
@@ -192,21 +214,28 @@ def _given(program: Program) -> fx.Node | None:
 
 
 class ByRows(nn.Module):
-    """A segment of streams as rows [B,N,C], with the sizes of tokens [B,N] where it takes them."""
+    """A segment of streams as rows [B,N,C], with weights of tokens [B,N] where it takes them: a mask, or sizes."""
 
     def __init__(self, segment: Segment, image: tuple[int, ...]) -> None:
         super().__init__()
         self.module, self.compares = segment.module, segment.end.compared is not None
         self.entering, self.leaving = (layout_of(node, image) for node in (segment.before, segment.after))
 
-    def compared(self, x_BNC: Tensor, *sizes: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.types = tuple(each.meta["val"].dtype for each in segment.beside)
+
+    def tensors(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What enters the segment."""
+        beside = (weights_BN.to(each).expand(len(x_BNC), -1) for each in self.types if weights_BN is not None)
+        return (self.entering.tensor(x_BNC), *beside)
+
+    def compared(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The stream behind it, and what tokens are then compared by where that isn't the stream."""
-        given = self.module(self.entering.tensor(x_BNC), *sizes)
+        given = self.module(*self.tensors(x_BNC, weights_BN))
         x, compared_BNX = given if self.compares else (given, None)
         return self.leaving.rows(x), compared_BNX
 
-    def forward(self, x_BNC: Tensor, *sizes: Tensor) -> Tensor:
-        return self.compared(x_BNC, *sizes)[0]
+    def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
+        return self.compared(x_BNC, weights_BN)[0]
 
 
 def outline_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:

@@ -100,7 +100,9 @@ def counts(branch: Branch, pair: Pair) -> Tensor:
         is_read_N = torch.zeros_like(is_read_N).index_fill_(0, branch.read, 1.0)
     present_BN = pair.present_BN
     is_read_BN = is_read_N.expand(len(pair.reduced), -1)
-    return is_read_BN if present_BN is None else is_read_BN * present_BN.to(is_read_BN)
+    if present_BN is None or present_BN.shape != is_read_BN.shape:  # as of what is pooled
+        return is_read_BN
+    return is_read_BN * present_BN.to(is_read_BN)
 
 
 def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:

@@ -30,7 +30,7 @@ def stream_error(reduced: Tokens, dense_BMC: Tensor, *, read: Tensor | None = No
         weights_BN = None if weights_BN is None else weights_BN[:, read]
     square_BN = dense_BNC.square().sum(dim=-1).clamp_min(_LEAST)
     error_BN = (reduced_BNC - dense_BNC).square().sum(dim=-1) / square_BN
-    if weights_BN is None:
+    if weights_BN is None or weights_BN.shape != error_BN.shape:  # of what is pooled all counts alike
         return error_BN.mean()
     return (error_BN * weights_BN).sum() / weights_BN.sum().clamp_min(1.0)
 

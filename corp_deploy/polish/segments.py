@@ -33,7 +33,7 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
 
-from .linearised import Linearised
+from .linearised import Linearised, counts
 from .matrices import Matrix
 from .newton import Step, Sublayer
 
@@ -132,12 +132,10 @@ class _Way:
     step: ByRows
     called: tuple[Called, ...]
 
-    def values(self, x_BNC: Tensor, sizes_BN: Tensor | None) -> Values:
+    def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
         """Of a stream that enters the segment."""
-        entering = {self.segment.before: self.step.entering.tensor(x_BNC)}
-        if sizes_BN is not None:
-            entering |= dict.fromkeys(self.segment.beside, sizes_BN)
-        return run(self.program, self.nodes, entering)
+        nodes = (self.segment.before, *self.segment.beside)
+        return run(self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True)))
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """What counts of the stream behind it [X,C]."""
@@ -180,9 +178,9 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
-    weights_BN = pair.row_weights(way.branch.read)
+    weight_X = way.read(counts(way.branch, pair).unsqueeze(-1)).flatten()
     return Lacking(
         tangent=tangent,
         lacking_XO=way.read(pair.target) - tangent.out_XO.detach(),
-        weight_X=None if weights_BN is None else weights_BN.flatten(),
+        weight_X=None if pair.present_BN is None else weight_X,
     )

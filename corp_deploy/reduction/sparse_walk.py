@@ -6,12 +6,13 @@ Legend: B images of a piece, N tokens, C channels.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import moved
+from calib.inputs import Inputs, moved, named
 from corp_deploy.families.family import family_of, is_run_whole
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Walk
@@ -19,7 +20,7 @@ from corp_deploy.families.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
 
-State = Any  # a Walk between two steps, Tokens between two cuts, or the inputs of a model that is run whole
+State = Any  # a Walk between two steps, or what enters a model that is run whole, or a part of one, in order
 Run = Callable[[State], object]
 
 
@@ -62,34 +63,43 @@ class Pair:
     reduced: State
     sparse: State
     inputs: int
+    weights_BN: Tensor | None = None
 
-    @property
-    def weights(self) -> Tensor | None:
-        tokens = self.sparse.tokens if isinstance(self.sparse, Walk) else self.sparse
-        return tokens.sizes if isinstance(tokens, Tokens) else None
+    def weights(self, x: Tensor) -> Tensor | None:
+        """Of what enters a layer, None where all counts alike: in a traced model not all layers are of tokens."""
+        tokens = self.sparse.tokens if isinstance(self.sparse, Walk) else self.sparse[0]
+        weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
+        return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
 
 
-def pairs_of(model: nn.Module, inputs: InputSet, batch_size: int) -> Iterator[Pair]:
+def pairs_of(
+    model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
+) -> Iterator[Pair]:
+    """`weights` of tokens."""
     if is_run_whole(model) or isinstance(model, nn.Sequential):
         for batch in inputs.batches(batch_size):
             here = moved(batch, device(model))
-            yield Pair(here, here, len(here) if isinstance(here, Tensor) else len(next(iter(here.values()))))
+            entering = tuple(named(here).values())
+            yield Pair(entering, entering, len(entering[0]), weights(here))
         return
     for x_BNC, weights_BN in embedded(model, inputs, batch_size):
         size = max(1, CPU_TOKENS // x_BNC.shape[1]) if x_BNC.device.type == "cpu" else len(x_BNC)
         pieces = x_BNC.split(size)
-        weights = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
-        for piece_BNC, piece_BN in zip(pieces, weights, strict=True):
+        present = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
+        for piece_BNC, piece_BN in zip(pieces, present, strict=True):
             walk = Walk.of(piece_BNC, piece_BN)
             yield Pair(walk, walk, len(piece_BNC))
 
 
+def _onward(part: nn.Module, entering: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What enters the part behind this one."""
+    return (part(*entering), *entering[1:])
+
+
 def runs_of(model: nn.Module) -> list[Run]:
     """The steps of a model, or all of it; of what was made of a traced one its parts."""
-    if isinstance(model, nn.Sequential):
-        return list(model)
-    if is_run_whole(model):
-        return [model]
+    if is_run_whole(model) or isinstance(model, nn.Sequential):
+        return [partial(_onward, part) for part in (model if isinstance(model, nn.Sequential) else [model])]
     return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
 
 

@@ -9,6 +9,7 @@ Legend: G groups of a convolution (1 of a linear layer), O rows, K inputs of a r
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,7 @@ def _sums(
         x, y = heard(step.sparse, pair.sparse, place.layer)
         if before is not None:
             _, y = heard(step.reduced, pair.reduced, before)
-        weights = pair.weights
-        if weights is not None and x.shape[:-1] != weights.shape:
-            weights = None  # behind a pooling
+        weights = pair.weights(x)
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
             if weights is None:
                 own.add(x_NK.unsqueeze(0), y_NO.unsqueeze(0))
@@ -224,7 +223,8 @@ def sparsified(
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)
         steps = [StepOfBoth(reduced=one, sparse=other) for one, other in runs]
-        pairs = list(pairs_of(before, inputs, batch_size))
+        weights = partial(family_of(reduced).token_weights, reduced)
+        pairs = list(pairs_of(before, inputs, batch_size, weights))
         places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}

@@ -90,7 +90,7 @@ class Pair:
         tokens [1,X,C] where some are not there.
         """
         x_BNC = x_BNC if tokens is None else x_BNC[:, tokens]
-        if self.weights_BN is None:
+        if self.weights_BN is None or (tokens is None and x_BNC.shape[1] != self.weights_BN.shape[1]):
             return x_BNC
         weights_BN = self.weights_BN if tokens is None else self.weights_BN[:, tokens]
         return x_BNC[weights_BN > 0.0].unsqueeze(0)

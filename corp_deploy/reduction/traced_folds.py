@@ -25,7 +25,7 @@ from corp_deploy.families.traced_site import TracedChannels, TracedSite
 from corp_deploy.families.traced_units import Units
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Width, Widths
-from corp_deploy.traced.finding.cuts import cuts, needed
+from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
@@ -256,11 +256,12 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Iterable[Tr
         for batch, is_held in shown.batches():
             here = moved(batch, device(model))
             weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
+            beside = {node: entering[node] for node in along(own.program)}
             for stretch in stretches:
                 values = run(own.program, stretch.nodes, entering)
                 for fold in stretch.folds:
                     fold.show(sees, values, weights_BN, held=is_held)
-                entering = {} if stretch.after not in values else {stretch.after: values[stretch.after]}
+                entering = beside | {node: values[node] for node in [stretch.after] if node in values}
 
     return show
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_segments import layout_of
+from corp_deploy.families.traced_segments import layout_of, without_padding
 from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, sizes_at_one
@@ -43,7 +43,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
     outputs = outputs_behind(program, cut)
-    values = run(program, needed(program, cut, outputs), {cut: x})
+    values = run(program, needed(program, cut, outputs), {cut: x, **without_padding(program, len(x), x.device)})
     given = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     known = [stream_BNC, *(each for each in own if each is not None)]

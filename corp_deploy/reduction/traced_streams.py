@@ -18,7 +18,7 @@ from corp_deploy.families.traced_fewer import Fewer
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
-from corp_deploy.traced.finding.cuts import cuts, needed
+from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
 from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors
@@ -214,10 +214,9 @@ class Segment:
         return needed(self.dense.program, self.before, ends)
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
-        if self.before is not None:
-            return {self.before: tensors[0]}
         inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
-        return dict(zip(inputs, tensors, strict=True))
+        nodes = inputs if self.before is None else [self.before, *along(self.dense.program)]
+        return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
         return run(self.dense.program, nodes, self._entering(piece.dense))
@@ -268,13 +267,15 @@ class Segment:
         nodes = self.up_to([self.after])
         fewer, name = self.student.fewer, self.after.name
         told = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
+        others = slice(1, 1 + len(along(self.dense.program)))
         for piece in pieces:
             values = self.run_student(piece, nodes)
-            piece.student, piece.merged = (values[self.after],), {node: values[node] for node in told}
+            piece.merged = {node: values[node] for node in told}
+            piece.student = (values[self.after], *piece.student[others])
             if not self.student.is_changed and not told:
                 piece.dense = piece.student
             elif with_dense:
-                piece.dense = (self.run_dense(piece, nodes)[self.after],)
+                piece.dense = (self.run_dense(piece, nodes)[self.after], *piece.dense[others])
 
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:

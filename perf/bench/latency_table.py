@@ -106,9 +106,9 @@ class Grid:
     batches: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for what, sizes in (("widths", self.widths), ("batches", self.batches)):
-            if not sizes or min(sizes) < 1 or sorted(set(sizes)) != list(sizes):
-                raise BadInput(f"grid {self.name!r}: {what} must be positive and rising, got {list(sizes)}")
+        for what, sizes, least in (("widths", self.widths, 0), ("batches", self.batches, 1)):
+            if not sizes or min(sizes) < least or sorted(set(sizes)) != list(sizes):
+                raise BadInput(f"grid {self.name!r}: {what} must rise from {least} or more, got {list(sizes)}")
 
 
 def measure_table(

@@ -39,13 +39,13 @@ def cuts(found: Found, *, beside_outputs: bool = False, to_end: bool = False) ->
     elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
     of several the last stream is one too. `to_end`: one behind the last contraction too.
 
-    A program of several inputs has none before the last use of all but its first input.
+    A program of several inputs has none before the last use of all but its first input and those that go `along`.
     """
     removable, names = _removable(found), _names(found.program)
     out = ways_out(found.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in passed_by_all(found.program, out):
+    for node in passed_by_all(found.program, out, along(found.program)):
         is_due = is_due or any(map(contracts, node.since))
         if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
@@ -62,9 +62,11 @@ class _Passed:
     since: list[fx.Node]
 
 
-def passed_by_all(program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset()) -> Iterator[_Passed]:
-    """`out`: uses that don't count."""
-    aside = without_values(program) | {user for _, user in out if user.op != "output"}
+def passed_by_all(
+    program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
+) -> Iterator[_Passed]:
+    """`out`: uses that don't count; nor do `others` of the inputs, and what is computed of these alone."""
+    aside = without_values(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
@@ -88,9 +90,16 @@ def ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
     return frozenset(early + [(node, user) for user in beside for node in user.all_input_nodes])
 
 
-def without_values(program: Program) -> set[fx.Node]:
-    """Nodes that no value of an input reaches: constants, sizes, and what is computed of these alone."""
-    free: set[fx.Node] = set()
+def along(program: Program) -> tuple[fx.Node, ...]:
+    """Inputs behind the first that go on to every cut, masks: of whole numbers, of which nothing is contracted."""
+    _, *others = (node for node in program.nodes if node.op == "placeholder")
+    is_apart = not any(macs(node) for node in without_values(program, others))
+    return tuple(others) if is_apart and not any(node.meta["val"].is_floating_point() for node in others) else ()
+
+
+def without_values(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes that no value of an input but these `others` reaches: constants, sizes, what is computed of these alone."""
+    free = set(others)
     for node in program.nodes:
         is_computed = node.op == "call_function" and free.issuperset(node.all_input_nodes)
         if node.op == "get_attr" or is_computed or number_of(node) is not None:
@@ -139,10 +148,12 @@ def between(
     outputs: Sequence[fx.Node] | None = None,
 ) -> fx.GraphModule:
     """What makes of the tensor at one cut that at a later one, or the outputs, or these of them as a tuple; without
-    `before` of the inputs. `beside`: what else it takes, behind that tensor. It has the program's own parameters.
+    `before` of the inputs. What goes `along` it takes behind that tensor, then what stands `beside` it. It has the
+    program's own parameters.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    for each in () if before is None else (before, *beside):
+    entering = () if before is None else (before, *along(program), *beside)
+    for each in entering:
         nodes[each] = graph.placeholder(each.name)
         nodes[each].meta = dict(each.meta)
     if before is not None:
@@ -158,7 +169,7 @@ def between(
     elif after is not None:
         graph.output((nodes[after],))
     if outputs is None:
-        graph.set_codegen(_codegen(program, before, after, beside))
+        graph.set_codegen(_codegen(program, [node.name for node in entering], after))
     graph.eliminate_dead_code(lambda node: node.op != "call_module" and bool(node.is_impure()))  # a merge is pure
     return fx.GraphModule(program.graph, graph).eval()
 
@@ -166,8 +177,9 @@ def between(
 def needed(
     program: Program, before: fx.Node | None, ends: Collection[fx.Node], *, beside: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
-    """What has to be computed for these nodes, themselves too, of the tensor at a cut, and what is known `beside` it,
-    or of the inputs, in order of the program. Sizes of tensors in front of the cut are among it without those tensors.
+    """What has to be computed for these nodes, themselves too, of the tensor at a cut, what goes `along` and is known
+    `beside` it, or of the inputs, in order of the program. Sizes of tensors in front of the cut are among it without
+    those tensors.
     """
     found = _needed(program, before, ends, beside)
     inputs = {node for node in program.nodes if node.op == "placeholder"}
@@ -178,7 +190,7 @@ def needed(
 
 
 def outputs_behind(program: Program, cut: fx.Node) -> list[fx.Node]:
-    """Of the outputs those that are computed of the tensor at a cut alone."""
+    """Of the outputs those that are computed of the tensor at a cut, and what goes `along`, alone."""
     inputs = {node for node in program.nodes if node.op == "placeholder"}
     return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
 
@@ -188,7 +200,7 @@ def _needed(
 ) -> set[fx.Node]:
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
-    known = {before, *beside}
+    known = {*beside} if before is None else {before, *along(program), *beside}
     front = [node for node in ends if node not in known]
     found = set(front)
     while front:
@@ -201,14 +213,11 @@ def _needed(
     return found
 
 
-def _codegen(
-    program: Program, before: fx.Node | None, after: fx.Node | None, beside: Sequence[fx.Node]
-) -> _PyTreeCodeGen:
+def _codegen(program: Program, entering: Sequence[str], after: fx.Node | None) -> _PyTreeCodeGen:
     """Inputs and outputs arranged as the program's are, where they are those."""
     own = program.graph.graph._codegen
     assert isinstance(own, _PyTreeCodeGen), own
-    names, entering, leaving = own.pytree_info
-    if before is not None:
-        names = [each.name for each in (before, *beside)]
-        entering = tree_structure(((0,) * len(names), {}))
-    return _PyTreeCodeGen(_PyTreeInfo(names, entering, tree_structure(0) if after is not None else leaving))
+    names, arranged, leaving = own.pytree_info
+    if entering:
+        names, arranged = list(entering), tree_structure(((0,) * len(entering), {}))
+    return _PyTreeCodeGen(_PyTreeInfo(names, arranged, tree_structure(0) if after is not None else leaving))

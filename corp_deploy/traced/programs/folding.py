@@ -5,6 +5,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx, nn
 
+from .program import operation
+
 NUMBERS = "numbers_folded"
 """What constants are called that were computed from no parameter: nothing that is learned changes them."""
 
@@ -44,10 +46,18 @@ def _used(graph: fx.GraphModule) -> set[str]:
 
 
 def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:
-    """A tensor that what depends on inputs takes; one number everywhere, or random ones, stay as they are."""
+    """A tensor that what depends on inputs takes; one number everywhere, random ones and rows of a table stay."""
     is_range = any(name in str(node.target) for name in ("arange", "linspace", "eye"))
-    is_taken = node.op != "get_attr" and any(user not in free for user in node.users)
+    is_taken = node.op != "get_attr" and not _is_of_rows(node) and any(user not in free for user in node.users)
     return is_taken and isinstance(node.meta.get("val"), Tensor) and (bool(node.all_input_nodes) or is_range)
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    """Whether rows of a whole table [T,C] are all that it gives."""
+    if operation(node) not in ("slice", "select") or node.args[1] != 0:
+        return False
+    (table,) = node.all_input_nodes
+    return table.op == "get_attr" and table.meta["val"].dim() == 2
 
 
 def _name(node: fx.Node, free: Collection[fx.Node], taken: Collection[str]) -> str:
