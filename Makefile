@@ -27,20 +27,20 @@ locked:
 
 # Writes requirements.lock anew for what constraints.txt says; wants uv on PATH.
 lock: .venv/ready
-	$(BIN)/python -m benchmarks.lock
+	$(BIN)/python -m benchmarks.release.lock
 
 # The bill of materials of this environment; each release has one of its own.
 sbom: .venv/ready
-	$(BIN)/python -m benchmarks.sbom --output sbom.cdx.json
+	$(BIN)/python -m benchmarks.release.sbom --output sbom.cdx.json
 
 # The same bytes wherever and whenever it is built from the same commit.
 wheel: .venv/ready
-	$(BIN)/python -m benchmarks.wheel --output dist
+	$(BIN)/python -m benchmarks.release.wheel --output dist
 
 # The wheel and the source distribution that it can be built from again, checked.
 dist: .venv/ready build/dist-tools/ready
 	rm -rf dist
-	$(BIN)/python -m benchmarks.sdist --output dist
+	$(BIN)/python -m benchmarks.release.sdist --output dist
 	build/dist-tools/bin/twine check --strict dist/*
 	build/dist-tools/bin/hadolint Dockerfile .devcontainer/Dockerfile
 
@@ -54,10 +54,10 @@ build/dist-tools/ready: tests/dist-requirements.txt | .venv/ready
 LOWEST ?= python3.11
 HIGHEST ?= python3
 lowest: dist
-	$(BIN)/python -m benchmarks.installs lowest --python $(LOWEST) --tests
+	$(BIN)/python -m benchmarks.release.installs lowest --python $(LOWEST) --tests
 
 highest: dist
-	$(BIN)/python -m benchmarks.installs highest --python $(HIGHEST) --tests
+	$(BIN)/python -m benchmarks.release.installs highest --python $(HIGHEST) --tests
 
 # The tests' inference server wants numpy below 2, so it has an environment of its own; without it its tests are skipped.
 .venv/triton/ready: tests/triton-requirements.txt | .venv/ready
@@ -73,7 +73,7 @@ docs: .venv/ready
 demo: .venv/ready
 	$(BIN)/corp-deploy demo --output $(DEMO_DIR)
 
-# Real weights and photographs, out of packages, for benchmarks/real_vit.py; nothing of them is part of this project.
+# Real weights and photographs, out of packages, for benchmarks/real/real_vit.py; nothing of them is part of this project.
 real: .venv/ready
 	$(BIN)/python -m benchmarks.real.packages
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import budgets, polish
-from benchmarks.accuracy_page import budgets as table
-from benchmarks.procedural_images import made
+from benchmarks.pages.accuracy_page import budgets as table
+from benchmarks.quality import budgets, polish
+from benchmarks.quality.procedural_images import made
 from corp_deploy.reduction.method import method_from_preset
 from tests import tiny
 

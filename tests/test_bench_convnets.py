@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convnets
-from benchmarks.convnets_page import convnets as page
+from benchmarks.pages.convnets_page import convnets as page
+from benchmarks.quality import convnets
 from benchmarks.real.record import Record
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.traced_narrowing import at_widths

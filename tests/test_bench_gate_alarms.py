@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scipy.stats import binom
 
-from benchmarks.gate_alarms import MOST_PROCESSES, Load, document, most_alarms, tally
+from benchmarks.trust.gate_alarms import MOST_PROCESSES, Load, document, most_alarms, tally
 
 
 def one(verdict: str, *, low: float | None = 0.99, processes: int = 1) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import hard_training, hard_vit
-from benchmarks.accuracy_page import hard_vit as table
-from benchmarks.hard_training import correlation, labels_by_band, unevenness
-from benchmarks.procedural_images import WAVELENGTHS, made
+from benchmarks.pages.accuracy_page import hard_vit as table
+from benchmarks.quality import hard_training, hard_vit
+from benchmarks.quality.hard_training import correlation, labels_by_band, unevenness
+from benchmarks.quality.procedural_images import WAVELENGTHS, made
 from benchmarks.real.record import Record
 from corp_deploy.polish import options
 from corp_deploy.store.checkpoint import load_checkpoint

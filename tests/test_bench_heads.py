@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import heads_page, rotation, whole_heads
-from benchmarks.layer_polish import Subject
+from benchmarks.pages import heads_page
+from benchmarks.quality import rotation, whole_heads
+from benchmarks.quality.layer_polish import Subject
 from corp_deploy.families.family import sites_of
 from tests import tiny
 from tests.test_corp_rotation import moments

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from benchmarks.levers import KINDS, LEVERS, cells
-from benchmarks.levers_page import levers
+from benchmarks.pages.levers_page import levers
+from benchmarks.quality.levers import KINDS, LEVERS, cells
 
 
 def test_keys_that_all_heads_share_are_reduced_with_their_queries() -> None:

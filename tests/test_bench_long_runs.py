@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.long_runs import own_mib, slope, told, write_images
+from benchmarks.speed.long_runs import own_mib, slope, told, write_images
 
 
 @pytest.mark.parametrize("rate", [0.0, 3.0])

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import methods
-from benchmarks.methods_page import page
-from benchmarks.methods_variants import KINDS, VARIANTS, Kind, Variant
-from benchmarks.procedural_images import CLASSES, made
+from benchmarks.pages.methods_page import page
+from benchmarks.quality import methods
+from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
+from benchmarks.quality.procedural_images import CLASSES, made
 
 
 @pytest.mark.slow("training")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import polish, polish_page
+from benchmarks.pages import polish_page
+from benchmarks.quality import polish
 from benchmarks.real.record import Record
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset

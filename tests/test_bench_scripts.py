@@ -9,12 +9,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import calibration, cost_page, passes, proof_cost, sweep_cost, text_encoder
-from benchmarks.accuracy_page import text_encoder as text_encoder_table
-from benchmarks.cost_page import calibration as calibration_sentence
+from benchmarks.pages import cost_page
+from benchmarks.pages.accuracy_page import text_encoder as text_encoder_table
+from benchmarks.pages.cost_page import calibration as calibration_sentence
 from benchmarks.pages.measured import PAGES, tables
+from benchmarks.quality import text_encoder
+from benchmarks.quality.reference_text import opened
 from benchmarks.real.record import Record
-from benchmarks.reference_text import opened
+from benchmarks.speed import calibration, passes, proof_cost, sweep_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture

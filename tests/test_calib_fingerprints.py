@@ -9,7 +9,7 @@ from PIL import Image
 from scipy.fft import dctn
 from torch import Tensor
 
-from benchmarks import perceptual
+from benchmarks.quality import perceptual
 from calib.combination import merge, rest
 from calib.fingerprints import Fingerprints, FingerprintsText
 from calib.perceptual import ALIKE, BITS, are_alike, perceptual_hashes

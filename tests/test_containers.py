@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
-from benchmarks.wheel import PARTS
+from benchmarks.release.wheel import PARTS
 from corp_deploy import __version__
 
 ROOT = Path(__file__).parents[1]

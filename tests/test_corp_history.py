@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.history import LAST, is_found, recorded_noise, simulated
+from benchmarks.trust.history import LAST, is_found, recorded_noise, simulated
 from corp_deploy.cli import main
 from perf.record.runs import save_bench
 from tests.histories import bench_of_release

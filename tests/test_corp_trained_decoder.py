@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import trained_decoder
-from benchmarks.trained_decoder import Trained, architecture, trained
+from benchmarks.decoders import trained_decoder
+from benchmarks.decoders.trained_decoder import Trained, architecture, trained
 from corp_deploy.cli import main
 from corp_deploy.proof.perplexity import LanguageLimits
 from ground.errors import BadInput

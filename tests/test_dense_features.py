@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import dense_features
-from benchmarks.procedural_images import TEXTURES
+from benchmarks.quality.procedural_images import TEXTURES
+from benchmarks.real import dense_features
 from benchmarks.real.head import SaliencyHead, load_head
 from benchmarks.real.mosaics import class_maps, linear_head, mosaics
 from benchmarks.real.page import dense_features as table

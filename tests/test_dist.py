@@ -11,8 +11,8 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-from benchmarks import floors, installs, sdist
-from benchmarks.wheel import tracked
+from benchmarks.release import floors, installs, sdist
+from benchmarks.release.wheel import tracked
 from corp_deploy import __version__, machine
 from ground.files import sha256_of_file
 from ground.versions import version_numbers
@@ -74,7 +74,7 @@ def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed
         "constraints.txt",
         "tests/test_dist.py",
         "mkdocs.yml",
-        "benchmarks/sdist.py",
+        "benchmarks/release/sdist.py",
     } <= members.keys()
     assert {(member.mtime, member.uid, member.gid, member.uname) for member in members.values()} == {(EPOCH, 0, 0, "")}
     assert {name for name, member in members.items() if member.issym()} == {"examples/digits"}

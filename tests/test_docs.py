@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.engines_page import break_fusion
+from benchmarks.pages.engines_page import break_fusion
 from corp_deploy.cli import main
 from perf.gate.rule import rule_from_text
 from tests.pages import blocks, pages

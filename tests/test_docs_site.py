@@ -11,12 +11,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from benchmarks.installs import RECORD
 from benchmarks.pages import recipe
 from benchmarks.pages.commands import pages_of_commands
 from benchmarks.pages.exit_codes import CODES
 from benchmarks.pages.installed import installed
 from benchmarks.pages.root_pages import led_anew
+from benchmarks.release.installs import RECORD
 from corp_deploy.cli import main
 
 ROOT = Path(__file__).parents[1]

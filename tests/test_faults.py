@@ -1,5 +1,5 @@
 """Commands whose files fail, that get signals or run out of memory: the old or the new is there whole, and a second run
-gives the same bytes. benchmarks/faults.py does it at every point; here are some.
+gives the same bytes. benchmarks/trust/faults.py does it at every point; here are some.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from benchmarks import faults_happenings, faults_pairs
-from benchmarks.faults import AT_EVERY_POINT, RECORD
-from benchmarks.faults_page import PAGE, page
+from benchmarks.trust import faults_happenings, faults_pairs
+from benchmarks.trust.faults import AT_EVERY_POINT, RECORD
+from benchmarks.trust.faults_page import PAGE, page
 from calib.collect import Collector
 from calib.inputs import Inputs, batch_size
 from corp_deploy.cli import main
@@ -61,7 +61,7 @@ mlp = 0.5
 def test_disturbed_commands_leave_the_old_or_the_new(tmp_path: Path) -> None:
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("no C compiler (cc) for the library that makes operations fail, or no Linux")
-    words = [sys.executable, "-m", "benchmarks.faults", "--home", str(tmp_path), "--quick"]
+    words = [sys.executable, "-m", "benchmarks.trust.faults", "--home", str(tmp_path), "--quick"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     rows = json.loads(done.stdout.splitlines()[0]) if done.returncode == 0 else []
     assert len(rows) == 3, done.stderr[-2000:]
@@ -80,7 +80,7 @@ def record() -> dict[str, Any]:
 
 
 def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(record), "run python -m benchmarks.faults_page"
+    assert PAGE.read_text(encoding="utf-8") == page(record), "run python -m benchmarks.trust.faults_page"
 
 
 def test_every_command_was_disturbed_and_nothing_is_wrong(record: dict[str, Any]) -> None:

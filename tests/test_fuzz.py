@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import bad_calls, spoilt_calls
-from benchmarks.fuzz import page
-from benchmarks.fuzz.one import changed
-from benchmarks.fuzz.readers import Readers, is_read, made_home, readers
-from benchmarks.fuzz.watch import Strayed, Watch
+from benchmarks.trust import bad_calls, spoilt_calls
+from benchmarks.trust.fuzz import page
+from benchmarks.trust.fuzz.one import changed
+from benchmarks.trust.fuzz.readers import Readers, is_read, made_home, readers
+from benchmarks.trust.fuzz.watch import Strayed, Watch
 from calib.groups import group_ids
 from corp_deploy.cli import main
 from corp_deploy.commands.options import FILE
@@ -101,7 +101,7 @@ def test_the_watch_finds_what_a_reader_must_not_do(tmp_path: Path, monkeypatch: 
 
 
 def test_the_page_is_what_the_records_say() -> None:
-    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.fuzz.page"
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python -m benchmarks.trust.fuzz.page"
 
 
 # What was found

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner, Result
 
-from benchmarks.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
+from benchmarks.pages.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint
 from ground.errors import BadInput
@@ -130,7 +130,7 @@ def found() -> list[Found]:
 
 def test_every_kind_is_told_of(found: list[Found]) -> None:
     assert wrong(found, KINDS) == []
-    assert PAGE.read_text(encoding="utf-8") == page(found, *words()), "run python -m benchmarks.formats_page"
+    assert PAGE.read_text(encoding="utf-8") == page(found, *words()), "run python -m benchmarks.pages.formats_page"
 
 
 NEW = {

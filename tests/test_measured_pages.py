@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost_page, measurement_page
-from benchmarks.pages import decoders, findings
+from benchmarks.pages import cost_page, decoders, findings, measurement_page
 from benchmarks.pages.error_picture import NAMES, real_encoder
 from benchmarks.pages.measured import ON_GPUS, PAGES, SUPPORT, contents
 from corp_deploy.families.decoder_config import MODEL_TYPES

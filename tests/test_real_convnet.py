@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from benchmarks import real_convnet
-from benchmarks.real import lite0
+from benchmarks.real import lite0, real_convnet
 from benchmarks.real.convnet_page import real_convnet as page
 from benchmarks.real.place import ROOT, wheels
 from corp_deploy.cli import main

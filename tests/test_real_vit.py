@@ -11,8 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from benchmarks import real_vit
-from benchmarks.real import commands, subject
+from benchmarks.real import commands, real_vit, subject
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import Outputs, figures, outputs
 from benchmarks.real.page import real_vit as tables

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.changes import VALUES, paths_of, replaced
-from benchmarks.fuzz.valid import Record, valid_records
+from benchmarks.trust.fuzz.changes import VALUES, paths_of, replaced
+from benchmarks.trust.fuzz.valid import Record, valid_records
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
 from ground.records import record_from_file

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import licences, lock
-from benchmarks.licences import Policy, pinned, policy
+from benchmarks.release import licences, lock
+from benchmarks.release.licences import Policy, pinned, policy
 from corp_deploy.release.bill import bill_of_environment
 from ground.bill import licences as told_licences
 from ground.installed import Package, installed
@@ -42,7 +42,7 @@ def test_every_licence_may_be_and_the_page_says_it(packages: tuple[Package, ...]
     rows = {tuple(line.strip("| ").split(" | ")) for line in licences.PAGE.read_text().splitlines()}
     here = {each for each in ours if pinned()[each.name] == each.version}
     missing = [each.name for each in here if (each.name, each.version, by.licence(each)) not in rows]
-    assert missing == [], "run python -m benchmarks.licences"
+    assert missing == [], "run python -m benchmarks.release.licences"
     assert {row[0] for row in rows} >= pinned().keys()
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trust_page
-from benchmarks.trust_page import KINDS, PAGE, ROOMS, ROOT, Place, Words, page, places, places_of, unlisted, words
+from benchmarks.trust import trust_page
+from benchmarks.trust.trust_page import KINDS, PAGE, ROOMS, ROOT, Place, Words, page, places, places_of, unlisted, words
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def test_every_place_says_what_it_trusts(found: list[Place]) -> None:
 
 
 def test_the_page_is_what_the_source_says(found: list[Place]) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(found, words()), "run python -m benchmarks.trust_page"
+    assert PAGE.read_text(encoding="utf-8") == page(found, words()), "run python -m benchmarks.trust.trust_page"
     assert {place.kind for place in found} == set(KINDS)
 
 

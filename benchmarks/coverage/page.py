@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 
 Row = Mapping[str, Any]
 HEAD = (

@@ -64,7 +64,7 @@ def product_tflops(precision: Precision, side: int, device: str) -> float:
 
 def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
     """Of one image: the forward pass, and the sums."""
-    from benchmarks.calibration import multiply_adds_per_image
+    from benchmarks.speed.calibration import multiply_adds_per_image
     from calib.memory import shapes_of_sites
 
     seen = shapes_of_sites(model, calibration_taps(model, vit.sites(model)), example=example_of(model), device=device)

@@ -1,4 +1,5 @@
-"""The procedural images by torch, at any size and on any device: the formulas of benchmarks/procedural_images.py.
+"""The procedural images by torch, at any size and on any device: the formulas of
+benchmarks/quality/procedural_images.py.
 
 Every batch follows from its part, seed and number; the numbers drawn are not those of the 64x64 images, nor are a
 GPU's those of a CPU. Classes are balanced within a batch, in random order.
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.procedural_images import CLASSES
-from benchmarks.procedural_images import IMAGE_SIZE as BASE
-from benchmarks.procedural_images import SHAPES as SHAPE_NAMES
-from benchmarks.procedural_images import TEXTURES as TEXTURE_NAMES
+from benchmarks.quality.procedural_images import CLASSES
+from benchmarks.quality.procedural_images import IMAGE_SIZE as BASE
+from benchmarks.quality.procedural_images import SHAPES as SHAPE_NAMES
+from benchmarks.quality.procedural_images import TEXTURES as TEXTURE_NAMES
 
 PARTS = ("train", "check", "held-out", "calibration")
 DRAWN = 256

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
 from benchmarks.gpu.page_variants import real, variants
 from benchmarks.gpu.tables import machine, ratio
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 
 Record = Mapping[str, Any]
 LOOPS = {"open": "open loop", "closed": "closed loop", "polished": "closed loop, polished"}

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.gpu.goals import done
 from benchmarks.gpu.tables import machine, ratio
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]

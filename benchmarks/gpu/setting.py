@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.procedural_images import CLASSES
+from benchmarks.quality.procedural_images import CLASSES
 from corp_deploy.families.head_attention import Geometry
 from perf.runners.module import Precision
 

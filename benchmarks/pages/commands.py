@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 from corp_deploy.cli import main
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference" / "commands"

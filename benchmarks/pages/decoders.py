@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 from corp_deploy.families.decoder_builder import CLASSES
 from corp_deploy.families.decoder_config import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.decoder_saved import hidden_entry, refuse_unsayable

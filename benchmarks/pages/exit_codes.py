@@ -2,7 +2,7 @@
 
 import signal
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 from ground import errors
 
 CODES = {

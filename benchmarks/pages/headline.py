@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, calibrated_and_reduced, done
 from benchmarks.gpu.page import gpu_records
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 
 Row = tuple[str, str, str]
 NO_GPU = "None of it was measured on a GPU: TensorRT-RTX builds real engines without one."

@@ -1,11 +1,11 @@
-"""Which versions were installed together and passed the tests, as a table: out of the record of benchmarks.installs."""
+"""Which versions were installed together and passed the tests, as a table: of the record of release/installs.py."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.installs import RECORD
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
+from benchmarks.release.installs import RECORD
 from corp_deploy.machine import FLOORS
 
 

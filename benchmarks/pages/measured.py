@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
-from benchmarks import (
+from benchmarks.coverage.page import beside, classes, coverage, names
+from benchmarks.gpu import page as gpu_page
+from benchmarks.pages import (
     accuracy_page,
     bf16_page,
     convnets_page,
@@ -30,8 +32,6 @@ from benchmarks import (
     quantised_page,
     sparsity_page,
 )
-from benchmarks.coverage.page import beside, classes, coverage, names
-from benchmarks.gpu import page as gpu_page
 from benchmarks.real import convnet_page
 from benchmarks.real import page as real_page
 

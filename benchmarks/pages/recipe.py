@@ -11,7 +11,7 @@ from typing import Any
 import click
 from msgspec import NODEFAULT, inspect, json
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 from corp_deploy.cli import main
 from corp_deploy.release.recipe import Recipe
 

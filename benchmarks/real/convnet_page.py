@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.pages.markdown import table
 
 
 def real_convnet(record: Mapping[str, Any]) -> str:

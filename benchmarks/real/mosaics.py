@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.procedural_images import TEXTURES
+from benchmarks.quality.procedural_images import TEXTURES
 
 CELLS = 4  # cells of a mosaic's side
 WAVELENGTHS = (9.0, 22.0)  # of 224 pixels a side

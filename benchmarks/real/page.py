@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import interval, table
+from benchmarks.pages.markdown import interval, table
 
 SHOWN_SHARE = 0.8
 Row = Mapping[str, Any]

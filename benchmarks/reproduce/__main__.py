@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks import procedural_images, procedural_vit
+from benchmarks.quality import procedural_images, procedural_vit
 from corp_deploy.demo.run import EXAMPLE, write_images
 from corp_deploy.machine import versions
 from corp_deploy.store.checkpoint import save

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import click
 
-from benchmarks.installs import outcome
+from benchmarks.release.installs import outcome
 from benchmarks.suite.mutations import ROOT
 from corp_deploy.machine import versions
 from ground.files import write_json

@@ -1,0 +1,172 @@
+"""A small Llama trained on the text of Python's own help, letter by letter, and what methods leave of its perplexity.
+
+Two heads share each key and value; half or less of the MLPs' channels, of the heads' groups, and of both go. Every
+method gets the same moments of the same sequences, and is judged on text that neither training nor calibration saw.
+
+    python -m benchmarks.decoders.trained_decoder --output benchmarks/results/trained_decoder.json
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from calib.moments import Moments
+from calib.token_ids import Sequences, in_rows, sequences_of
+from corp_deploy.families import decoder
+from corp_deploy.families.decoder import DecoderArguments
+from corp_deploy.families.sequence_rotary import Rope
+from corp_deploy.families.text_decoder import DecoderArchitecture, TextDecoder
+from corp_deploy.families.tokenizer import Tokenization
+from corp_deploy.machine import versions
+from corp_deploy.proof.candidates import Candidate
+from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.files import write_json
+from ground.precision import FLOAT32
+from perf.timing.environment import environment
+from tests import decoders
+
+STEPS, BATCH, LENGTH, WARM_UP = 1200, 32, 96, 50
+CALIBRATED, JUDGED = 96, 60  # sequences
+SPARSITIES = (0.3, 0.5)
+METHODS = ("none", "grail", "corp", "best")
+CLOSED = "best, closed loop"
+PARTS: dict[str, tuple[str, ...]] = {
+    "MLP": ("mlp",),
+    "groups": ("heads",),
+    "MLP and groups": ("mlp", "heads"),
+    "Q/K": ("attention",),
+}
+
+
+def architecture(layers: int = 3, hidden: int = 192, groups: int = 4) -> DecoderArchitecture:
+    """Two heads of 16 in each group that shares keys and values, as Llama has them."""
+    return DecoderArchitecture(
+        vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=2 * groups, groups=groups, head=16,
+        hidden=hidden, layers=layers, rope=Rope(),
+    )  # fmt: skip
+
+
+def letters(start: float, stop: float) -> Tensor:
+    """Ids of the text between these shares of it."""
+    text = decoders.text(0, 10**9)
+    return torch.tensor([ord(letter) for letter in text[int(start * len(text)) : int(stop * len(text))]])
+
+
+def _batches(ids_n: Tensor, steps: int, draw: torch.Generator) -> Iterator[Tensor]:
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids_n) - LENGTH - 1, (BATCH,), generator=draw)
+        yield torch.stack([ids_n[start : start + LENGTH + 1] for start in starts.tolist()])
+
+
+def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
+    """On the first 80 % of the text; the same weights for the same number of steps."""
+    torch.manual_seed(0)
+    model = TextDecoder(own, Tokenization(length=LENGTH, sha256="0" * 64))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.05)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, steps, pct_start=WARM_UP / max(steps, 2 * WARM_UP))
+    for ids in _batches(letters(0.0, 0.8), steps, torch.Generator().manual_seed(0)):
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    return model.eval().requires_grad_(False)
+
+
+def sequences(start: float, stop: float, count: int) -> Sequences:
+    """So many, evenly over a part of the text."""
+    rows = in_rows(letters(start, stop).numpy(), LENGTH, where="text")
+    return sequences_of(rows[:: max(1, len(rows) // count)][:count], where="text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A trained decoder, its moments, and the sequences that they are of."""
+
+    checkpoint: Checkpoint
+    moments: Moments
+    calibrated: Sequences
+
+    @classmethod
+    def of(cls, model: TextDecoder) -> "Trained":
+        arguments = DecoderArguments(decoder=model.architecture, text=Tokenization(length=LENGTH, sha256="0" * 64))
+        checkpoint = Checkpoint(model=model, architecture=decoder.architecture_of("llama", arguments), lineage={})
+        own = sequences(0.8, 0.9, CALIBRATED)
+        moments = calibrate(checkpoint, own, batch_size=16, statistics=Statistics(attention_system=True))
+        return cls(checkpoint=checkpoint, moments=moments, calibrated=own)
+
+    def reduced(self, preset: str, sparsity: float, parts: Sequence[str], *, closed_loop: bool = False) -> nn.Module:
+        """By one method at one sparsity of these parts."""
+        asked: dict[str, Any] = {f"{part}_sparsity": sparsity for part in parts}
+        method = method_from_preset(preset, align_hidden=8, align_head=4, aligned=True, **asked)
+        if closed_loop:
+            return reduce_closed_loop(self.checkpoint.model, self.calibrated, method, batch_size=16).model
+        return reduce(self.checkpoint.model, self.moments, method).model
+
+    def judged(self, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
+        """The dense model and these on text that nobody saw."""
+        steps = [
+            Candidate(
+                label=name,
+                name=name,
+                form="torch",
+                path=Path(name),
+                held_in=FLOAT32,
+                checkpoint=Checkpoint(model=model, architecture=self.checkpoint.architecture, lineage={}),
+            )
+            for name, model in models.items()
+        ]
+        judges = sequences(0.9, 1.0, JUDGED)
+        rows: list[dict[str, Any]] = perplexities(self.checkpoint, steps, judges, LanguageLimits(), batch=12).as_json()[
+            "rows"
+        ]
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    asked = parser.parse_args()
+    begun = time.monotonic()
+    own = Trained.of(trained(architecture()))
+    seconds = time.monotonic() - begun
+    models: dict[str, nn.Module] = {}
+    told: dict[str, dict[str, Any]] = {}
+    for part, sparsity, method in product(PARTS, SPARSITIES, (*METHODS, CLOSED)):
+        if (method, part) == ("grail", "Q/K"):
+            continue  # its method has none of them
+        label = f"{part} {sparsity:g} {method}"
+        told[label] = {"part": part, "sparsity": sparsity, "method": method}
+        preset = "best" if method == CLOSED else method
+        models[label] = own.reduced(preset, sparsity, PARTS[part], closed_loop=method == CLOSED)
+    record = {
+        "kind": "corp-deploy/benchmark-trained-decoder",
+        "steps": STEPS,
+        "training_s": seconds,
+        "calibrated": CALIBRATED,
+        "rows": [row | told.get(row["model"], {}) for row in own.judged(models)],
+        "versions": versions(),
+        "environment": environment(),
+    }
+    write_json(asked.output, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What methods lose, by the records of the digits, of a ViT that is hard to prune, a text encoder, and budgets."""
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from benchmarks.pages.markdown import table
+
+METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
+MLP_METHODS = (
+    "best",
+    "corp",
+    "corp-v1",
+    "grail",
+    "grail, symmetric closed loop",
+    "grail-fold",
+    "fold",
+    "vbp",
+    "none",
+)
+SPARSITIES = (0.3, 0.5, 0.7, 0.875)
+
+
+def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
+    """One row a model and method that the record has: mean error and accuracy over the calibration seeds."""
+    rows = []
+    for model in record["models"]:
+        for method in methods:
+            key = model["name"], kind, method
+            every = [row for row in record["rows"] if (row["model"], row["kind"], row["method"]) == key]
+            if not every:
+                continue
+            cells = []
+            for sparsity in SPARSITIES:
+                found = [row for row in every if row["sparsity"] == sparsity]
+                error, accuracy = (mean(row[key] for row in found) for key in ("relative_error", "accuracy"))
+                cells.append(f"{error:.4f} ({accuracy:.1%})")
+            rows.append([f"{model['name']} (dense {model['accuracy']:.1%})", method, *cells])
+    return table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+
+
+def methods(record: dict[str, Any]) -> str:
+    """Relative logit error of joint reductions, and of the presets that are about MLPs on those alone."""
+    text = "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
+    text += f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
+    parts = [
+        text,
+        _errors(record, "joint", METHODS),
+        "The same of MLPs alone, with the presets that reduce nothing else:",
+    ]
+    parts.append(_errors(record, "mlp", MLP_METHODS))
+    return "\n\n".join([*parts, *record.get("remarks", [])])
+
+
+def hard_vit(record: dict[str, Any]) -> str:
+    """A model trained so that nothing is to spare: error, accuracy and its change by each method."""
+    sparsities = sorted({row["sparsity"] for row in record["rows"]})
+    cells: dict[str, dict[float, list[str]]] = {}
+    for row in record["rows"]:
+        change, low, high = row["points"]
+        error = f"{row['relative_error']:.3f} ({row['accuracy']:.1%})"
+        shown = [f"{row['macs_share']:.2f}", error, f"{change:+.1f} ({low:+.1f} to {high:+.1f})"]
+        cells.setdefault(row["method"], {})[row["sparsity"]] = shown
+    blank = ["-"] * 3
+    lines = [[method, *(cell for each in sparsities for cell in of.get(each, blank))] for method, of in cells.items()]
+    head = [name for each in sparsities for name in (f"MACs at {each:.0%}", "error (accuracy)", "points (95 %)")]
+    low, high = record["dense_accuracy_interval"]
+    text = (
+        f"A ViT trained to be hard to prune ({record['model']['depth']} blocks, {record['model']['embed_dim']} wide; "
+        "hidden channels, queries and keys held equally strong and uncorrelated in training) on "
+        f"{record['classes']} classes of the procedural images, dense {record['dense_accuracy']:.1%} ({low:.1%} to "
+        f"{high:.1%}) of {record['held_out_images']:,} held-out images. Reduced from {record['calibration_images']} "
+        "images, labels never used but to judge; `by site` and `thorough` keep the MACs of uniform widths. Relative "
+        "logit error, accuracy and its change in points with a paired interval:"
+    )
+    return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
+
+
+def text_encoder(record: dict[str, Any]) -> str:
+    """A model with little redundancy: errors as shares of preset corp's, mean over the seeds."""
+    found: dict[tuple[str, float, int], dict[str, list[dict[str, Any]]]] = {}
+    for row in record["rows"]:
+        case = row["kind"], row["sparsity"], row["calibration_tokens"]
+        found.setdefault(case, {}).setdefault(row["method"], []).append(row)
+    names = list(dict.fromkeys(row["method"] for row in record["rows"] if row["method"] != "corp"))
+    lines = []
+    for (kind, sparsity, tokens), by_method in found.items():
+        cells = [
+            f"{mean(row['of_corp'] for row in by_method[name]):.3f}" if name in by_method else "-" for name in names
+        ]
+        corp = f"{mean(row['error'] for row in by_method['corp']):.3f}"
+        lines.append([kind, f"{sparsity:.0%}", f"{tokens:,}", corp, *cells])
+    text = (
+        "A pretrained 6-layer text encoder, where little is redundant: relative error of the pooled output on held-out "
+    )
+    text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
+    whole = table(["removed from", "share", "calibration tokens", "corp", *names], lines)
+    return "\n\n".join([text, whole, *record.get("remarks", [])])
+
+
+def budgets(record: dict[str, Any]) -> str:
+    """What the same share of the MACs loses by the curves of before and of now."""
+    text = (
+        "Relative output error on held-out inputs of widths that a budget of MACs chose, in one pass: by one look at "
+        "each site at half its widths (`before`), by squared gradients on inputs set apart, values beside queries and "
+        "keys (`now`), and the better of that and a second allocation on the probe's inputs (`taken`):"
+    )
+    ways = ("before", "now", "taken")
+    rows = [[row["model"], f"{row['share']:g}", *(f"{row[way]:.4f}" for way in ways)] for row in record["rows"]]
+    return text + "\n\n" + table(["model", "share of the MACs", *ways], rows)

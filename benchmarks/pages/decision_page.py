@@ -1,0 +1,29 @@
+"""Sentences on what a release is decided by: sweeps that measure, latency over releases."""
+
+from typing import Any
+
+
+def history(record: dict[str, Any]) -> str:
+    """False alarms of simulated histories, and how soon a rise is found."""
+    paired, alone = record["ratio_to_the_reference"], record["median_time_alone"]
+    return (
+        f"Latency over releases (`python -m benchmarks.trust.history`, noise of recorded benches, seed "
+        f"{record['seed']}; the test's level was chosen on others): of {paired['histories']:,} simulated histories of "
+        f"{record['releases']} releases without a change `gate --history` raises a false alarm in "
+        f"{paired['false_alarms']}, and finds a rise of {record['rise']:.0%} within 2 releases in "
+        f"{paired['found_within_2_releases']:,} of as many, where all were measured against the same reference "
+        f"(noise {100 * paired['noise_sd']:.2f} %); of the median time alone (noise {100 * alone['noise_sd']:.2f} %) "
+        f"in {alone['found_within_2_releases']:,}, with {alone['false_alarms']} false alarms."
+    )
+
+
+def sweep_trials(record: dict[str, Any]) -> str:
+    """How long a sweep that measures takes."""
+    trials = record["trials"]
+    disturbed = sum(trial["disturbed"] for trial in trials)
+    said = f"; {disturbed} of them while other programs had the machine" if disturbed else ""
+    return (
+        f"A sweep of {len(trials)} trials of the digits example, each timed beside the dense model in ONNX Runtime at "
+        f"batches 1 and 16 on {record['cpus']} CPUs (`python -m benchmarks.quality.sweep_trials`): "
+        f"{record['seconds']:.0f} s{said}; the same command again, all finished: {record['seconds_again']:.0f} s."
+    )

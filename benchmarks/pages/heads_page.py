@@ -1,0 +1,58 @@
+"""What is said of heads, from the records of benchmarks/quality/rotation.py and whole_heads.py."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.pages.markdown import table
+
+
+def rotation(record: Mapping[str, Any]) -> str:
+    """What the rotation of reduced heads changes."""
+    pairs: dict[tuple[str, int], dict[bool, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        pairs.setdefault((row["model"], row["width"]), {})[row["rotates"]] = row
+    said = [
+        f"{model}, heads of {width}: logits {plain['int8_logits']:.2%} to {turned['int8_logits']:.2%}, outputs "
+        f"{plain['int8_qk']:.2%} to {turned['int8_qk']:.2%} by queries and keys, {plain['int8_v']:.2%} to "
+        f"{turned['int8_v']:.2%} by values and what enters the projection; FP16 {plain['fp16']:.2%} to "
+        f"{turned['fp16']:.2%}"
+        for (model, width), by_way in pairs.items()
+        for plain, turned in [(by_way[False], by_way[True])]
+    ]
+    worst = max(row["fp32"] for row in record["rows"])
+    return (
+        f"Reduced heads in a rotated basis (`--rotate`), against the same in FP32, which moves by {worst:.0e} at most, "
+        f"in simulated INT8 of one scale a tensor, without and with the rotation: {'; '.join(said)}."
+    )
+
+
+def _engine(engine: Mapping[str, Any] | None) -> list[str]:
+    """Fused attention, kernels and megabytes of a plan."""
+    if engine is None:
+        return ["-"] * 3
+    fused = f"{engine['fused_attention']} of {engine['attention_sites']}"
+    return [fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]
+
+
+def whole_heads(record: Mapping[str, Any]) -> str:
+    """Heads that went whole beside narrower ones."""
+    rows, shown = list[list[str]](), set[tuple[Any, ...]]()
+    for row in record["rows"]:
+        key = (row["model"], row["way"], row["heads"], row["qk"], row["v"])
+        if key in shown:
+            continue
+        shown.add(key)
+        size = f"{row['heads']} of {row['qk']}" + (f" and {row['v']}" if row["qk"] != row["v"] else "")
+        figures = [f"{row['attention_macs']:.2f}", f"{row['error']:.4f}"]
+        rows.append([row["model"], row["way"], size, *figures, *_engine(row["engine"])])
+    head = ["model", "removed", "heads", "attention MACs", "error", "fused attention", "kernels", "plan MB"]
+    text = (
+        "Whole heads (`--whole-heads`, by OBS and as preset `grail` does) beside narrower ones of about the same "
+        "multiply-adds, attention alone reduced, preset best, open loop: relative error of the outputs on held-out "
+        "images, and TensorRT-RTX plans in FP16 built without a GPU. At like multiply-adds narrower square heads lost "
+        "less on both models and their plans have as many kernels, so narrow heads first. Whole heads are for heads "
+        "that say the same thing, where fewer softmaxes count (not timed here), or where heads would become narrower "
+        "than an engine fuses (8 on digits); a single head left is not fused either, of which `reduce` warns. Queries "
+        "and keys of 8, padded, are the most that narrowing them alone removes:"
+    )
+    return text + "\n\n" + table(head, rows)

@@ -1,0 +1,68 @@
+"""How often the measurement itself is wrong: gates on a model beside itself, and what timing adds to what is timed."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.pages.markdown import table
+
+Record = Mapping[str, Any]
+
+
+def gate_alarms(record: Record) -> str:
+    """A model against itself beside other programs: a line a number of them."""
+    every, plan = record["all"], record["plan"]
+    below = math.ceil(1e4 * every["false_alarms_below"]) / 100  # a bound is rounded up
+    text = (
+        "A model against itself on two cores that other programs used as well, beside none to four processes that "
+        f"compute, sweep memory or write files, all the time or in turns; rule `{record['rule']}`, at most "
+        f"{plan['time_limit_s']:g} seconds each. Every FAIL would be a false alarm: of {every['comparisons']} there "
+        f"are {every['FAIL']}, so fewer than {below:.2f} % at 95 %. The naive comparison takes the mean of 20 calls of "
+        "one, then of the other:"
+    )
+    lines = [
+        [
+            count,
+            *(str(row[key]) for key in ("comparisons", "PASS", "INCONCLUSIVE", "FAIL", "naive_alarms")),
+            f"{row['intervals_that_hold_one']} of {row['intervals']}",
+            f"{100 * row['median_half_width']:.2f} %",
+            f"{row['median_seconds']:.1f}",
+        ]
+        for count, row in [*record["by_processes"].items(), ("all", every)]
+    ]
+    head = ["processes beside", "comparisons", "PASS", "INCONCLUSIVE", "FAIL", "naive alarms", "95 % interval holds 1",
+            "median half-width", "median s"]  # fmt: skip
+    share = every["intervals_that_hold_one"] / every["intervals"]
+    after = (
+        f"The interval holds the true ratio in {100 * share:.0f} % in place of 95 %: a load that comes and goes within "
+        "a measurement makes it too narrow, which the margin of 3 % in the rule bears."
+    )
+    return "\n\n".join([text, table(head, lines), after])
+
+
+def gate_noise(record: Record) -> str:
+    """The same rule on no change and on a slowdown, under a load that comes and goes."""
+    named = {
+        "against_itself": "the same model",
+        "five_percent_slower": f"{100 * record['slowdown']:.1f} % slower",
+    }
+    lines = []
+    for key, words in named.items():
+        row = record[key]
+        right = row["naive_fail"] if key == "five_percent_slower" else row["repetitions"] - row["naive_fail"]
+        verdicts = (str(row[verdict]) for verdict in ("PASS", "FAIL", "INCONCLUSIVE"))
+        lines.append([words, str(row["repetitions"]), *verdicts, f"{right} of {row['repetitions']}"])
+    text = (
+        f"The same rule under {record['background_processes']} processes that come and go, on a model against itself "
+        "and against one that is slower; the last column has how often a naive mean of 20 calls says the right thing:"
+    )
+    return f"{text}\n\n{table(['against', 'repetitions', 'PASS', 'FAIL', 'INCONCLUSIVE', 'naive right'], lines)}"
+
+
+def harness_overhead(record: Record) -> str:
+    """What timing adds."""
+    share = (record["inside_us"] + record["around_us"]) / (1e3 * record["call_ms"])
+    return (
+        f"The timing code takes {record['inside_us']:.2f} µs inside what it times and {record['around_us']:.1f} µs "
+        f"around it: {100 * share:.2f} % of a call of {record['call_ms']:.0f} ms."
+    )

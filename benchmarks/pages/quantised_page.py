@@ -1,0 +1,76 @@
+"""The tables of INT8 and FP8."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.pages.markdown import table
+
+WAYS = ("plain", "balanced", "mse", "entropy", "auto")
+
+
+def quantised(record: dict[str, Any]) -> str:
+    """What it changes, what engines make of it, and how fast a CPU runs it, as far as the record tells."""
+    parts = {"quality": _quality, "plans": _plans, "cpu": _cpu}
+    return "\n\n".join(made(record[name]) for name, made in parts.items() if name in record)
+
+
+def _quality(rows: Sequence[dict[str, Any]]) -> str:
+    text = (
+        "INT8 and FP8 by Q/DQ: relative error of each graph's outputs against the FP32 graph on held-out images (and "
+        "accuracy), all else in FP32. `plain` ends each range at the largest value seen, `balanced` first gives norms' "
+        "outliers to the weights behind them, `mse` and `entropy` clip what is balanced, and `auto`, the default, "
+        "takes the one of these that is nearest on the images of the ranges:"
+    )
+    at = {(row["model"], row["precision"], row["way"]): row for row in rows}
+    models = dict.fromkeys(row["model"] for row in rows)
+    lines = [
+        [model, precision.upper(), *(_cell(at.get((model, precision, way))) for way in WAYS)]
+        for model in models
+        for precision in ("int8", "fp8")
+    ]
+    beside = ", ".join(
+        f"{model} {_cell(at[model, 'fp16', ''])}, {at[model, 'fp32', '']['accuracy']:.1%} in FP32"
+        if "accuracy" in at[model, "fp32", ""]
+        else f"{model} {_cell(at[model, 'fp16', ''])}"
+        for model in models
+    )
+    return f"{text}\n\n{table(['model', 'format', *WAYS], lines)}\n\nFP16 beside them: {beside}."
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    accuracy = f" ({row['accuracy']:.1%})" if "accuracy" in row else ""
+    return f"{row['error']:.4f}{accuracy}"
+
+
+def _plans(rows: Sequence[dict[str, Any]]) -> str:
+    text = (
+        "TensorRT-RTX's plans of DeiT-S (random weights) for SM89, dense and at half its widths with square heads, all "
+        "that isn't quantised in FP16:"
+    )
+    lines = [
+        [
+            row["model"],
+            row["precision"].upper(),
+            f"{row['plan_bytes'] / 1e6:.1f}",
+            str(row["kernels"]),
+            f"{row['fused_attention']} of {row['attention_sites']}",
+        ]
+        for row in rows
+    ]
+    return f"{text}\n\n{table(['DeiT-S', 'precision', 'plan MB', 'kernels', 'fused attention'], lines)}"
+
+
+def _cpu(rows: Sequence[dict[str, Any]]) -> str:
+    text = "DeiT-S in ONNX Runtime on two CPU threads, speed-up over the dense FP32 graph (95 % interval), interleaved:"
+    batches = [line["batch"] for line in rows[0]["rows"]]
+    lines = [
+        [row["model"], row["precision"].upper(), *(_speedup(line["speedup"]) for line in row["rows"])] for row in rows
+    ]
+    return f"{text}\n\n{table(['DeiT-S', 'precision', *(f'batch {batch}' for batch in batches)], lines)}"
+
+
+def _speedup(interval: Sequence[float | None]) -> str:
+    value, low, high = ("-" if each is None else f"{each:.2f}" for each in interval)
+    return f"{value} ({low} to {high})"

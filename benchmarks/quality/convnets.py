@@ -1,0 +1,175 @@
+"""Convolutional networks: what methods lose on a trained ResNet at equal widths, and how much faster half the MACs are.
+
+    python -m benchmarks.quality.convnets --output benchmarks/results/convnets.json
+    python -m benchmarks.quality.convnets --output benchmarks/results/convnets.json --part latency
+
+The first is the digits' ResNet, uniform widths, the same for every method, whose MACs have the share
+that comes nearest to what was asked for; all numbers are on held-out images. The second is of shapes alone: random
+weights, ONNX Runtime on the CPU, dense and reduced interleaved in one process. A run that was stopped goes on from its
+last row.
+"""
+
+import tempfile
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.real.record import Record
+from calib.images import Images
+from calib.moments import Moments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.families.widths import Widths
+from corp_deploy.invocation.running import RunOptions
+from corp_deploy.machine import versions
+from corp_deploy.proof.speed import measure
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import LoopName, method_from_preset
+from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.views.speed import speed_record
+from examples.digits.images import load
+from perf.timing.laps import Plan
+
+Part = Literal["methods", "latency"]
+KIND = "benchmarks/convnets"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "resnet"
+REMOVED = (0.3, 0.5, 0.7)
+SEEDS = (0, 1, 2)
+CALIBRATION_IMAGES = 512
+ALIGN = 4
+SHAPES = {"ResNet-50": "resnet50", "MobileNetV2": "mobilenetv2_100"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A preset in the open or in a closed loop."""
+
+    name: str
+    preset: str
+    loop: LoopName | None = None
+
+
+WAYS = (
+    Way(name="none", preset="none"),
+    Way(name="grail", preset="grail"),
+    Way(name="grail, symmetric closed loop", preset="grail", loop="symmetric"),
+    Way(name="best", preset="best"),
+    Way(name="best, closed loop", preset="best", loop="asymmetric"),
+)
+
+
+def evenly(model: nn.Module, sparsity: float, align: int) -> Widths:
+    """The same share of every site's channels."""
+    return uniform_widths(model, method_from_preset("none", conv_sparsity=sparsity, align_conv=align))
+
+
+def nearest(model: nn.Module, asked: float, align: int) -> tuple[Widths, float]:
+    """Uniform widths that remove what of the model's MACs is nearest to the share asked for, and what they remove."""
+    dense = macs(model)
+
+    def removed(percent: int) -> float:
+        return 1.0 - macs(at_widths(model, evenly(model, percent / 100, align))) / dense
+
+    enough = bisect_left(range(99), asked, key=removed)
+    percent = min((max(enough - 1, 0), enough), key=lambda each: abs(removed(each) - asked))
+    return evenly(model, percent / 100, align), removed(percent)
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(piece) for piece in images.split(50)]).double()
+
+
+def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments: Moments) -> nn.Module:
+    """By one way, at these widths."""
+    method = method_from_preset(way.preset, align_conv=ALIGN)
+    if way.loop == "symmetric":
+        return reduce_by_symmetric_loop(model, images, method, widths=widths).model
+    if way.loop == "asymmetric":
+        return reduce_by_closed_loop(model, images, method, widths=widths).model
+    return reduce(model, moments, method, widths=widths).model
+
+
+def add_methods(record: Record, dense: Checkpoint, shares: tuple[float, ...], count: int) -> None:
+    """Every way at every share and seed; rows that are there are not made again."""
+    held_out, model = load("held-out"), dense.model
+    pixels = torch.from_numpy(held_out.images)
+    exact = logits(model, pixels)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "calibration.npy"
+        np.save(path, load("train").images)
+        for seed in SEEDS:
+            images = images_for_model(model, path, samples=count, seed=seed)
+            moments = calibrate(dense, images, batch_size=32)
+            for share in shares:
+                widths, removed = nearest(model, share, ALIGN)
+                for way in WAYS:
+                    key = {"asked": share, "way": way.name, "seed": seed}
+                    if record.has("rows", key):
+                        continue
+                    answers = logits(reduced(model, way, widths, images, moments), pixels)
+                    top = answers.argmax(dim=1)
+                    figures = {
+                        "removed_of_model": removed,
+                        "relative_error": float((answers - exact).norm() / exact.norm()),
+                        "agreement": float((top == exact.argmax(dim=1)).double().mean()),
+                        "accuracy": float((top.numpy() == held_out.labels).mean()),
+                    }
+                    record.put("rows", {**key, **figures}, tuple(key))
+
+
+def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
+    """One shape dense beside reduced, a line a batch size."""
+    torch.manual_seed(0)
+    architecture = Architecture(name=SHAPES[name])
+    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    widths, _ = nearest(dense.model, asked, 8)
+    narrower = replace(dense, model=at_widths(dense.model, widths))
+    with tempfile.TemporaryDirectory() as scratch:
+        graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
+        for checkpoint, path in zip((dense, narrower), graphs, strict=True):
+            export_checkpoint(checkpoint, path, precision="fp32")
+        bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
+    share = macs(narrower.model) / macs(dense.model)
+    return {"model": name, "macs_share": share, **speed_record(bench), "environment": bench.environment}
+
+
+def setting() -> Mapping[str, Any]:
+    """What all rows share."""
+    return {"versions": versions(), "calibration_images": CALIBRATION_IMAGES, "align": ALIGN}
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--part", type=click.Choice(["methods", "latency"]), default="methods", show_default=True)
+@click.option("--batches", default="1,8,32", show_default=True)
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds per batch size.")
+@click.option("--rounds", type=int, default=6, show_default=True, help="Least rounds per batch size.")
+def main(output: Path, part: Part, batches: str, time_limit: float, rounds: int) -> None:
+    """Measure one part into the record."""
+    record = Record(output, KIND, setting())
+    if part == "methods":
+        add_methods(record, model_of_directory(DIGITS), REMOVED, CALIBRATION_IMAGES)
+        return
+    plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
+    sizes = tuple(int(size) for size in batches.split(","))
+    for name in SHAPES:
+        if not record.has("latency", {"model": name}):
+            record.put("latency", compared(name, 0.5, sizes, plan), ("model",))
+
+
+if __name__ == "__main__":
+    main()

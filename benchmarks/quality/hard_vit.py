@@ -1,0 +1,188 @@
+"""A ViT in which no channel is to spare, reduced by every method without labels: what is left of its accuracy.
+
+    python -m benchmarks.quality.hard_vit --output benchmarks/results/hard_vit.json
+
+The model of benchmarks/quality/hard_training.py, trained first where its weights are not in the cache. Methods see
+calibration images alone, labels of held-out ones judge. Uniform rows remove the same share of every MLP's hidden
+channels and of every head's queries and keys; rows by site keep the MACs of those. The record is written after every
+row, and a run goes on where another stopped.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from benchmarks.quality.hard_training import BANDS, EPOCHS, SEED, TRAIN_IMAGES, labels_by_band, trained
+from benchmarks.quality.methods import logits
+from benchmarks.quality.procedural_images import CLASSES, Labelled, made
+from benchmarks.real.record import Record, Row
+from corp_deploy.families.model_cost import macs
+from corp_deploy.machine import versions
+from corp_deploy.planning.plan import plan
+from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.polish.options import PolishName, PolishOptions
+from corp_deploy.polish.polish import polished
+from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.inputs import images_for_model, model_digest
+from perf.parity.labels import accuracy, mcnemar
+
+KIND, KEY = "benchmarks/hard-vit", ("method", "sparsity")
+SPARSITIES = (0.3, 0.5)
+CALIBRATION_IMAGES, HELD_OUT_IMAGES, BATCH, ALIGN = 512, 2000, 32, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A line of the table; `by_site` spends the MACs of uniform widths by what each site costs."""
+
+    name: str
+    preset: str = "best"
+    by_site: bool = False
+    closed_loop: bool = False
+    polish: PolishName = "none"
+
+    def method(self, sparsity: float) -> Method:
+        """Presets that keep queries and keys reduce MLPs alone."""
+        widths: dict[str, Any] = {"mlp_sparsity": sparsity, "align_hidden": ALIGN, "align_head": ALIGN}
+        if PRESETS[self.preset].qk_recovery != "keep":
+            widths["attention_sparsity"] = sparsity
+        return method_from_preset(self.preset, **widths)
+
+
+WAYS = (
+    Way("none", "none"),
+    Way("vbp, MLPs alone", "vbp"),
+    Way("grail, MLPs alone", "grail"),
+    Way("corp-v1", "corp-v1"),
+    Way("corp", "corp"),
+    Way("best"),
+    Way("best, closed loop", closed_loop=True),
+    Way("best, by site", by_site=True),
+    Way("best, by site, closed loop", by_site=True, closed_loop=True),
+    Way("best, by site, closed loop, layers polished", by_site=True, closed_loop=True, polish="layer"),
+    Way("thorough", by_site=True, closed_loop=True, polish="model"),
+)
+
+
+class Subject:
+    """The dense model, calibrated on images without labels, with labelled ones to judge by."""
+
+    def __init__(self, dense: Checkpoint, calibration: Labelled, held_out: Labelled, scratch: Path) -> None:
+        self.dense = dense
+        np.save(scratch / "calibration.npy", calibration.images)
+        self.images = images_for_model(dense.model, scratch / "calibration.npy")
+        self.moments = calibrate(dense, self.images, batch_size=BATCH, statistics=Statistics(attention_system=True))
+        self.judged, self.labels = torch.from_numpy(held_out.images), labels_by_band(held_out)
+        self.logits = self.outputs(dense.model)
+
+    def outputs(self, model: nn.Module) -> NDArray[np.float64]:
+        """Logits [N,classes] of the held-out images."""
+        outputs: NDArray[np.float64] = logits(model, self.judged).numpy()
+        return outputs
+
+    def reduced(self, way: Way, sparsity: float) -> nn.Module:
+        model, method, widths = self.dense.model, way.method(sparsity), None
+        if way.by_site:
+            uniform = reduce(model, self.moments, Way("uniform", "none").method(sparsity)).model
+            budget = Budget(currency="macs", share=macs(uniform) / macs(model))
+            asked = ReductionRequest(preset=way.preset, method=method, budget=budget)
+            widths = plan(self.dense, self.moments, asked, self.images).widths
+        if way.closed_loop:
+            reduced = reduce_closed_loop(model, self.images, method, widths=widths, batch_size=BATCH).model
+        else:
+            reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
+        if way.polish == "none":
+            return reduced
+        return polished(model, reduced, self.images, PolishOptions(how=way.polish)).model
+
+    def row(self, way: Way, sparsity: float) -> Row:
+        """One reduced model on the held-out images."""
+        reduced = self.reduced(way, sparsity)
+        outputs = self.outputs(reduced)
+        share = macs(reduced) / macs(self.dense.model)
+        return {"method": way.name, "sparsity": sparsity, "macs_share": share} | figures(
+            self.logits, outputs, self.labels
+        )
+
+
+def figures(
+    dense_NC: NDArray[np.float64], reduced_NC: NDArray[np.float64], labels_N: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Relative error of the logits, agreement, accuracy, and its change in points with a paired 95 % interval.
+
+    The interval is that of a difference of paired shares: of n images the dense model alone has b right and the
+    reduced one alone c, so the change's variance is (b + c - (b - c)^2 / n) / n^2.
+    """
+    pairs, images = mcnemar("dense", dense_NC, "reduced", reduced_NC, labels_N), len(labels_N)
+    change = (pairs.only_b - pairs.only_a) / images
+    apart = NormalDist().inv_cdf(0.975) * sqrt((pairs.only_a + pairs.only_b) / images - change**2) / sqrt(images)
+    return {
+        "relative_error": float(np.linalg.norm(reduced_NC - dense_NC) / np.linalg.norm(dense_NC)),
+        "agreement": float((reduced_NC.argmax(1) == dense_NC.argmax(1)).mean()),
+        "accuracy": accuracy("reduced", reduced_NC, labels_N).accuracy,
+        "points": [100.0 * each for each in (change, change - apart, change + apart)],
+        "only_dense_right": pairs.only_a,
+        "only_reduced_right": pairs.only_b,
+        "mcnemar_p": pairs.p_value,
+    }
+
+
+def setting(subject: Subject) -> dict[str, Any]:
+    """What all rows share; rows of another training or other images never stand in the same record."""
+    dense = accuracy("dense", subject.logits, subject.labels)
+    return {
+        "model": dict(subject.dense.architecture.kwargs),
+        "training": {"images": TRAIN_IMAGES, "epochs": EPOCHS, "seed": SEED},
+        "weights": model_digest(subject.dense.model),
+        "classes": len(CLASSES) * BANDS,
+        "calibration_images": subject.images.count,
+        "held_out_images": dense.images,
+        "dense_macs": macs(subject.dense.model),
+        "dense_accuracy": dense.accuracy,
+        "dense_accuracy_interval": [dense.low, dense.high],
+        "versions": versions(),
+    }
+
+
+def measure(subject: Subject, record: Record, ways: Sequence[Way] = WAYS) -> None:
+    """Every row that the record lacks, in the table's order."""
+    for sparsity in SPARSITIES:
+        for way in ways:
+            if record.has("rows", {"method": way.name, "sparsity": sparsity}):
+                continue
+            row = subject.row(way, sparsity)
+            record.put("rows", row, KEY)
+            click.echo(
+                f"{sparsity:g} {way.name}: {row['macs_share']:.3f} of the MACs, error {row['relative_error']:.3f}, "
+                f"accuracy {row['accuracy']:.1%} ({row['points'][0]:+.1f} points)"
+            )
+
+
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--cache", type=click.Path(path_type=Path, file_okay=False), default=Path("build/methods/hard"))
+def main(output: Path, cache: Path) -> None:
+    torch.set_num_threads(1)
+    dense = load_checkpoint(cache) if (cache / "config.json").is_file() else trained(cache)
+    calibration, held_out = made("train", CALIBRATION_IMAGES), made("held-out", HELD_OUT_IMAGES)
+    with tempfile.TemporaryDirectory() as scratch:
+        subject = Subject(dense, calibration, held_out, Path(scratch))
+        measure(subject, Record(output, KIND, setting(subject)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Every preset at equal kept widths, and each component of `best` toggled alone, on models this project trained.
+
+    python -m benchmarks.quality.methods --output benchmarks/results
+
+Two models: the digits example, and the ViT of benchmarks/quality/procedural_vit.py, which is trained first where its
+weights are not in the cache. Widths are given exactly (hidden to a multiple of 8, heads to one of 4), the same for
+every method; all numbers are on held-out images. A run that was stopped goes on from its last row; a row is made again
+when its choices or the code that makes it have changed.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from benchmarks.pages.methods_page import page
+from benchmarks.quality import procedural_vit
+from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
+from benchmarks.quality.procedural_images import made
+from calib.collect import collect
+from calib.images import Images
+from calib.moments import ChannelMoments, Moments
+from corp_deploy.families import timm_vit
+from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families.widths import HeadWidths, Widths
+from corp_deploy.reduction.channel_modules import layers_of
+from corp_deploy.reduction.channels import elimination
+from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.kind import Order
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.inputs import images_for_model, lineage_for_moments
+from examples.digits.images import load
+
+SPARSITIES = (0.3, 0.5, 0.7, 0.75, 0.875)
+SEEDS = (0, 1, 2)
+CALIBRATION_IMAGES = 512
+ALIGN_HIDDEN, ALIGN_HEAD = 8, 4
+DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A dense model with images to calibrate on and held-out ones to judge by."""
+
+    name: str
+    checkpoint: Checkpoint
+    calibration: NDArray[np.float32]
+    images: Tensor
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method at one sparsity, calibrated on one choice of images; judged on the held-out ones."""
+
+    model: str
+    seed: int
+    kind: str
+    sparsity: float
+    method: str
+    component: bool
+    hidden: int
+    qk: int
+    v: int
+    accuracy: float
+    agreement: float
+    relative_error: float
+    digest: str
+
+
+def digits(cache: Path, count: int) -> Subject:
+    """The example in the repository."""
+    held_out = load("held-out")
+    return Subject(
+        name="digits",
+        checkpoint=load_checkpoint(DIGITS),
+        calibration=load("train").images,
+        images=torch.from_numpy(held_out.images[:count]),
+        labels=held_out.labels[:count],
+    )
+
+
+def procedural(cache: Path, count: int) -> Subject:
+    """The larger model, trained where the cache has no weights."""
+    directory = cache / "procedural"
+    checkpoint = (
+        load_checkpoint(directory) if (directory / "config.json").is_file() else procedural_vit.trained(directory)
+    )
+    held_out = made("held-out", count)
+    return Subject(
+        name="procedural",
+        checkpoint=checkpoint,
+        calibration=made("train", 2048).images,
+        images=torch.from_numpy(held_out.images),
+        labels=held_out.labels,
+    )
+
+
+def kept(dense: int, sparsity: float, align: int) -> int:
+    """The width kept, to the nearest multiple of `align`."""
+    return max(int(dense * (1.0 - sparsity) / align + 0.5), 1) * align
+
+
+def widths_of(model: nn.Module, kind: Kind, sparsity: float, *, square: bool) -> dict[str, int | HeadWidths]:
+    """The same share of every site of this kind."""
+    found = timm_vit.sites(model)
+    widths: dict[str, int | HeadWidths] = {}
+    if kind != "attention":
+        widths |= {part.name: kept(part.width, sparsity, ALIGN_HIDDEN) for part in found.channels}
+    if kind != "mlp":
+        for part in found.heads:
+            width = kept(part.qk, sparsity, ALIGN_HEAD)
+            widths[part.name] = HeadWidths(qk=width, v=width if square else part.v)
+    return widths
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(piece) for piece in images.split(50)]).double()
+
+
+class Bench:
+    """One model calibrated on one choice of images: what every method starts from, made once."""
+
+    def __init__(self, subject: Subject, seed: int, calibration_images: int, cache: Path) -> None:
+        self.subject, self.seed = subject, seed
+        path = cache / f"{subject.name}-calibration.npy"
+        if not path.is_file():
+            np.save(path, subject.calibration)
+        self.images: Images = images_for_model(subject.checkpoint.model, path, samples=calibration_images, seed=seed)
+        self.moments: Moments = collect(
+            subject.checkpoint.model,
+            calibration_taps(subject.checkpoint.model, timm_vit.sites(subject.checkpoint.model)),
+            self.images.batches(32),
+            device="cpu",
+            attention_system=True,
+            lineage=lineage_for_moments(subject.checkpoint, self.images),
+        )
+        self.dense = logits(subject.checkpoint.model, subject.images)
+        self.eliminations = dict(self._eliminations())
+
+    def _eliminations(self) -> Iterator[tuple[str, Order]]:
+        for part in timm_vit.sites(self.subject.checkpoint.model).channels:
+            moments = self.moments.sites[part.name]
+            assert isinstance(moments, ChannelMoments), part.name
+            yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
+
+    def _reduced(self, method: Variant, choices: Method, widths: Widths) -> nn.Module:
+        model = self.subject.checkpoint.model
+        if method.loop == "symmetric":
+            return reduce_symmetric_loop(model, self.images, choices, widths=widths).model
+        if method.loop is not None:
+            return reduce_closed_loop(model, self.images, choices, widths=widths, loop=method.loop).model
+        return reduce(
+            model, self.moments, choices, widths=widths, eliminations=self.eliminations, images=self.images
+        ).model
+
+    def row(self, method: Variant, kind: Kind, sparsity: float) -> Row:
+        """Reduce and judge."""
+        model, choices = self.subject.checkpoint.model, method.choices()
+        widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
+        reduced = self._reduced(method, choices, widths)
+        found, answers = timm_vit.sites(reduced), logits(reduced, self.subject.images)
+        top = answers.argmax(dim=1)
+        return Row(
+            model=self.subject.name,
+            seed=self.seed,
+            kind=kind,
+            sparsity=sparsity,
+            method=method.name,
+            component=method.component,
+            hidden=found.channels[0].width,
+            qk=found.heads[0].qk,
+            v=found.heads[0].v,
+            accuracy=float((top.numpy() == self.subject.labels).mean()),
+            agreement=float((top == self.dense.argmax(dim=1)).double().mean()),
+            relative_error=float((answers - self.dense).norm() / self.dense.norm()),
+            digest=method.digest(),
+        )
+
+
+def plan(sparsities: Sequence[float]) -> Iterator[tuple[Variant, Kind, float]]:
+    """Every row of one model and seed."""
+    for kind in KINDS:
+        for sparsity in sparsities:
+            for method in VARIANTS:
+                if kind in method.kinds:
+                    yield method, kind, sparsity
+
+
+def measured(
+    subject: Subject, seed: int, sparsities: Sequence[float], images: int, cache: Path
+) -> list[dict[str, Any]]:
+    """All rows of one model and seed; those in the cache that the same code made are not made again."""
+    path = cache / f"rows-{subject.name}-{seed}-{images}.json"
+    made: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    digests = {method.name: method.digest() for method in VARIANTS}
+    rows = [row for row in made if row.get("digest") == digests.get(row["method"], "")]
+    there = {(row["method"], row["kind"], row["sparsity"]) for row in rows}
+    missing = [each for each in plan(sparsities) if (each[0].name, each[1], each[2]) not in there]
+    bench = Bench(subject, seed, images, cache) if missing else None
+    for method, kind, sparsity in missing:
+        assert bench is not None, missing
+        rows.append(asdict(bench.row(method, kind, sparsity)))
+        path.write_text(json.dumps(rows))
+    return rows
+
+
+def record(subjects: Sequence[Subject], rows: list[dict[str, Any]], images: int) -> dict[str, Any]:
+    """The benchmark's record: the dense models and every row."""
+    dense = [
+        {
+            "name": subject.name,
+            "accuracy": float(
+                (logits(subject.checkpoint.model, subject.images).argmax(dim=1).numpy() == subject.labels).mean()
+            ),
+            "held_out_images": len(subject.labels),
+            "classes": int(subject.labels.max()) + 1,
+            "architecture": dict(subject.checkpoint.architecture.kwargs),
+        }
+        for subject in subjects
+    ]
+    return {
+        "version": 1,
+        "kind": "methods-benchmark",
+        "environment": {"torch": torch.__version__, "python": platform.python_version()},
+        "calibration_images": images,
+        "models": dense,
+        "rows": rows,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for methods.json and methods.md")
+    parser.add_argument("--cache", type=Path, default=Path("build/methods"), help="trained weights and finished rows")
+    parser.add_argument("--models", default="digits,procedural")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="digits, one seed, few images, 50 %% alone: a smoke run")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    given.cache.mkdir(parents=True, exist_ok=True)
+    names = ["digits"] if given.quick else given.models.split(",")
+    seeds = [0] if given.quick else [int(seed) for seed in given.seeds.split(",")]
+    sparsities, images = ((0.5,), 24) if given.quick else (SPARSITIES, CALIBRATION_IMAGES)
+    held_out = 100 if given.quick else 500
+    subjects = [(digits if name == "digits" else procedural)(given.cache, held_out) for name in names]
+    rows = [
+        row
+        for subject in subjects
+        for seed in seeds
+        for row in measured(subject, seed, sparsities, images, given.cache)
+    ]
+    found = record(subjects, rows, images)
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / "methods.json").write_text(json.dumps(found, indent=1) + "\n")
+    (given.output / "methods.md").write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

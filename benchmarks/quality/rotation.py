@@ -1,0 +1,191 @@
+"""What a rotation of reduced heads (`reduce --rotate`) changes in FP32, FP16 and simulated INT8.
+
+    python -m benchmarks.quality.rotation --output benchmarks/results/rotation.json
+
+Preset best with square heads, attention alone reduced, from the same moments with and without the rotation. INT8 is
+symmetric with one scale a tensor, its range that of the calibration images: queries and keys as they enter the dot
+product, then values and what enters the output projection. Errors are of held-out images against the same reduced model
+in FP32: of each head's logits (all sites together) and of the model's outputs.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
+from calib.input_set import InputSet
+from calib.inputs import each, run_model
+from calib.moments import Moments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.head_site import HeadSite
+from corp_deploy.machine import versions
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.errors import Missing
+from ground.files import write_json
+
+NAMES = ("digits", "dinov2")
+SHARES = (0.5, 0.75)
+Parts = Mapping[str, Tensor]
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    """||got - exact|| / ||exact||."""
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+def parts_of(site: HeadSite, rows: Tensor) -> Parts:
+    """Queries, keys and values of all heads among the rows that the fused projection gives."""
+    qk, v = site.heads * site.qk, site.heads * site.v
+    return dict(zip("qkv", rows.split((qk, qk, v), -1), strict=True))
+
+
+@contextmanager
+def hearing(
+    sites: Sequence[HeadSite],
+    rows: Callable[[HeadSite, Tensor], Tensor | None],
+    entering: Callable[[HeadSite, Tensor], Tensor | None],
+) -> Iterator[None]:
+    """What each fused projection gives, and what enters each output projection; a tensor given back replaces it."""
+
+    def given(site: HeadSite) -> Callable[..., Tensor | None]:
+        return lambda _, __, y: rows(site, y)
+
+    def entered(site: HeadSite) -> Callable[..., Tensor | None]:
+        return lambda _, inputs: entering(site, inputs[0])
+
+    handles = [site.first.register_forward_hook(given(site)) for site in sites]
+    handles += [site.last.register_forward_pre_hook(entered(site)) for site in sites]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ranges(model: nn.Module, inputs: InputSet) -> dict[str, float]:
+    """The largest magnitude of each tensor that is made INT8, by site and part."""
+    found: dict[str, float] = {}
+
+    def hear(site: HeadSite, name: str, x: Tensor) -> None:
+        key = f"{site.name}.{name}"
+        found[key] = max(found.get(key, 0.0), float(x.abs().max()))
+
+    def rows(site: HeadSite, y: Tensor) -> None:
+        for name, part in parts_of(site, y).items():
+            hear(site, name, part)
+
+    with hearing(sites_of(model).heads, rows, lambda site, x: hear(site, "z", x)):
+        outputs(model, inputs)
+    return found
+
+
+def rounded(x: Tensor, largest: float) -> Tensor:
+    """Symmetric INT8 with one scale."""
+    scale = largest / 127.0
+    return (x / scale).round().clamp(-127, 127) * scale
+
+
+def outputs_in_int8(model: nn.Module, inputs: InputSet, largest: Mapping[str, float], parts: str) -> Tensor:
+    """With these parts of every attention in INT8."""
+
+    def rows(site: HeadSite, y: Tensor) -> Tensor:
+        by_part = parts_of(site, y)
+        new = [rounded(x, largest[f"{site.name}.{name}"]) if name in parts else x for name, x in by_part.items()]
+        return torch.cat(new, -1)
+
+    def entering(site: HeadSite, x: Tensor) -> Tensor | None:
+        return rounded(x, largest[f"{site.name}.z"]) if "z" in parts else None
+
+    with hearing(sites_of(model).heads, rows, entering):
+        return outputs(model, inputs)
+
+
+def logit_error(model: nn.Module, inputs: InputSet, largest: Mapping[str, float]) -> float:
+    """Of q k' with both in INT8, on the activations of FP32; the mean over the sites."""
+    lost, energy = dict[str, float](), dict[str, float]()
+
+    def rows(site: HeadSite, y: Tensor) -> None:
+        parts = parts_of(site, y)
+        exact, got = (
+            torch.einsum("bnhd,bmhd->bhnm", *(x.double().unflatten(-1, (site.heads, -1)) for x in pair))
+            for pair in (
+                (parts["q"], parts["k"]),
+                tuple(rounded(parts[name], largest[f"{site.name}.{name}"]) for name in "qk"),
+            )
+        )
+        lost[site.name] = lost.get(site.name, 0.0) + float((got - exact).square().sum())
+        energy[site.name] = energy.get(site.name, 0.0) + float(exact.square().sum())
+
+    with hearing(sites_of(model).heads, rows, lambda _, __: None):
+        outputs(model, inputs)
+    return mean(float((lost[name] / energy[name]) ** 0.5) for name in lost)
+
+
+def in_fp16(model: nn.Module, inputs: InputSet) -> Tensor:
+    """With weights and activations of every layer in float16."""
+    half = copy.deepcopy(model).half()
+    with torch.inference_mode():
+        return torch.cat([run_model(half, each(batch, Tensor.half)) for batch in inputs.batches(BATCH)]).double()
+
+
+def rows_of(subject: Subject, moments: Moments, share: float) -> Iterator[dict[str, Any]]:
+    """Without the rotation, and with it."""
+    method = method_from_preset("best", attention_sparsity=share, geometry="square", align_head=subject.align)
+    plain = outputs(reduce(subject.dense, moments, replace(method, rotates=False)).model, subject.judging)
+    for rotates in (False, True):
+        model = reduce(subject.dense, moments, replace(method, rotates=rotates)).model
+        exact, largest = outputs(model, subject.judging), ranges(model, subject.inputs)
+        row = {
+            "model": subject.name,
+            "share": share,
+            "width": sites_of(model).heads[0].qk,
+            "rotates": rotates,
+            "fp32": relative(exact, plain),
+            "fp16": relative(in_fp16(model, subject.judging), exact),
+            "int8_logits": logit_error(model, subject.judging, largest),
+            "int8_qk": relative(outputs_in_int8(model, subject.judging, largest, "qk"), exact),
+            "int8_v": relative(outputs_in_int8(model, subject.judging, largest, "vz"), exact),
+        }
+        click.echo(str(row))
+        yield row
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--model", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
+@click.option("--crops", type=click.IntRange(min=16), default=128, show_default=True, help="Of photographs.")
+def main(output: Path, names: Sequence[str], crops: int) -> None:
+    """Measure and write the record, again after each row."""
+    torch.set_num_threads(1)
+    record = {"kind": "benchmarks/rotation", "version": 1, "versions": versions(), "crops": crops}
+    rows, absent = list[dict[str, Any]](), dict[str, str]()
+    for name in names:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                subject = SUBJECTS[name](Path(scratch), crops)
+            except Missing as reason:
+                absent[name] = str(reason)
+                continue
+            checkpoint = Checkpoint(model=subject.dense, architecture=Architecture(name=name, kwargs={}), lineage={})
+            moments = calibrate(checkpoint, subject.inputs, batch_size=BATCH)
+            for share in SHARES:
+                for row in rows_of(subject, moments, share):
+                    rows.append(row)
+                    write_json(output, record | {"absent": absent, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

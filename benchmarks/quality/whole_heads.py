@@ -1,0 +1,154 @@
+"""Whole heads against narrower ones: error and engines at like multiply-adds of the attention.
+
+    python -m benchmarks.quality.whole_heads --output benchmarks/results/whole_heads.json
+
+Preset best from one set of moments, attention alone reduced: some heads removed whole (`--whole-heads`, by OBS, and as
+preset grail does), all heads narrower with their values (`--heads square`, the multiples of 8 below and above the same
+multiply-adds), and narrower queries and keys alone, padded in the graph (the multiple of 8 nearest to them). Errors are
+of the outputs for held-out images. FP16 graphs become TensorRT-RTX plans where its builder is installed.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
+from benchmarks.quality.rotation import NAMES, relative
+from calib.moments import Moments
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.widths import HeadWidths
+from corp_deploy.machine import versions
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.method import Method, method_from_preset
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from ground.errors import Missing
+from ground.files import write_json
+
+STEP = 8
+PROFILE = BatchProfile(smallest=1, tuned=8, largest=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to make attention smaller: a method, and the widths of every site where it does not settle them."""
+
+    name: str
+    method: Method
+    width: HeadWidths | None = None
+
+
+def attention_macs(model: nn.Module) -> int:
+    """Multiply-adds of all attentions, as `inspect` tells them."""
+    sites = {site.name for site in sites_of(model).heads}
+    return sum(int(row["macs"]) for row in inspection_of_model(model)["sites"] if row["site"] in sites)
+
+
+def tokens_of(subject: Subject) -> int:
+    """How many tokens an attention sees."""
+    seen: list[int] = []
+    site = sites_of(subject.dense).heads[0]
+    handle = site.last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+    outputs(subject.dense, subject.judging.subset([0]))
+    handle.remove()
+    return seen[0]
+
+
+def variants(model: nn.Module, left: int, tokens: int) -> Iterator[Variant]:
+    """Those at about the multiply-adds of so many heads left."""
+    site = sites_of(model).heads[0]
+    share = 1.0 - left / site.heads
+    heads = {"heads_sparsity": share}
+    yield Variant(name="whole heads", method=method_from_preset("best", **heads))
+    yield Variant(name="whole heads, grail", method=method_from_preset("grail", **heads))
+    square = method_from_preset("best", attention_sparsity=0.0, geometry="square", align_head=STEP)
+    below = int(site.qk * left / site.heads) // STEP * STEP
+    exact = below * site.heads == site.qk * left
+    for size in (below,) if exact else (below, below + STEP):
+        if size:
+            yield Variant(name="square", method=square, width=HeadWidths(qk=size, v=size))
+    aimed = site.macs(HeadWidths(qk=site.qk, v=site.v, heads=left), "square", tokens)
+    offers = [HeadWidths(qk=size, v=site.v) for size in range(STEP, site.qk, STEP)]
+    nearest = min(offers, key=lambda width: abs(site.macs(width, "padded", tokens) - aimed))
+    padded = method_from_preset("best", attention_sparsity=0.0, align_head=STEP)
+    yield Variant(name="padded Q/K", method=padded, width=nearest)
+
+
+def engine(model: nn.Module, scratch: Path) -> dict[str, Any] | None:
+    """Kernels and fused attention of the FP16 graph's plan; None where TensorRT-RTX is not installed."""
+    path = scratch / "model.fp16.onnx"
+    checkpoint = Checkpoint(model=model, architecture=Architecture(name="reduced", kwargs={}), lineage={})
+    export_checkpoint(checkpoint, path, precision="fp16")
+    try:
+        built = build_engine(path, BuildOptions(backend="tensorrt-rtx", profiles=(PROFILE,), sms=("86",))).record
+    except Missing as reason:
+        click.echo(f"no engine: {reason}")
+        return None
+    own = {"kernels": built.kernels, "plan_bytes": built.plan_bytes, "fused_attention": built.fused_attention}
+    return own | {"attention_sites": len(built.attention_sites), "library_version": built.library_version}
+
+
+def row_of(subject: Subject, moments: Moments, variant: Variant, left: int, scratch: Path) -> dict[str, Any]:
+    """One model: made, judged, built."""
+    names = [site.name for site in sites_of(subject.dense).heads]
+    widths = None if variant.width is None else dict.fromkeys(names, variant.width)
+    model = reduce(subject.dense, moments, variant.method, widths=widths).model
+    site = sites_of(model).heads[0]
+    return {
+        "model": subject.name,
+        "left": left,
+        "way": variant.name,
+        "heads": site.heads,
+        "qk": site.qk,
+        "v": site.v,
+        "attention_macs": attention_macs(model) / attention_macs(subject.dense),
+        "macs": macs(model) / macs(subject.dense),
+        "error": relative(outputs(model, subject.judging), outputs(subject.dense, subject.judging)),
+        "engine": None if variant.name == "whole heads, grail" else engine(model, scratch),
+    }
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--model", "names", type=click.Choice(NAMES), multiple=True, default=NAMES)
+@click.option("--crops", type=click.IntRange(min=16), default=128, show_default=True, help="Of photographs.")
+def main(output: Path, names: Sequence[str], crops: int) -> None:
+    """Measure and write the record, again after each row."""
+    torch.set_num_threads(1)
+    record = {"kind": "benchmarks/whole-heads", "version": 1, "versions": versions(), "crops": crops}
+    rows, absent = list[dict[str, Any]](), dict[str, str]()
+    for name in names:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                subject = SUBJECTS[name](Path(scratch), crops)
+            except Missing as reason:
+                absent[name] = str(reason)
+                continue
+            dense = subject.dense.requires_grad_(False)
+            checkpoint = Checkpoint(model=dense, architecture=Architecture(name=name, kwargs={}), lineage={})
+            moments = calibrate(checkpoint, subject.inputs, batch_size=BATCH)
+            heads = sites_of(dense).heads[0].heads
+            for left in sorted({round(heads * 2 / 3), round(heads / 2 - 0.1)}, reverse=True):
+                for variant in variants(dense, left, tokens_of(subject)):
+                    rows.append(row_of(subject, moments, variant, left, Path(scratch)))
+                    click.echo(str(rows[-1]))
+                    write_json(output, record | {"absent": absent, "rows": rows})
+            plan = {"model": subject.name, "heads": heads, "engine": engine(dense, Path(scratch))}
+            record[f"dense_{name}"] = plan
+            write_json(output, record | {"absent": absent, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The lowest versions that the package allows: the floors of its wheel's own metadata, as constraints for pip.
+
+Floors are versions that exist, so that `name==X` holds what `name>=X` allows; what those need in turn is pip's to find.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from email.parser import BytesParser
+
+import click
+from packaging.requirements import Requirement
+
+from benchmarks.release.licences import ROOT, pinned
+from ground.installed import normalised
+
+# Who uses the package installs none of these.
+DEVELOPING = {"dev", "docs"}
+# They read the source; no test needs them.
+LINTERS = {"import-linter", "mypy", "ruff"}
+
+
+def _fields(core_metadata: bytes, name: str) -> list[str]:
+    return list(map(str, BytesParser().parsebytes(core_metadata).get_all(name) or ()))
+
+
+def extras(core_metadata: bytes) -> set[str]:
+    return set(_fields(core_metadata, "Provides-Extra"))
+
+
+def requirements(core_metadata: bytes, *of: str) -> list[Requirement]:
+    """What everybody needs on this platform, and what these extras add."""
+    return [
+        each
+        for each in map(Requirement, _fields(core_metadata, "Requires-Dist"))
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *of))
+    ]
+
+
+def floors(asked: Iterable[Requirement]) -> dict[str, str]:
+    """The lowest version of each. Raises ClickException for what is not one lower bound, or has two."""
+    lowest: dict[str, str] = {}
+    for each in asked:
+        name, clauses = normalised(each.name), list(each.specifier)
+        if [clause.operator for clause in clauses] != [">="]:
+            raise click.ClickException(f"{each.name}: expected one lower bound, got {str(each.specifier)!r}")
+        if lowest.setdefault(name, clauses[0].version) != clauses[0].version:
+            raise click.ClickException(f"{name}: two floors, {lowest[name]} and {clauses[0].version}")
+    return lowest
+
+
+def _building() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return [Requirement(line) for line in project["build-system"]["requires"]]
+
+
+def testing(core_metadata: bytes) -> list[Requirement]:
+    """What the tests need beside the package, with which they build its wheel."""
+    dev = [each for each in requirements(core_metadata, *DEVELOPING) if each.marker is not None]
+    return [*(each for each in dev if normalised(each.name) not in LINTERS), *_building()]
+
+
+def constraints(core_metadata: bytes) -> str:
+    """Every direct requirement at its floor; the tests' own tools as constraints.txt has them."""
+    lowest = floors([*requirements(core_metadata, *extras(core_metadata) - DEVELOPING), *_building()])
+    tools = {normalised(each.name) for each in testing(core_metadata)}
+    held = {name: version for name, version in pinned().items() if name in tools} | lowest
+    return "".join(f"{name}=={version}\n" for name, version in sorted(held.items()))

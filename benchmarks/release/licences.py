@@ -1,0 +1,95 @@
+"""The licences of what this project installs: constraints.txt against the metadata of what is installed.
+
+python -m benchmarks.release.licences          writes docs/security/licences.md
+python -m benchmarks.release.licences --check  fails for a licence that licences.toml does not allow, or an old page
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from benchmarks.pages.markdown import table
+from ground.installed import Package, installed, normalised
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS, PAGE, PINNED = (
+    Path(__file__).with_name("licences.toml"),
+    ROOT / "docs" / "security" / "licences.md",
+    ROOT / "constraints.txt",
+)
+HEAD = """# Licences of the packages that are installed
+
+Of every package in `constraints.txt`, as its metadata says, by `python -m benchmarks.release.licences`, which writes
+this page. A test fails for one that `benchmarks/release/licences.toml` does not allow. What a release ships is its own
+models and records: none of these packages is part of it, `sbom.cdx.json` names those that it was made with.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """licences.toml: why each licence may be, and those of packages that don't say."""
+
+    allowed: Mapping[str, str]
+    unsaid: Mapping[str, str]
+
+    def allows(self, expression: str) -> bool:
+        """Whether one of the alternatives has nothing but what is allowed."""
+        return any(all(term in self.allowed for term in choice.split(" AND ")) for choice in expression.split(" OR "))
+
+    def licence(self, package: Package) -> str:
+        return package.licence or self.unsaid.get(package.name, "")
+
+
+def policy() -> Policy:
+    return Policy(**tomllib.loads(WORDS.read_text(encoding="utf-8")))
+
+
+def pinned() -> dict[str, str]:
+    """The versions of constraints.txt."""
+    lines = (line.strip() for line in PINNED.read_text(encoding="utf-8").splitlines())
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {normalised(name): version for name, version in pairs}
+
+
+def refused(packages: Sequence[Package], by: Policy) -> list[str]:
+    """Packages whose licence is not allowed, or not known."""
+    return [
+        f"{each.name} {each.version}: {by.licence(each) or 'says no licence'}"
+        for each in packages
+        if not by.allows(by.licence(each))
+    ]
+
+
+def page(packages: Sequence[Package], by: Policy) -> str:
+    """docs/security/licences.md."""
+    rows = [(each.name, each.version, by.licence(each)) for each in packages]
+    reasons = table(("licence", "why it may be"), [(f"`{name}`", why) for name, why in by.allowed.items()])
+    return "\n".join([HEAD, reasons, "", table(("package", "version", "licence"), rows), ""])
+
+
+def ours() -> list[Package]:
+    """What is installed of constraints.txt."""
+    known = pinned()
+    return [each for each in installed() if each.name in known]
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Fail where a licence is not allowed, or the page is old.")
+def main(check: bool) -> None:
+    """Write docs/security/licences.md."""
+    packages, by = ours(), policy()
+    if wrong := refused(packages, by):
+        raise click.ClickException("\n".join(wrong))
+    if absent := pinned().keys() - {each.name for each in packages}:
+        raise click.ClickException(f"not installed, so that the page would lack them: {', '.join(sorted(absent))}")
+    if not check:
+        PAGE.write_text(page(packages, by), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page(packages, by):
+        raise click.ClickException(f"{PAGE.name} is out of date; run python -m benchmarks.release.licences")
+
+
+if __name__ == "__main__":
+    main()

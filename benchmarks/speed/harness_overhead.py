@@ -1,0 +1,110 @@
+"""What the harness adds to a call of 5 ms at batch 1.
+
+Three figures. `inside_us` is what a sample contains beyond the call: the harness timing an empty function. `around_us`
+is all that the harness does for a call, inside the sample or beside it, in CPU time: blocks of empty calls, as many in
+a block as it would make of 5 ms. `against_bare_loop_share` is the check on real calls: blocks by the harness against
+the same calls in a bare loop, ABBA, in CPU time. Other programs raise the last one: the harness asks how long a call
+was interrupted whenever it was, and after that finds cold caches (`load_average` tells how busy the machine was).
+
+    python benchmarks/speed/harness_overhead.py --output benchmarks/results/harness_overhead.json
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns, process_time_ns
+
+import numpy as np
+
+from perf.runners.protocol import HostBound
+from perf.stats.quiet import samples
+from perf.stats.stats import ratio_of_medians
+from perf.timing.environment import environment
+from perf.timing.laps import Bound, Clock, Laps
+from perf.timing.rounds import measure_rounds
+
+CALL_MS = 5.0
+CALLS = 5
+ROUNDS = 120
+EMPTY_BLOCKS = 4000
+
+
+@dataclass(frozen=True)
+class BareLoop:
+    """The same calls with nothing between them."""
+
+    call: Callable[[], object]
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        call, started = self.call, clock()
+        for _ in range(calls):
+            call()
+        return Laps(calls=calls, wall_ms=(clock() - started) / 1e6, compute_ms=())
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The harness's block as one piece: everything it does from the first call to the last."""
+
+    bound: HostBound
+
+    def laps(self, calls: int, clock: Clock) -> Laps:
+        started = clock()
+        self.bound.laps(calls, clock)
+        return Laps(calls=calls, wall_ms=(clock() - started) / 1e6, compute_ms=())
+
+
+def work_of(milliseconds: float) -> Callable[[], object]:
+    """A single-threaded call of about this time that allocates nothing."""
+    values, result = np.linspace(0.1, 1.0, 2048), np.empty(2048)
+
+    def passes(count: int) -> Callable[[], None]:
+        def call() -> None:
+            for _ in range(count):
+                np.sin(values, out=result)
+
+        return call
+
+    fastest_ms = min(HostBound(passes(100)).laps(50, perf_counter_ns).compute_ms)
+    return passes(round(100 * milliseconds / fastest_ms))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    output: Path = parser.parse_args().output
+    empty = HostBound(lambda: None)
+    inside_us = 1e3 * median(empty.laps(100_000, perf_counter_ns).compute_ms)
+    started = process_time_ns()
+    for _ in range(EMPTY_BLOCKS):
+        empty.laps(CALLS, perf_counter_ns)
+    around_us = (process_time_ns() - started) / 1e3 / EMPTY_BLOCKS / CALLS
+    call = work_of(CALL_MS)
+    bounds: dict[str, Bound] = {"harness": Whole(HostBound(call)), "bare": BareLoop(call)}
+    blocks = measure_rounds(bounds, ROUNDS, calls=CALLS, clock=process_time_ns)
+    harness, bare = samples(blocks, "harness", "wall"), samples(blocks, "bare", "wall")
+    ratio = ratio_of_medians(harness, bare)
+    call_ms = float(np.median(np.concatenate(bare)))
+    document = {
+        "kind": "harness-overhead",
+        "version": 1,
+        "environment": environment(),
+        "call_ms": round(call_ms, 3),
+        "inside_us": round(inside_us, 3),
+        "inside_share": round(inside_us / 1e3 / call_ms, 6),
+        "around_us": round(around_us, 2),
+        "around_share": round(around_us / 1e3 / call_ms, 5),
+        "against_bare_loop_share": [round(end - 1, 5) for end in (ratio.low, ratio.value, ratio.high)],
+        "rounds": ROUNDS,
+        "calls_per_block": CALLS,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: value for key, value in document.items() if key != "environment"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
