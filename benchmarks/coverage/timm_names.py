@@ -78,8 +78,6 @@ TIMM: tuple[Group, ...] = (
         names=(
             "eva02_tiny_patch14_224",
             "eva02_small_patch14_224",
-            "eva02_base_patch14_448",
-            "eva02_large_patch14_clip_224",
         ),
         kwargs=_vit(14),
     ),
