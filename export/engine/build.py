@@ -39,7 +39,7 @@ class Engine:
     fusion: Fusion | None
 
     def __post_init__(self) -> None:
-        assert self.plan, "empty plan"
+        assert len(self.plan) > 0, "empty plan"
 
 
 def build_engine(

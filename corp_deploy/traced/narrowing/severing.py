@@ -66,11 +66,13 @@ def without_sites(program: Program, places: Iterable[Severed], inputs: list[torc
 
 def filled_(graph: fx.GraphModule) -> None:
     """What reads nothing reads one channel with a weight of zero, since tensors of no elements trouble runtimes."""
+    parameters = dict(graph.named_parameters())
     for node in graph.graph.nodes:
-        if node.target is LINEAR and (name := str(node.args[1].target)) and graph.get_parameter(name).shape[1] == 0:
+        weight = parameters.get(str(node.args[1].target)) if node.target is LINEAR else None
+        if weight is not None and weight.shape[1] == 0:
             source = node.args[0]
             source.args = (*source.args[:3], 1)
-            _set(graph, name, 1)
+            _set(graph, str(node.args[1].target), 1)
     graph.recompile()
 
 
