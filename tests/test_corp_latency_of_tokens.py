@@ -87,6 +87,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
     assert bench.tables(merged(dense, 3, 3)).measured == 3, "the last MLP, the last merge, the whole model"
 
 
+@pytest.mark.slow("measurement")
 def test_segments_of_a_traced_model_are_timed_at_their_tokens(bench: Bench) -> None:
     """As long as one has parameters and tokens: a site's share is what is above its narrowest."""
     dense = tiny.traced(tiny.checkpoint())

@@ -187,7 +187,7 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
     assert isinstance(fc1, torch.Tensor)
     assert isinstance(rows, torch.Tensor)
     assert torch.equal(fc1, rows[rows.norm(dim=1).argsort(descending=True)[:96].sort().values])
-    for bad, said in (("mlp=fold", "'mlp=fold': expected"), ("head=magnitude", "can't be ranked by magnitude")):
+    for bad, said in (("mlp=fold", "mlp='fold': expected"), ("head=magnitude", "can't be ranked by magnitude")):
         given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "x")
         refused = run("reduce", *given, "--mlp", 0.5, "--select", bad)
         assert refused.exit_code == 2

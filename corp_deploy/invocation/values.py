@@ -143,7 +143,7 @@ class ByKind:
             return self.kinds[kind].from_text(word)
         except BadInput as error:
             by_kind = f", or {self._told}" if kind == CHANNELS else ""
-            raise BadInput(f"{'' if kind == CHANNELS else f'{kind}= '}{error}{by_kind}") from None
+            raise BadInput(f"{'' if kind == CHANNELS else f'{kind}='}{error}{by_kind}") from None
 
 
 @dataclass(frozen=True, slots=True)
