@@ -2,6 +2,7 @@
 budgets.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Widths
 from corp_deploy.planning.carry_out import reduce_as_asked
@@ -31,6 +33,7 @@ from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from export.graph.to_onnx import onnx_from_model
+from ground.errors import BadInput
 from tests import tiny
 from tests.traced_examples import PVT, checkpoint_of, images
 
@@ -178,3 +181,17 @@ def test_what_can_go_whole_is_told() -> None:
     whole = {site.name for site in sites if site.severed is not None}
     assert {MLP, VALUES} <= whole
     assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.severed is not None)
+
+
+@pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
+def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
+    """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""
+    with pytest.raises(BadInput, match=f"{name}: it keeps nothing, and can't go whole"):
+        at_widths(dense().model, {name: 0})
+    save(replace(dense(), model=emptied().model), tmp_path / "edited")
+    config = json.loads((tmp_path / "edited/config.json").read_text(encoding="utf-8"))
+    config["sites"] = {key: {"groups": each["groups"]} for key, each in config["sites"].items()}
+    config["sites"][name]["kept"] = []
+    (tmp_path / "edited/config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(BadInput, match=f"config.json: {name}: it keeps nothing.*the file was edited"):
+        load_checkpoint(tmp_path / "edited")

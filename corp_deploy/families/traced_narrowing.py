@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.narrowing.narrow import Narrowed as Proved
 from corp_deploy.traced.narrowing.narrow import narrow, prove
-from corp_deploy.traced.narrowing.severing import severed_at
 from corp_deploy.traced.programs.readers import without_biases_
 from corp_deploy.traced.programs.types import made_on_
 from corp_deploy.traced.programs.vocabulary import vocabularies
@@ -24,7 +23,7 @@ from .array_inputs import random_batch
 from .modules import device
 from .traced_facts import facts_of, tracing
 from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, merging_module, narrowed_module
-from .traced_sites import names_of
+from .traced_sites import names_of, severed
 from .widths import Widths
 
 VERSIONS = ("torch", "timm")
@@ -54,10 +53,15 @@ def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Ind
 
 
 def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[str, Index]]:
-    """The program without the sites of which nothing is kept, and what is kept of others that are left."""
+    """The program without the sites of which nothing is kept, and what is kept of others that are left. Raises BadInput
+    for one that can't go whole.
+    """
     own, named = tracing(model), names_of(tracing(model))
-    empty = [severed_at(own.program, named[name]) for name, each in kept.items() if not len(each)]
-    places = tuple(each for each in empty if each is not None)
+    empty = {name: severed(own, named[name], name) for name, each in kept.items() if not len(each)}
+    for name, place in empty.items():
+        if place is None and empty.get(f"{name.removesuffix('.qk')}.v") is None:
+            raise BadInput(f"{name}: it keeps nothing, and can't go whole; expected at least one of its groups")
+    places = tuple(each for each in empty.values() if each is not None)
     if places:
         own = own.without(
             places, random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
@@ -220,7 +224,10 @@ def as_recorded(
         )
     if strange := [name for name in program["biases"] if name not in own.added]:
         raise BadInput(f"{where}: the model needs no bias {strange[0]!r:.100}; the file was edited, write it again")
-    new, whole = with_groups(model, kept, tuple(program["biases"]))
+    try:
+        new, whole = with_groups(model, kept, tuple(program["biases"]))
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}; the file was edited, write the model again") from None
     if whole:
         raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited, write the model again")
     return new

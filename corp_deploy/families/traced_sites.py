@@ -104,13 +104,15 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
         "program": tracing.program,
         "macs_now": tracing.shares.macs.alone[groups.key],
         "parameters_now": tracing.shares.parameters.alone[groups.key],
-        "severed": _severed(tracing, groups, name),
+        "severed": severed(tracing, groups, name),
     }
     return values(tracing, named, own) if kind is TracedValues else kind(**own)
 
 
-def _severed(tracing: Tracing, groups: Groups, name: str) -> Severed | None:
-    """Of an MLP's channels or an attention's values; of those that share a path names would be others afterwards."""
+def severed(tracing: Tracing, groups: Groups, name: str) -> Severed | None:
+    """Where all can go: of an MLP's channels or an attention's values; of those that share a path names would be others
+    afterwards.
+    """
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
     return severed_at(tracing.program, groups)
