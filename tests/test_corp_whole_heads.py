@@ -164,7 +164,7 @@ def test_the_command_takes_heads_away(home: Path) -> None:
         (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
         (
             ("--whole-heads", "0.5", "--select", "heads=wanda"),
-            "heads= 'wanda': expected one of obs, grail, magnitude, fold",
+            "heads='wanda': expected one of obs, grail, magnitude, fold",
         ),
         (("--whole-heads", "0.5", "--select", "heads=fold"), "give them with --images"),
         (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn away"),
