@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -86,7 +85,9 @@ class Collector:
 
     def __enter__(self) -> Self:
         if self.kernel is None:
-            self.kernel = kernel_for(_widest(self._sites)) if self.device.type == "cpu" else "blas"
+            self.kernel = "blas"
+            if self.device.type == "cpu":
+                self.kernel = kernel_for(max((site.summed_width for site in self._sites), default=0))
         for sums in self.sums.values():
             sums.kernel = self.kernel
         with ExitStack() as stack:
@@ -96,7 +97,7 @@ class Collector:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def passed(self, inputs: Inputs) -> Tensor:
@@ -253,10 +254,6 @@ def _refuse_weightless(every: Mapping[str, SiteSums], inputs: int) -> None:
     for name, sums in every.items():
         if not sums.tokens:
             raise BadInput(f"{name}: the token weights of all {inputs} inputs are zero, so there is nothing to sum")
-
-
-def _widest(sites: Sequence[Site]) -> int:
-    return max((site.summed_width for site in sites), default=0)
 
 
 def _refuse_other_device(model: nn.Module, device: torch.device) -> None:

@@ -165,12 +165,5 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     refuse_dtypes(first)
     ids, digest = _identified(lines, _contents(path, lines))
     return Texts(
-        path=path,
-        lines=lines,
-        encode=encode,
-        first=first,
-        blank=blank,
-        ids=ids,
-        digest=digest,
-        available=len(every),
+        path=path, lines=lines, encode=encode, first=first, blank=blank, ids=ids, digest=digest, available=len(every)
     )

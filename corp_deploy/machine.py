@@ -12,8 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ground.known_holes import holes_of, named
-from ground.versions import version_numbers
+from ground.known_holes import holes_of, named, version_numbers
 from perf.timing.environment import has_vnni
 
 from . import __version__

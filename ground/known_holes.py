@@ -6,7 +6,15 @@ Only what has to do with files that other people made: models, arrays, pictures,
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .versions import version_numbers
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """'11.4.0.106' -> (11, 4, 0, 106); what follows the first part that is no number is left out."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

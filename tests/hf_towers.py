@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 _MLP = {"intermediate_size": 80}
 _RATIO = {"mlp_ratio": 2}
 # By class: its configuration's class, what it has beside SMALL, and which output ours is.

@@ -37,14 +37,7 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "hiera": ("hiera_tiny_224", {**_SMALL, "embed_dim": 16, "num_heads": 1, "stages": [1, 2, 1, 1]}),
     "hiera_abswin": (
         "hiera_small_abswin_256",
-        {
-            **_SMALL,
-            "img_size": [64, 96],
-            "embed_dim": 16,
-            "num_heads": 1,
-            "stages": [1, 1, 1, 1],
-            "init_values": 0.5,
-        },
+        {**_SMALL, "img_size": [64, 96], "embed_dim": 16, "num_heads": 1, "stages": [1, 1, 1, 1], "init_values": 0.5},
     ),
     "maxvit_tf": (
         "maxvit_tiny_tf_224",

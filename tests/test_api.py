@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import corp_deploy
@@ -24,6 +23,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import tiny
+from tests.command import invoked
 
 FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
@@ -74,11 +74,6 @@ SHARED = frozenset(
 """Names that say it themselves, or mean what the command's option of the name does."""
 
 
-def run(*words: object) -> None:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model, images and what the commands make of them."""
@@ -86,10 +81,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny.checkpoint(), home / "dense")
     np.save(home / "images.npy", tiny.images(24))
     dense, images = ["--model", home / "dense"], ["--images", home / "images.npy"]
-    run("calibrate", *dense, *images, "--hold-out", 6, "--batch-size", 5, "-o", home / "m.safetensors")
+    invoked("calibrate", *dense, *images, "--hold-out", 6, "--batch-size", 5, "-o", home / "m.safetensors")
     held = ["--held-out", home / "m.held-out.safetensors"]
-    run("reduce", *dense, "--moments", home / "m.safetensors", *held, *images, "--macs", 0.8, "-o", home / "reduced")
-    run("export", "--model", home / "reduced", "--precision", "fp16", "-o", home / "model.onnx")
+    invoked(
+        "reduce", *dense, "--moments", home / "m.safetensors", *held, *images, "--macs", 0.8, "-o", home / "reduced"
+    )
+    invoked("export", "--model", home / "reduced", "--precision", "fp16", "-o", home / "model.onnx")
     return home
 
 
@@ -248,7 +245,7 @@ def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
     assert list(speed.speedups) == [1, 2]
     assert [row.batch for row in speed.record.rows] == [1, 2]
     assert isinstance(speed.warnings, tuple)
-    run("gate", tmp_path / "bench.json", "--fail-if", "size_bytes > dense * 2")
+    invoked("gate", tmp_path / "bench.json", "--fail-if", "size_bytes > dense * 2")
 
 
 @pytest.mark.slow("graph")

@@ -35,6 +35,7 @@ from export.engine.record import record_path
 from export.triton.package import Package
 from export.triton.repository import write_repository
 from tests import tiny
+from tests.command import run
 from tests.export_served import write_onnx, write_plan
 
 
@@ -60,10 +61,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m.safetensors")
     assert done.exit_code == 0, done.output
     return root
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def refused(result: Result, *said: str) -> None:

@@ -1,15 +1,40 @@
-"""The methods benchmark runs, its record and its page agree; the procedural images are what they say."""
+"""The benchmarks of quality run, on sizes that take seconds, and their records and pages agree."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.pages import heads_page, polish_page
+from benchmarks.pages.accuracy_page import hard_vit as table
+from benchmarks.pages.convnets_page import convnets as convnets_page
+from benchmarks.pages.levers_page import levers
 from benchmarks.pages.methods_page import page
-from benchmarks.quality import methods
+from benchmarks.quality import convnets, hard_training, hard_vit, methods, polish, rotation, whole_heads
+from benchmarks.quality import levers as of_levers
+from benchmarks.quality.hard_training import correlation, labels_by_band, unevenness
+from benchmarks.quality.layer_polish import Subject
+from benchmarks.quality.levers import LEVERS, cells
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
-from benchmarks.quality.procedural_images import CLASSES, made
+from benchmarks.quality.procedural_images import CLASSES, WAVELENGTHS, made
+from benchmarks.real.record import Record
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.polish import options
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.dense_model import model_of_directory
+from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
+
+from . import small_convnets, tiny
+from .test_corp_rotation import moments
 
 
 @pytest.mark.slow("training")
@@ -92,3 +117,220 @@ def test_procedural_images_follow_from_their_number_alone() -> None:
     assert len(set(made("train", 300).labels.tolist())) == 24
     with pytest.raises(ValueError, match="got 'test'"):
         made("test", 1)
+
+
+@pytest.mark.slow("training")
+def test_every_way_is_measured_once_at_equal_widths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convnets, "SEEDS", (0,))
+    record = Record(tmp_path / "record.json", convnets.KIND, {"calibration_images": 64})
+    dense = model_of_directory(convnets.DIGITS)
+    convnets.add_methods(record, dense, (0.5,), 64)
+    rows = record["rows"]
+    assert [row["way"] for row in rows] == [way.name for way in convnets.WAYS]
+    (removed,) = {row["removed_of_model"] for row in rows}
+    assert removed == pytest.approx(0.5, abs=0.05)
+    errors = {row["way"]: row["relative_error"] for row in rows}
+    assert errors["best, closed loop"] < 0.5 * errors["grail, symmetric closed loop"]
+    assert errors["best"] < 0.5 * errors["grail"] < errors["none"]
+    monkeypatch.setattr(convnets, "reduced", pytest.fail)
+    again = Record(tmp_path / "record.json", convnets.KIND, {"calibration_images": 64})
+    convnets.add_methods(again, dense, (0.5,), 64)  # all are there
+    text = convnets_page(json.loads((tmp_path / "record.json").read_text()))
+    assert "| best, closed loop |" in text
+    assert "means of 1 choices of images" in text
+
+
+@pytest.mark.slow("training")
+def test_shares_removed_are_those_of_the_models_that_are_made() -> None:
+    """The nearest that a percent gives."""
+    own = small_convnets.checkpoint("resnet18d")
+    widths, removed = convnets.nearest(own.model, 0.5, 8)
+    narrower = at_widths(own.model, widths)
+    assert removed == 1.0 - macs(narrower) / macs(own.model)
+    assert removed == pytest.approx(0.5, abs=0.1)
+    for parameter in narrower.parameters():
+        assert torch.isfinite(parameter).all()
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    home = tmp_path_factory.mktemp("bench")
+    model = tiny.checkpoint().model.requires_grad_(False)
+    inputs, judging = (tiny.opened(home / f"{seed}.npy", tiny.images(24, seed=seed), model) for seed in (0, 1))
+    return Subject(name="tiny", dense=model, inputs=inputs, judging=judging, align=8, newton=(), adam=())
+
+
+def test_int8_has_255_values_of_one_scale() -> None:
+    x = torch.tensor([-2.0, -1.0, 0.004, 0.009, 1.3, 5.0])
+    got = rotation.rounded(x, 2.0)
+    assert got.tolist() == pytest.approx([-2.0, -1.0079, 0.0, 0.01575, 1.3071, 2.0], abs=1e-4)
+
+
+def test_a_rotation_is_measured_in_every_precision(subject: Subject) -> None:
+    plain, turned = rotation.rows_of(subject, moments(), 0.5)
+    assert (plain["rotates"], turned["rotates"], plain["width"]) == (False, True, 8)
+    assert plain["fp32"] == 0.0
+    assert 0.0 < turned["fp32"] < 1e-5
+    for row in (plain, turned):
+        assert 1e-5 < row["fp16"] < 1e-2
+        assert all(1e-4 < row[name] < 0.1 for name in ("int8_logits", "int8_qk", "int8_v"))
+    said = heads_page.rotation({"rows": [plain, turned]})
+    assert "tiny, heads of 8" in said
+
+
+def test_whole_heads_stand_beside_narrower_ones(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = {"kernels": 9, "plan_bytes": 2_000_000, "fused_attention": 2, "attention_sites": 2, "library_version": "1"}
+    monkeypatch.setattr(whole_heads, "engine", lambda model, scratch: built)
+    tokens = whole_heads.tokens_of(subject)
+    assert tokens == 17
+    rows = [
+        whole_heads.row_of(subject, moments(), variant, 2, tmp_path)
+        for variant in whole_heads.variants(subject.dense, 2, tokens)
+    ]
+    assert [(row["way"], row["heads"], row["qk"], row["v"]) for row in rows] == [
+        ("whole heads", 2, 16, 16),
+        ("whole heads, grail", 2, 16, 16),
+        ("square", 3, 8, 8),
+        ("square", 3, 16, 16),
+        ("padded Q/K", 3, 8, 16),
+    ]
+    assert rows[0]["attention_macs"] == pytest.approx(2 / 3)
+    assert rows[2]["attention_macs"] == pytest.approx(1 / 2)
+    assert rows[3]["error"] < 1e-5
+    assert rows[0]["error"] < rows[1]["error"]
+    text = heads_page.whole_heads({"rows": rows})
+    assert "| tiny | whole heads | 2 of 16 | 0.67 |" in text
+    assert "2 of 2 | 9 | 2.0 |" in text
+    assert len(sites_of(subject.dense).heads) == 2
+
+
+def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polish, "VARIANTS", {"model": PolishOptions(how="model", steps=5, batch_size=4)})
+    dense = tiny.checkpoint()
+    np.save(tmp_path / "images.npy", tiny.images(24))
+    judged = torch.from_numpy(tiny.images(8, seed=5))
+    subject = polish.Subject(
+        name="tiny",
+        dense=dense,
+        inputs=images_for_model(dense.model, tmp_path / "images.npy"),
+        groups_B=None,
+        method=method_from_preset("best", mlp_sparsity=0.5, align_hidden=8),
+        closed_loop=True,
+        error=lambda candidate: polish.error(polish.outputs(dense.model, judged), judged, candidate),
+    )
+    record = Record(tmp_path / "record.json", polish.KIND, {"threads": 1})
+    for _ in range(2):  # the second time the record has it
+        polish.rows_of(subject, ["model"], record, None)
+    (row,) = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert subject.error(dense.model) == 0.0
+    assert row["error_before"] == subject.error(subject.reduced())
+    assert row["held_out_error"] <= row["held_out_error_before"]
+    assert row["steps"] == 5
+    assert row["parts"][0]["curve"][-1]["step"] == 5
+
+
+def test_the_page_has_errors_before_and_after_and_says_what_was_not_improved() -> None:
+    row = {"model": "digits", "polish": "block", "steps": 720, "seconds": 90.0, "error_before": 0.5, "error": 0.25}
+    page = polish_page.polish({"threads": 1, "rows": [row], "remarks": ["Said beside it."]})
+    assert "| digits | block | 720 | 1.5 | 0.5000 | 0.2500 |" in page
+    assert "1 thread)" in page
+    assert page.endswith("Said beside it.")
+    fits = {"rows": [{"model": "MiniLM", "how": "Adam, 40 steps a sublayer", "error": 0.351, "cpu_seconds": 61.4}]}
+    assert "| MiniLM | Adam, 40 steps a sublayer | 0.3510 | 61 |" in polish_page.layer_polish(fits)
+
+
+def test_keys_that_all_heads_share_are_reduced_with_their_queries() -> None:
+    """One layer's keys and values, spread out to as many heads as queries have."""
+    every = {
+        cell["lever"]: cell
+        for cell in cells("grouped heads", {name: LEVERS[name] for name in ("`--preset none`", "`--preset best`")})
+    }
+    assert every["`--preset best`"]["error"] < every["`--preset none`"]["error"] < 0.9
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("kind", of_levers.KINDS)
+def test_a_cell_is_an_error_or_a_reason(kind: str) -> None:
+    asked = ("`--preset best`", "`--macs`", "`--sparse 2:4`", "`--rescale`", "`--merge-tokens`", "BF16")
+    rows = list(cells(kind, {name: LEVERS[name] for name in asked}))
+    by_lever = {row["lever"]: row for row in rows}
+    for lever in ("`--preset best`", "`--macs`", "`--sparse 2:4`", "BF16"):
+        assert by_lever[lever]["error"] < 0.7, (kind, by_lever[lever])
+    is_of_tokens = of_levers.KINDS[kind].share in ("mlp", "attn")
+    assert ("reason" in by_lever["`--rescale`"]) is is_of_tokens or kind == "squeeze and excitation"
+    assert is_of_tokens or "no attention of tokens" in by_lever["`--merge-tokens`"]["reason"]
+    page = levers({"rows": rows})
+    for row in rows:
+        line = next(line for line in page.splitlines() if line.startswith(f"| {row['lever']}"))
+        told = line.split("|")[2].strip()
+        assert re.fullmatch(r"\[\d+\]" if "reason" in row else r"[\d.e-]+", told), line
+
+
+def test_the_terms_that_make_it_hard_are_what_they_say() -> None:
+    assert unevenness(torch.full((2, 5), 3.0)) == 0.0
+    assert unevenness(torch.tensor([1.0, float(np.e) ** 2])) == pytest.approx(1.0)
+    values = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(0))
+    values[..., 3] = values[..., 0] * 2.0 + 1.0
+    expected = 0.0
+    for group in values.double().numpy():
+        squares = np.corrcoef(group, rowvar=False) ** 2
+        expected += np.mean([squares[i, j] for i in range(4) for j in range(4) if i != j]) * 4 / 2
+    assert float(correlation(values)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_labels_are_the_class_and_the_third_of_the_wavelengths() -> None:
+    labelled = made("train", 60)
+    low, high = WAVELENGTHS
+    assert ((labelled.wavelengths >= low) & (labelled.wavelengths < high)).all()
+    for label, plain, wavelength in zip(labels_by_band(labelled), labelled.labels, labelled.wavelengths, strict=True):
+        band = 0 if wavelength < 26 / 3 else 1 if wavelength < 31 / 3 else 2
+        assert label == plain * 3 + band
+
+
+def test_figures_of_a_pair_of_models() -> None:
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
+    dense = np.eye(2)[[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]]
+    reduced = np.eye(2)[[0, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
+    found = hard_vit.figures(dense, reduced, labels)
+    assert (found["only_dense_right"], found["only_reduced_right"]) == (3, 1)
+    assert found["accuracy"] == 0.7
+    assert found["agreement"] == 0.6
+    assert found["relative_error"] == pytest.approx(np.sqrt(8 / 10))
+    change = np.array([0, -1, -1, 1, -1, 0, 0, 0, 0, 0])  # of each image's being right
+    half = 100 * 1.959964 * change.std() / np.sqrt(10)
+    assert found["points"] == pytest.approx([-20.0, -20.0 - half, -20.0 + half], rel=1e-5)
+    assert hard_vit.figures(dense, dense, labels)["points"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow("training")
+def test_it_trains_reduces_by_every_method_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hard_training.ARCHITECTURE
+    monkeypatch.setattr(hard_training, "ARCHITECTURE", replace(whole, kwargs={**whole.kwargs, "depth": 1}))
+    monkeypatch.setattr(hard_training, "DEPTH", 1)
+    monkeypatch.setattr(hard_training, "BATCH", 8)
+    monkeypatch.setattr(options, "STEPS", {"none": 0, "layer": 1, "block": 2, "model": 2})
+    monkeypatch.setattr(hard_vit, "SPARSITIES", (0.5,))
+    once = hard_training.trained(tmp_path / "one", images=16, epochs=2)
+    hard_training.train(tmp_path / "two.pt", images=16, epochs=2)
+    dense = load_checkpoint(tmp_path / "one")
+    assert once.architecture.kwargs["num_classes"] == 72
+    held = torch.load(tmp_path / "two.pt", weights_only=True)["model"]
+    assert all(torch.equal(value, held[name]) for name, value in dense.model.state_dict().items())
+
+    subject = hard_vit.Subject(dense, made("train", 32), made("held-out", 12), tmp_path)
+    path, setting = tmp_path / "record.json", hard_vit.setting(subject)
+    hard_vit.measure(subject, Record(path, hard_vit.KIND, setting))
+    record = Record(path, hard_vit.KIND, setting)
+    rows = {row["method"]: row for row in record["rows"]}
+    assert list(rows) == [way.name for way in hard_vit.WAYS]
+    assert rows["best, closed loop"]["macs_share"] == rows["none"]["macs_share"] < 1.0
+    assert rows["thorough"]["macs_share"] <= rows["none"]["macs_share"]
+    assert rows["best"]["relative_error"] < rows["none"]["relative_error"]
+    assert f"| thorough | {rows['thorough']['macs_share']:.2f} |" in table(record.content)
+
+    monkeypatch.setattr(hard_vit.Subject, "row", None)  # nothing is missing, so nothing is reduced
+    hard_vit.measure(subject, record)
+    with pytest.raises(BadInput, match="measured with another weights"):
+        Record(path, hard_vit.KIND, setting | {"weights": "others"})

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from benchmarks.quality import perceptual
 from calib.combination import merge, rest
-from calib.fingerprints import Fingerprints, FingerprintsText
-from calib.perceptual import ALIKE, BITS, are_alike, perceptual_hashes
+from calib.fingerprints import ALIKE, BITS, Fingerprints, FingerprintsText, are_alike, perceptual_hashes
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests.test_calib_store import moments
@@ -107,15 +106,7 @@ def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
     assert torch.equal(hashed.sorted().hashes_M2, hashed.hashes_M2.flip(0))
 
 
-@pytest.mark.parametrize(
-    ("ids", "hashes"),
-    [
-        ("!", ""),
-        ("AAAA", ""),
-        ("", "A" * 21 + "=="),
-        ("A" * 11 + "=", "AA=="),
-    ],
-)
+@pytest.mark.parametrize(("ids", "hashes"), [("!", ""), ("AAAA", ""), ("", "A" * 21 + "=="), ("A" * 11 + "=", "AA==")])
 def test_other_texts_are_refused(ids: str, hashes: str) -> None:
     with pytest.raises(BadInput, match="fingerprints"):
         _ = FingerprintsText(ids=ids, hashes=hashes).fingerprints

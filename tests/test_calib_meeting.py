@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from calib.meeting import fresh
+from calib.distributed import fresh
 
 
 def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 20.0) -> list[PrefixStore]:

@@ -1,7 +1,9 @@
-"""Statistics of convolutions against float64 loops over images and places, merged, halved, saved and refused."""
+"""Statistics of convolutions against float64 loops over images and places, merged, halved, saved and refused; what
+convolutions read, and the memory that their sums take.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from calib import patch_sums
 from calib.collect import Collector, collect
 from calib.combination import merge, rest
+from calib.memory import ChannelShape, PatchShape, Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import Moments, on_device
 from calib.patch_moments import PatchMoments
+from calib.patches import patches
 from calib.redundancy import PatchRedundancy, redundancy
 from calib.sites import PatchTaps
 from calib.store import load, save
 from ground.errors import BadInput
-from tests.tiny_maps import (
+
+from .tiny_maps import (
     CHANNELS_GR,
     collected,
     images_of,
@@ -288,3 +294,162 @@ def test_redundancy_of_a_planted_map() -> None:
     assert isinstance(row, PatchRedundancy)
     assert (row.kind, row.dim, row.k95, row.activation_sparsity) == ("convolution", 12, 1, 1.0)
     assert row.effective_rank == pytest.approx(1.0)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def given_by(u_BNGU: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Patches times weights by group, [B,N,O]."""
+    weight_GPU = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
+    return torch.einsum("bngu,gpu->bngp", u_BNGU, weight_GPU).flatten(2)
+
+
+sides = st.sampled_from([1, 2, 3, 4, 5, 7])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kernel=st.tuples(sides, sides),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    groups=st.sampled_from([1, 2, 6]),
+    edges=st.tuples(*[st.integers(0, 3)] * 4),
+)
+def test_patches_times_weights_are_the_convolution(
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    edges: tuple[int, int, int, int],
+) -> None:
+    conv = nn.Conv2d(6, 12, kernel, stride, 0, dilation, groups, bias=False).double()
+    x_BCHW = random(2, 6, 20, 15)
+    with torch.no_grad():
+        expected = conv(functional.pad(x_BCHW, edges))
+        u_BNGU = patches(x_BCHW, conv, edges)
+        got = given_by(u_BNGU, conv)
+    assert u_BNGU.shape == (2, expected[0, 0].numel(), groups, 6 // groups * kernel[0] * kernel[1])
+    torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("padding", ["same", "valid", 0, 2, (1, 0)])
+@pytest.mark.parametrize("kernel", [3, (2, 4)])
+def test_without_edges_the_convolution_pads_itself(
+    padding: str | int | tuple[int, int], kernel: int | tuple[int, int]
+) -> None:
+    conv = nn.Conv2d(4, 5, kernel, padding=padding, dilation=(1, 2), bias=False).double()
+    x_BCHW = random(3, 4, 9, 11)
+    with torch.no_grad():
+        expected = functional.conv2d(x_BCHW, conv.weight, padding=padding, dilation=(1, 2))
+        got = given_by(patches(x_BCHW, conv), conv)
+    torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
+
+
+def test_columns_are_by_channel_then_by_place() -> None:
+    conv = nn.Conv2d(2, 1, 2)
+    x_BCHW = torch.arange(8.0).view(1, 2, 2, 2)
+    assert patches(x_BCHW, conv).flatten().tolist() == list(range(8))
+
+
+def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
+    conv, x_BCHW = nn.Conv2d(4, 4, 3, 2, 1, groups=2), random(2, 4, 7, 7).float()
+    last = x_BCHW.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(patches(last, conv), patches(x_BCHW, conv))
+
+
+def test_only_zeros_may_be_put_around() -> None:
+    conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
+    with pytest.raises(BadInput, match=r"'reflect'.*zero padding alone"):
+        patches(torch.zeros(1, 2, 4, 4), conv)
+    with pytest.raises(BadInput, match=r"^stem: pads by 'reflect'"):
+        PatchTaps(name="stem", output=conv)
+
+
+@pytest.mark.parametrize(
+    "channels_GR",
+    [
+        torch.tensor([[0, 1]]),
+        torch.tensor([[1, 0], [0, 1]]),
+        torch.tensor([[0, 0], [0, 1]]),
+        torch.tensor([[0, 3], [0, 1]]),
+        torch.tensor([[-1, 0], [0, 1]]),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.zeros(2, 1),
+        torch.tensor([0, 1]),
+    ],
+)
+def test_channels_that_are_not_of_the_groups_are_refused(channels_GR: Tensor) -> None:
+    with pytest.raises(BadInput, match=r"^conv: channels of patches are .*int64 \[2, any\], sorted, of the 3"):
+        PatchTaps(name="conv", output=nn.Conv2d(6, 2, 3, groups=2), channels_GR=channels_GR)
+
+
+def test_edges_below_zero_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"^conv: edges of \(0, -1, 0, 0\)"):
+        PatchTaps(name="conv", output=nn.Conv2d(2, 2, 3), edges=(0, -1, 0, 0))
+
+
+def test_memory_by_formula_is_what_the_moments_take() -> None:
+    model = tiny_maps()
+    shapes = shapes_of_sites(model, taps_of(model), example=images_of(1), device="cpu")
+    assert shapes["some"] == PatchShape(tokens=6 * 6, groups=2, channels=6, chosen=3, taps=6, outputs=12)
+    needed = bytes_needed(shapes, attention_system=True)
+    for name, site in collected(images_of(2), 2).sites.items():
+        values = (getattr(site, field.name) for field in fields(site))
+        taken = sum(each.nbytes for each in values if isinstance(each, Tensor) and each.is_floating_point())
+        assert taken == needed[name], name
+
+
+def wide(channels: int, groups: int = 1) -> PatchShape:
+    return PatchShape(tokens=49, groups=groups, channels=channels, chosen=None, taps=9, outputs=channels * groups)
+
+
+SHAPES: dict[str, Shape] = {
+    "a": wide(64), "b": wide(128), "c": wide(256), "d": wide(256), "depthwise": wide(1, 512),
+    "mlp": ChannelShape(tokens=1, hidden=300),
+}  # fmt: skip
+TOTAL = sum(bytes_needed(SHAPES).values())
+
+
+def restricted(chosen: dict[str, int]) -> int:
+    return sum(
+        replace(shape, chosen=chosen[name]).bytes_of_moments()
+        if name in chosen and isinstance(shape, PatchShape)
+        else shape.bytes_of_moments()
+        for name, shape in SHAPES.items()
+    )
+
+
+def test_nothing_is_restricted_where_everything_fits() -> None:
+    assert patch_channels_that_fit(SHAPES, TOTAL) == {}
+
+
+@pytest.mark.parametrize("share", [0.999, 0.9, 0.7, 0.5, 0.2, 0.06])
+def test_the_largest_give_up_channels_until_it_fits(share: float) -> None:
+    available = int(share * TOTAL)
+    chosen = dict(patch_channels_that_fit(SHAPES, available))
+    assert restricted(chosen) <= available
+    assert all(8 <= count < 256 for count in chosen.values())
+    assert set(chosen) in [set("cdba"[:count]) for count in range(1, 5)]
+    least = next(count for count in range(5) if restricted(dict.fromkeys("cdba"[:count], 8)) <= available)
+    assert len(chosen) <= least
+    assert abs(chosen["c"] - chosen.get("d", chosen["c"])) <= 1 or len(chosen) == 1
+    if max(chosen.values()) < 255:
+        assert restricted({name: count + 3 for name, count in chosen.items()}) > available
+
+
+def test_it_says_what_is_missing_where_nothing_fits() -> None:
+    least = restricted(dict.fromkeys("abcd", 8))
+    assert set(patch_channels_that_fit(SHAPES, least).values()) == {8}
+    with pytest.raises(BadInput, match=r"6 sites need 0\.01 GB more than are available, with patches of 8 channels"):
+        patch_channels_that_fit(SHAPES, least - 10_000_000)
+    with pytest.raises(BadInput, match="1 sites need"):
+        patch_channels_that_fit({"mlp": SHAPES["mlp"]}, 1)
+
+
+def test_shapes_are_learned_on_no_device() -> None:
+    model = tiny_maps().to("meta")
+    shapes = shapes_of_sites(model, taps_of(model), example=torch.zeros(1, 3, 11, 13), device="meta")
+    assert shapes["around"] == PatchShape(tokens=9, groups=1, channels=12, chosen=None, taps=4, outputs=6)

@@ -1,6 +1,5 @@
 """BF16 from command to record: graphs that are rounded as typed, blocks kept in FP32, engines, refusals."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from corp_deploy.cli import main
 from corp_deploy.families.family import family_of
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.release.samples import opened_graph
@@ -25,48 +22,22 @@ from ground.errors import BadInput
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
+from tests.command import invoked, run
+from tests.graphs import needs_rtx
+from tests.recipes import recipe
 
 Array = NDArray[np.float32]
 WEIGHT = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-hold_out = 4
-batch_size = 4
-[held_out]
-images = "held-out.npz"
-[reduce]
-mlp = 0.3
-align_mlp = 8
-[export]
-precisions = ["fp32", "bf16"]
-[parity]
-batches = [1, 3]
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-threads = 1
-[samples]
-count = 3
-[gate]
-fail_if = ["params >= dense"]
-"""
-rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
-def ran(*words: object) -> Result:
-    done = run(*words)
-    assert done.exit_code == 0, done.output
-    return done
+RECIPE = recipe(
+    {
+        "calibration": {"hold_out": 4, "batch_size": 4},
+        "held_out": {"images": "held-out.npz"},
+        "reduce": {"mlp": 0.3, "align_mlp": 8},
+        "export": {"precisions": ["fp32", "bf16"]},
+        "parity": {"batches": [1, 3]},
+        "gate": {"fail_if": ["params >= dense"]},
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("bf16")
     save(tiny.checkpoint(), home / "dense")
     np.save(home / "images.npy", tiny.images(16))
-    ran("export", "--model", home / "dense", "--precision", "fp32,bf16", "-o", home / "dense" / "model.onnx")
+    invoked("export", "--model", home / "dense", "--precision", "fp32,bf16", "-o", home / "dense" / "model.onnx")
     return home
 
 
@@ -173,7 +144,7 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
         last.weight[:, 1] += 0.4 * torch.sin(torch.arange(last.out_features))
     save(broken, tmp_path / "broken")
     output = tmp_path / "m.onnx"
-    done = ran("export", "--model", tmp_path / "broken", "--precision", "mixed-bf16", "--auto", "--images",
+    done = invoked("export", "--model", tmp_path / "broken", "--precision", "mixed-bf16", "--auto", "--images",
                home / "images.npy", "--dense", home / "dense", "-o", output, "--json")  # fmt: skip
     result = json.loads(done.stdout)
     assert all(site.startswith("blocks.1") for site in result["kept_fp32"]), result
@@ -181,7 +152,7 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
     assert facts_of_onnx(output).precision == "mixed-bf16"
     assert set(weight_shares(onnx.load(output))) == {"float32", "bfloat16"}
     healthy = tmp_path / "healthy.mixed-bf16.onnx"
-    done = ran("export", "--model", home / "dense", "--precision", "mixed-bf16", "--auto", "--images",
+    done = invoked("export", "--model", home / "dense", "--precision", "mixed-bf16", "--auto", "--images",
                home / "images.npy", "-o", healthy)  # fmt: skip
     assert "so the graph is bf16, not mixed-bf16" in done.output
     assert facts_of_onnx(healthy).precision == "bf16"
@@ -189,7 +160,7 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("graph")
 def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
-    ran("export", "--model", home / "dense", "--precision", "bf16,mixed-bf16", "--keep-fp32", "blocks.1.mlp",
+    invoked("export", "--model", home / "dense", "--precision", "bf16,mixed-bf16", "--keep-fp32", "blocks.1.mlp",
         "-o", tmp_path / "m.onnx")  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.bf16.onnx", "m.mixed-bf16.onnx"]
     shares = weight_shares(onnx.load(tmp_path / "m.mixed-bf16.onnx"))
@@ -202,10 +173,10 @@ def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-@rtx
+@needs_rtx
 def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: Path, tmp_path: Path) -> None:
     graph, plan = home / "dense" / "model.bf16.onnx", tmp_path / "m.plan"
-    ran(
+    invoked(
         "build", graph, "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:2:4", "--precision", "bf16", "-o", plan
     )
     record = record_of_plan(plan)
@@ -219,7 +190,7 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     assert refused.exit_code == 2
     assert "holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75" in refused.stderr
     assert not (tmp_path / "o.plan").exists()
-    audited = ran("audit", graph, graph, "--sm", "86", "--json")
+    audited = invoked("audit", graph, graph, "--sm", "86", "--json")
     assert json.loads(audited.stdout)["targets"][0]["passed"]
 
 
@@ -228,12 +199,12 @@ def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1))
     np.save(home / "calibration.npy", tiny.images(12))
     (home / "recipe.toml").write_text(RECIPE)
-    ran("release", home / "recipe.toml", "-o", home / "out")
+    invoked("release", home / "recipe.toml", "-o", home / "out")
     out = home / "out"
     assert facts_of_onnx(out / "reduced" / "model.bf16.onnx").precision == "bf16"
     links = {link["kind"]: link["status"] for link in json.loads((out / "parity.json").read_text())["links"]}
     assert links["half"] == "PASS"
-    assert "samples replayed: all as they were made" in " ".join(ran("check", out).stdout.replace("│", " ").split())
+    assert "samples replayed: all as they were made" in " ".join(invoked("check", out).stdout.replace("│", " ").split())
     (home / "recipe.toml").write_text(RECIPE + '\n[targets.onnxruntime-cpu]\nprecision = "bf16"\n')
     refused = run("release", home / "recipe.toml", "-o", out)
     assert refused.exit_code == 2

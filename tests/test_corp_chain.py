@@ -1,4 +1,4 @@
-"""What a proof costs: forward passes, copies and memory of the images."""
+"""What a proof costs: forward passes, copies and memory of the images; products in float16 by way of float32."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.half_products import HalfProducts
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -123,3 +124,52 @@ def test_a_module_that_runs_as_it_is_is_not_copied() -> None:
     with ModuleRunner(module.eval(), precision="bf16") as runner:
         assert runner._ready is not module
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+LAYERS = {
+    "linear": (nn.Linear(300, 7), (5, 300)),
+    "convolution": (nn.Conv2d(6, 4, 3, padding=1, groups=2), (2, 6, 5, 5)),
+    "attention": (nn.MultiheadAttention(12, 3, batch_first=True), (2, 5, 12)),
+}
+
+
+def answered(layer: nn.Module, x: Tensor) -> Tensor:
+    out = layer(x, x, x)[0] if isinstance(layer, nn.MultiheadAttention) else layer(x)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_what_comes_out_is_the_exact_product_rounded(name: str) -> None:
+    layer, shape = LAYERS[name]
+    half, x = layer.half().eval(), torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    with HalfProducts():  # type: ignore[no-untyped-call]
+        given = answered(half, x)
+    exact = answered(half.double(), x.double())
+    assert given.dtype == torch.float16
+    torch.testing.assert_close(given.double(), exact, rtol=2e-3, atol=2e-3 if name == "attention" else 1e-3)
+
+
+@torch.no_grad()
+def test_a_single_product_is_rounded_once() -> None:
+    a, b = (torch.randn(9, 9, generator=torch.Generator().manual_seed(seed)).half() for seed in (0, 1))
+    with HalfProducts():  # type: ignore[no-untyped-call]
+        given = a @ b
+    assert torch.equal(given, (a.float() @ b.float()).half())
+    assert (given.double() - a.double() @ b.double()).abs().max() <= 2.0**-10 * (a.double() @ b.double()).abs().max()
+
+
+@torch.no_grad()
+def test_other_types_are_left_alone() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with HalfProducts():  # type: ignore[no-untyped-call]
+        assert torch.equal(x @ x.T, torch.mm(x, x.T))
+        assert (x.bfloat16() @ x.T.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_what_overflows_float16_is_infinite_as_it_is_there() -> None:
+    big = torch.full((2, 64), 200.0).half()
+    with HalfProducts():  # type: ignore[no-untyped-call]
+        assert torch.isinf(big @ big.T).all()

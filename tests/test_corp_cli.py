@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -20,14 +20,11 @@ from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import replacing
 from tests import tiny
+from tests.command import run
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(main.commands)
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def refused(result: Result, *said: str, code: int = 2) -> None:

@@ -6,22 +6,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner, Result
 from onnx import TensorProto, numpy_helper
 
-from corp_deploy.cli import main
 from examples.digits.images import load
+from tests.command import invoked
 
 RESNET = Path(__file__).parents[1] / "examples" / "digits" / "resnet"
 PLAIN = {"Conv", "Relu", "MaxPool", "Add", "AveragePool", "ReduceMean", "Reshape", "Gemm"}
 # What older torch writes for the shape of its flattening, which newer writes as a number.
 OF_SHAPE = {"Shape", "Concat"}
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, result.output
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +24,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held_out = load("held-out")
     np.savez(root / "images.npz", images=load("train").images[:96])
     np.savez(root / "held-out.npz", images=held_out.images[:32], labels=held_out.labels[:32])
-    run("calibrate", "--model", RESNET, "--images", root / "images.npz", "-o", root / "moments.safetensors")
-    run("reduce", *given(root), "--conv", 0.5, "--align", "conv=8", "-o", root / "reduced")
-    run("export", "--model", root / "reduced", "--precision", "fp32,fp16", "-o", root / "reduced/model.onnx")
+    invoked("calibrate", "--model", RESNET, "--images", root / "images.npz", "-o", root / "moments.safetensors")
+    invoked("reduce", *given(root), "--conv", 0.5, "--align", "conv=8", "-o", root / "reduced")
+    invoked("export", "--model", root / "reduced", "--precision", "fp32,fp16", "-o", root / "reduced/model.onnx")
     return root
 
 
@@ -45,12 +38,12 @@ def given(root: Path) -> tuple[object, ...]:
 def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
     """No MLPs, heads or attention; sites are blocks and stages by their names."""
     sweep = ("sweep", *given(home), "--images", home / "images.npz", "-o", home / "swept")
-    inspected = run("inspect", "--model", RESNET).output
+    inspected = invoked("inspect", "--model", RESNET).output
     printed = [
         inspected,
-        run("reduce", *given(home), "--conv", 0.5, "-o", home / "again").output,
-        run("redundancy", "--moments", home / "moments.safetensors").output,
-        run(*sweep, "--sparsity", 0.5, "--preset", "best").output,
+        invoked("reduce", *given(home), "--conv", 0.5, "-o", home / "again").output,
+        invoked("redundancy", "--moments", home / "moments.safetensors").output,
+        invoked(*sweep, "--sparsity", 0.5, "--preset", "best").output,
     ]
     for text in printed:
         assert [word for word in ("MLP", "ttention", "Q/K", "heads", "padded") if word in text] == []
@@ -69,7 +62,7 @@ def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
     ],
 )
 def test_what_it_has_not_is_refused_with_the_reason(words: tuple[object, ...], reason: str, home: Path) -> None:
-    assert reason in run("reduce", *given(home), *words, "-o", home / "refused", code=2).output
+    assert reason in invoked("reduce", *given(home), *words, "-o", home / "refused", code=2).output
 
 
 @pytest.mark.slow("graph")
@@ -93,7 +86,7 @@ def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.5), weight.name))
     onnx.save(graph, home / "broken.onnx")
     chain = (RESNET, home / "reduced", home / "broken.onnx")
-    result = run("verify", *chain, "--images", home / "held-out.npz", "-o", home / "broken.json", code=1)
+    result = invoked("verify", *chain, "--images", home / "held-out.npz", "-o", home / "broken.json", code=1)
     assert "layer2.1" in result.output
     (fault,) = json.loads((home / "broken.json").read_text())["located"]
     assert fault["site"].startswith("layer2.1")
@@ -104,11 +97,11 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     chain = (RESNET, home / "reduced", home / "reduced/model.onnx", home / "reduced/model.fp16.onnx")
     # Two thirds of the MACs are gone: the stem's last channels are halved too.
     limits = ("--min-agreement", 0.85, "--max-error", 0.15)
-    run("verify", *chain, "--images", home / "held-out.npz", *limits, "-o", home / "parity.json")
+    invoked("verify", *chain, "--images", home / "held-out.npz", *limits, "-o", home / "parity.json")
     links = json.loads((home / "parity.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4
-    run("package", home, "--name", "digits", "-o", home / "repository")
-    run("lint-repo", home / "repository")
+    invoked("package", home, "--name", "digits", "-o", home / "repository")
+    invoked("lint-repo", home / "repository")
 
 
 @pytest.mark.slow("graph")
@@ -116,6 +109,6 @@ def test_engines_are_built_of_both_precisions(home: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     for name in ("model", "model.fp16"):
         words = ("--backend", "tensorrt-rtx", "--batch", "1:4:8", "--sm", "86")
-        built = run("build", home / f"reduced/{name}.onnx", *words, "-o", home / f"{name}.plan").output
+        built = invoked("build", home / f"reduced/{name}.onnx", *words, "-o", home / f"{name}.plan").output
         assert "the graph has none" in built, "no attention to fuse"
         assert (home / f"{name}.plan").stat().st_size > 100_000

@@ -117,10 +117,7 @@ def test_the_count_is_torchs_own(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fixed"),
-    [
-        ("map pool", {"patch_embed", "attn_pool"}),
-        ("distilled", {"patch_embed", "head", "head_dist"}),
-    ],
+    [("map pool", {"patch_embed", "attn_pool"}), ("distilled", {"patch_embed", "head", "head_dist"})],
 )
 def test_inspection_names_what_no_site_owns(family: str, fixed: set[str]) -> None:
     name, kwargs = FAMILIES[family]

@@ -10,12 +10,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.family import family_of, sequence_spec, sites_of
 from corp_deploy.families.head_attention import HeadAttention
@@ -26,14 +25,9 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
 from ground.errors import BadInput
 from tests import decoders
+from tests.command import invoked
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Sites of which a constant stays: against means computed image by image, saved, exported, built, and in a budget."""
 
-import importlib.util
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +37,7 @@ from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save as save_graph
 from ground.errors import BadInput
 from tests import encoders, tiny
+from tests.graphs import needs_rtx
 
 METHOD = method_from_preset("best", align_hidden=32, align_head=8)
 EMPTIED: Widths = {"blocks.0.mlp": 0, "blocks.1.attn": EMPTY_HEADS}
@@ -147,10 +147,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(widths: Widths, moments: Mome
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="TensorRT-RTX is not installed for this platform",
-)
+@needs_rtx
 def test_an_engine_is_built_of_it(emptied: Reduction, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     save_graph(graph_of(emptied.model, "fp16"), path)

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from PIL import Image
 
-from corp_deploy.cli import main
 from corp_deploy.proof import candidates
 from corp_deploy.proof.golden import read_golden
 from corp_deploy.store.checkpoint import save
@@ -30,6 +29,7 @@ from ground.files import sha256_of_file
 from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
+from tests.command import run
 
 ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
 
@@ -115,10 +115,6 @@ def _stand_ins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             yield runner
 
     monkeypatch.setattr(candidates, "EngineRunner", engine)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def said(result: Result) -> str:

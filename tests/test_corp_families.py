@@ -24,7 +24,7 @@ from corp_deploy.families.site import Currency
 from corp_deploy.families.widths import EMPTY_HEADS, HeadWidths
 from corp_deploy.planning.budget import allocate, dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations
-from corp_deploy.planning.head_choice import choose_heads
+from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_closed_loop

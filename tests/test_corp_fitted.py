@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from benchmarks.trust.faults_scenarios import RECIPE
 from calib.fingerprints import Fingerprints, FingerprintsText
 from calib.store import load
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
+from tests.command import run
 from tests.test_calib_fingerprints import photographs
-from tests.test_corp_cli import run
-from tests.test_corp_release import RECIPE
 
 NONE = {"same": 0, "alike": 0}
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port
-from tests.test_corp_named_outputs_cli import RECIPE, done, invoked
+from tests.command import invoked
+from tests.test_corp_named_outputs_cli import RECIPE, done
 
 PATCHES = Port(name="patches", shape=(16, 48))
 

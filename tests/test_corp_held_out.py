@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
@@ -17,7 +16,6 @@ from calib.images import Images, open_images
 from calib.input_set import parted
 from calib.moments import Moments
 from calib.store import load
-from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -26,6 +24,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import run
 
 FIT, HELD_OUT = 40, 12
 
@@ -164,12 +163,7 @@ def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(bo
     unknown = fit.of_images(Fingerprints())
     for preset, geometry in (("best", "square"), ("corp", "padded")):
         method = method_from_preset(
-            preset,
-            mlp_sparsity=0.5,
-            attention_sparsity=0.5,
-            align_hidden=8,
-            align_head=8,
-            geometry=geometry,
+            preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8, geometry=geometry
         )
         for site in reduce(dense, fit, method, held_out=unknown).sites:
             assert site.held_out is not None
@@ -227,10 +221,6 @@ def test_all_or_none_held_out_is_refused(tmp_path: Path, count: int) -> None:
     np.save(tmp_path / "images.npy", tiny.images(30))
     with pytest.raises(Exception, match=f"got {count} of 30 images"):
         parted(opened(tmp_path / "images.npy"), count, seed=0)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from corp_deploy import load
-from corp_deploy.cli import main
 from tests import hf_towers, tiny
+from tests.command import invoked
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
@@ -132,11 +125,7 @@ def test_a_reduced_model_loads_in_transformers_itself(
             ("--attn", 0.5, "--heads", "square"),
             "heads of 8 instead of 16, and CLIPVisionModel reads",
         ),
-        (
-            "DINOv3ViTModel",
-            ("--attn", 0.5, "--heads", "square"),
-            "heads of 8 instead of 16, and DINOv3ViTModel reads",
-        ),
+        ("DINOv3ViTModel", ("--attn", 0.5, "--heads", "square"), "heads of 8 instead of 16, and DINOv3ViTModel reads"),
         ("SiglipVisionModel", ("--mlp", 0.5), "blocks.0.mlp is 40 wide, and the pooling head's MLP, which stays 80"),
         ("Dinov2Model", ("--mlp", 0.25), "blocks.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
     ],

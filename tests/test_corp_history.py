@@ -4,18 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from benchmarks.trust.history import LAST, is_found, recorded_noise, simulated
-from corp_deploy.cli import main
 from perf.record.runs import save_bench
+from tests.command import run
 from tests.histories import bench_of_release
 
 RISEN = [2.5] * 6 + [2.6]
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def gated(tmp_path: Path, levels: list[float]) -> Result:

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 import corp_deploy
-from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
@@ -24,6 +22,7 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests import small_convnets, tiny
+from tests.command import run
 from tests.test_corp_weights import sharded
 
 NAME = tiny.ARCHITECTURE.name
@@ -40,10 +39,6 @@ PRETRAINED = {
     "classifier": "head",
 }
 CONFIG = {"architecture": NAME, "num_classes": 7, "model_args": MODEL_ARGS, "pretrained_cfg": PRETRAINED}
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture(autouse=True)

@@ -10,26 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.memory import HeadShape
 from calib.moments import HeadMoments, Moments
 from calib.resume import ResumeFile
 from calib.store import load
-from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.heads import qk_at_site
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
+from tests.command import run
 
 ALIGN = "head=8"
 RESTRICTED = ("--attention-system", "--attn", "0.5,0.75", "--align", ALIGN)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def dense() -> Checkpoint:

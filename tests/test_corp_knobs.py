@@ -10,26 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.store import load as load_moments
-from corp_deploy.cli import main
 from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import run
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
 EPS = 0.4
 Array = NDArray[np.float64]
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @cache
@@ -201,11 +196,7 @@ def test_rankings_are_read_as_they_are_printed(text: str) -> None:
     choice = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text]).choice
     assert choice.select == RANKING.from_text(text)
     assert str(choice.said["select"]) == text
-    assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {
-        "mlp": "gram",
-        "conv": "im2col",
-        "heads": "none",
-    }
+    assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {"mlp": "gram", "conv": "im2col", "heads": "none"}
 
 
 def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:

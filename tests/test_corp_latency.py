@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from torch import nn
@@ -27,21 +26,13 @@ from ground.feeds import Feeds, Outputs
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench import latency_table
 from perf.record.runs import Flat
-from perf.runners.memory import Gauge
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from tests import tiny
+from tests.doubles import DoubleOfRunner, FakeClock
 from tests.test_traced_chain import own_checkpoint
 
 CHOICES = method_from_preset("best", align_hidden=16, align_head=8)
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
-
-
-@dataclass
-class FakeClock:
-    now_ns: int = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 def cost_ms(module: nn.Module) -> float:
@@ -50,18 +41,11 @@ def cost_ms(module: nn.Module) -> float:
 
 
 @dataclass
-class FakeRunner:
+class FakeRunner(DoubleOfRunner):
     clock: FakeClock
     ms: float
     inputs: tuple[Port, ...] = (image_port((-1, -1, -1)),)
     outputs: tuple[OutputPort, ...] = (LOGITS,)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
 
     def __call__(self, feeds: Feeds) -> Outputs:
         return {"out": feeds["images"].reshape(len(feeds["images"]), -1)}
@@ -70,11 +54,8 @@ class FakeRunner:
         return replace(self)
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        self.clock.now_ns += round(calls * self.ms * 1e6)
+        self.clock.pass_ms(calls * self.ms)
         return Laps(calls=calls, wall_ms=calls * self.ms, compute_ms=(self.ms,) * calls)
-
-    def gauge(self) -> Gauge | None:
-        return None
 
     def describe(self) -> Flat:
         return {"backend": "fake"}

@@ -26,8 +26,9 @@ from corp_deploy.views.latency import latency_rows
 from ground.ports import Port
 from perf.bench import latency_table
 from tests import tiny
+from tests.doubles import FakeClock
 
-from .test_corp_latency import CHOICES, PLAN, FakeClock, FakeRunner, cost_ms
+from .test_corp_latency import CHOICES, PLAN, FakeRunner, cost_ms
 
 MERGE_MS, MERGED_MS, WHOLE_MS = 0.25, 1500.0, 2000.0
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from corp_deploy import machine
 from corp_deploy.cli import main
 from ground import known_holes
-from ground.versions import version_numbers
+from ground.known_holes import version_numbers
 
 ROOT = Path(__file__).parents[1]
 

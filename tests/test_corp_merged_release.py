@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load
 from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
@@ -20,7 +21,6 @@ from corp_deploy.views.inspection import merging_lines
 from perf.report.render import csv, html, markdown
 
 from . import tiny
-from .test_corp_release import RECIPE
 
 MERGED = RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"')
 

@@ -18,7 +18,8 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop, reduce_in_order
 from ground.errors import BadInput
 from tests import tiny
-from tests.test_corp_named_sites import SOURCE, checkpoint, invoked, named, net, relative
+from tests.command import invoked
+from tests.test_corp_named_sites import SOURCE, checkpoint, named, net, relative
 
 HALF: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
 RUN = ["layers.0.mix", "layers.0.ffn", "layers.1.mix", "layers.1.ffn"]

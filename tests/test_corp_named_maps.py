@@ -18,8 +18,8 @@ from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import dense_from_architecture, save
 from ground.errors import BadInput
 from tests import hierarchies, small_convnets, tiny
+from tests.command import invoked
 from tests.small_models import pixels, small
-from tests.test_corp_named_outputs_cli import invoked
 
 OUTPUTS = ("stage0_map", "stage2_map", "map")
 

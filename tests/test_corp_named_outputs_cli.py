@@ -1,32 +1,25 @@
 """Backbones with named outputs through the commands: reduced, exported, proven output by output, packaged, released."""
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from tests import tiny
+from tests.command import invoked
+from tests.graphs import needs_rtx
+from tests.recipes import recipe
 
 OUTPUTS = ("class", "patches", "block0")
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 @cache
@@ -116,32 +109,15 @@ def test_a_model_repository_carries_all_outputs(home: Path) -> None:
     assert "dims: [ 16, 48 ]" in text.replace("[16, 48]", "[ 16, 48 ]")
 
 
-RECIPE = """
-[model]
-model = "dense"
-outputs = ["class", "patches"]
-[calibration]
-images = "images.npy"
-[held_out]
-images = "held-out.npy"
-[reduce]
-mlp = 0.5
-align_mlp = 8
-[export]
-precisions = ["fp32"]
-[parity]
-max_error = 0.9
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-[samples]
-count = 3
-[package]
-name = "tiny"
-"""
+RECIPE = recipe(
+    {
+        "model": {"outputs": ["class", "patches"]},
+        "calibration": {"images": "images.npy"},
+        "reduce": {"mlp": 0.5, "align_mlp": 8},
+        "parity": {"max_error": 0.9},
+        "package": {"name": "tiny"},
+    }
+)
 
 
 @pytest.mark.slow("graph")
@@ -158,10 +134,7 @@ def test_a_recipe_names_outputs_too(home: Path) -> None:
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> None:
     invoked(
         "export",

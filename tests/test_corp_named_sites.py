@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 import corp_deploy
-from corp_deploy.cli import main
 from corp_deploy.families.family import family_of, image_spec, sites_of
 from corp_deploy.families.own_modules import architecture_of, build
 from corp_deploy.families.preprocessing import Preprocessing
@@ -27,6 +25,8 @@ from corp_deploy.store.dense_model import load_dense
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked
+from tests.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "examples" / "own_module" / "net.py").read_text()
@@ -173,12 +173,6 @@ def test_planted_redundancy_is_removed_exactly(tmp_path: Path) -> None:
     assert errors["best"] < 1e-3 < errors["none"], errors
 
 
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
-
-
 @pytest.mark.slow("graph")
 def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
@@ -266,29 +260,14 @@ def test_code_that_will_not_do_is_refused(name: str, tmp_path: Path) -> None:
     assert FAULTS[name].replace("\\", "") in said
 
 
-RECIPE = """
-[model]
-model = "module:net.py:build"
-[calibration]
-images = "images.npy"
-[held_out]
-images = "held-out.npy"
-[reduce]
-mlp = 0.5
-align_mlp = 8
-[export]
-precisions = ["fp32"]
-[parity]
-max_error = 0.9
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-[samples]
-count = 3
-"""
+RECIPE = recipe(
+    {
+        "model": {"model": "module:net.py:build"},
+        "calibration": {"images": "images.npy"},
+        "reduce": {"mlp": 0.5, "align_mlp": 8},
+        "parity": {"max_error": 0.9},
+    }
+)
 
 
 @pytest.mark.slow("graph")

@@ -15,7 +15,7 @@ from corp_deploy.families.family import output_ports, with_outputs
 from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import save
 from tests import tiny
-from tests.test_corp_named_outputs_cli import invoked
+from tests.command import invoked
 
 NAMES = ("class", "block0")
 

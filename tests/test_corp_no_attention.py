@@ -4,20 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from tests import tiny
+from tests.command import invoked
 from tests.small_models import pixels, small
 
 NONE = "is not honoured by a model without attention"
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == code, (words, result.output)
-    return result
 
 
 @pytest.fixture
@@ -27,7 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(checkpoint, tmp_path / "dense")
     tiny.opened(tmp_path / "images.npy", pixels(checkpoint.model, 24).numpy(), checkpoint.model)
     monkeypatch.chdir(tmp_path)
-    run("calibrate", "--model", "dense", "--images", "images.npy", "-o", "moments.safetensors", "-q")
+    invoked("calibrate", "--model", "dense", "--images", "images.npy", "-o", "moments.safetensors", "-q")
     return tmp_path
 
 
@@ -40,24 +33,24 @@ def test_what_asks_for_heads_is_refused(home: Path) -> None:
         (("--macs", 0.7, "--heads", "square", "--images", "images.npy"), "--heads square"),
         (("--mlp", 0.5, "--heads", "auto", "--images", "images.npy"), "--heads auto"),
     ):
-        assert f"{words} {NONE} (ConvNeXt, which has MLPs)" in run(*reduce, *options, code=2).output
+        assert f"{words} {NONE} (ConvNeXt, which has MLPs)" in invoked(*reduce, *options, code=2).output
         assert not (home / "reduced").exists()
     calibrate = ("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors")
-    assert f"--attention-system {NONE}" in run(*calibrate, "--attention-system", code=2).output
-    assert "no attention of tokens is found" in run(*calibrate, "--merge-tokens", 2, code=2).output
+    assert f"--attention-system {NONE}" in invoked(*calibrate, "--attention-system", code=2).output
+    assert "no attention of tokens is found" in invoked(*calibrate, "--merge-tokens", 2, code=2).output
     sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
-    assert f"--parts attn {NONE}" in run(*sweep, "--parts", "attn", code=2).output
+    assert f"--parts attn {NONE}" in invoked(*sweep, "--parts", "attn", code=2).output
 
 
 @pytest.mark.slow("models")
 def test_nothing_is_said_of_attention(home: Path) -> None:
     sweep = ("sweep", "--model", "dense", "--moments", "moments.safetensors", "--images", "images.npy", "-o", "swept")
     printed = [
-        run("inspect", "--model", "dense").output,
-        run("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors").output,
-        run("reduce", "--model", "dense", "--moments", "moments.safetensors", "--mlp", 0.5, "-o", "reduced").output,
-        run("redundancy", "--moments", "moments.safetensors", "-o", "redundancy.svg").output,
-        run(*sweep, "--sparsity", 0.5, "--min-agreement", 0.01).output,
+        invoked("inspect", "--model", "dense").output,
+        invoked("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors").output,
+        invoked("reduce", "--model", "dense", "--moments", "moments.safetensors", "--mlp", 0.5, "-o", "reduced").output,
+        invoked("redundancy", "--moments", "moments.safetensors", "-o", "redundancy.svg").output,
+        invoked(*sweep, "--sparsity", 0.5, "--min-agreement", 0.01).output,
     ]
     printed.append((home / "redundancy.svg").read_text())
     for text in printed:

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from corp_deploy.cli import main
 from corp_deploy.proof.candidates import candidate_from_path, in_runtime
 from corp_deploy.release import calls
 from corp_deploy.release.recipe import Recipe, Target
@@ -20,13 +18,10 @@ from corp_deploy.store.checkpoint import save
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
+from tests.command import run
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2, "--threads", 1)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

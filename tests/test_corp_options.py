@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from corp_deploy.cli import main
 from corp_deploy.commands.model_choice import ModelChoice
@@ -28,6 +28,7 @@ from ground.built_here import note_built
 from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
+from tests.command import run
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -41,10 +42,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "flush_l2": (True,),
 }
 SETTLED = {"backend", "device", "provider"}  # to give another value of these is to ask for another way
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def record_of(backend: str) -> EngineRecord:

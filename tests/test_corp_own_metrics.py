@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
-from corp_deploy.cli import main
 from corp_deploy.proof import chain
 from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.metric_request import metric_from_text, metrics_from_texts
@@ -25,6 +23,7 @@ from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.parity import load_parity
 from tests import tiny
+from tests.command import run
 from tests.test_corp_printed import PLAIN
 
 SCORE = """\
@@ -42,10 +41,6 @@ QUIET = SCORE.partition("with open")[0]
 """Leaves nothing in a release, of which `check` would tell."""
 LOGITS = {"logits": np.arange(12, dtype=np.float32).reshape(4, 3)}
 INPUTS = ProofInputs(feeds={"images": np.zeros((4, 1), dtype=np.float32)}, digest="0", names=("a", "b", "c", "d"))
-
-
-def run(*words: object) -> Any:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def python(code: str) -> str:

@@ -17,8 +17,7 @@ from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.steps import Walk
 from corp_deploy.families.token_merging import Tokens
-from corp_deploy.polish.adam import Adam
-from corp_deploy.polish.descent import step_size
+from corp_deploy.polish.descent import Adam, step_size
 from corp_deploy.polish.draws import Draw, drawn
 from corp_deploy.polish.held_out import parted
 from corp_deploy.polish.matrices import chosen_
@@ -26,8 +25,7 @@ from corp_deploy.polish.objective import output_error, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
-from corp_deploy.polish.teacher import Teacher, TeacherOfViews
-from corp_deploy.polish.views import view
+from corp_deploy.polish.teacher import Teacher, TeacherOfViews, view
 from corp_deploy.polish.walk import blocks
 from ground.errors import BadInput
 from tests import tiny

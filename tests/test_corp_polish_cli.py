@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.store import load as load_moments
-from corp_deploy.cli import main
 from corp_deploy.invocation.compositions import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
@@ -20,6 +19,7 @@ from corp_deploy.polish.parts import Progress
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny
+from tests.command import invoked
 
 NARROW = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
 
@@ -33,12 +33,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, more in (("m", ()), ("left-out", ("--hold-out", 5))):
         invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)
     return root
-
-
-def invoked(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
 
 
 def reduced(home: Path, name: str, *words: object, code: int = 0) -> Result:

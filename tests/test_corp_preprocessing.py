@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from PIL import Image
 from safetensors.torch import save_file
 
 from calib.store import load
-from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
@@ -36,6 +35,7 @@ from ground.errors import BadInput
 from ground.feeds import only
 from ground.ports import Port
 from tests import tiny
+from tests.command import run
 
 KEYS = tiny.ARCHITECTURE.kwargs
 NAME, KWARGS = tiny.ARCHITECTURE.name, json.dumps(dict(KEYS))
@@ -49,10 +49,6 @@ FOUND = {
     "crop_mode": "squash",
     "input_size": [3, 32, 32],
 }
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -327,11 +323,7 @@ def test_a_preset_of_other_channels_is_neither_applied_nor_written(channels: int
 
 def test_one_number_of_a_preset_is_of_the_channels_that_it_names(tmp_path: Path) -> None:
     """A snapshot's for all of its own channels, and for no others that are asked for."""
-    for channels, size, kwargs, expected in (
-        (3, 3, {}, [0.5] * 3),
-        (1, 1, {}, [0.5]),
-        (3, 1, {"in_chans": 3}, None),
-    ):
+    for channels, size, kwargs, expected in ((3, 3, {}, [0.5] * 3), (1, 1, {}, [0.5]), (3, 1, {"in_chans": 3}, None)):
         config = {"mean": [0.5], "std": [0.5], "input_size": [size, 32, 32], "fixed_input_size": True}
         own = {name: value for name, value in KEYS.items() if name not in ("num_classes", "img_size")}
         snapshot = {"architecture": NAME, "num_classes": 7, "pretrained_cfg": config, "model_args": own}

@@ -12,40 +12,28 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from corp_deploy.cli import main
 from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.proof.quantised_precision import bounds_of
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.engine.libraries import Library
-from export.engine.limits import remedies
+from export.engine.libraries import Library, remedies
 from export.engine.record import record_of_plan
 from export.graph.quantised import layers
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
+from ground.known_holes import version_numbers
 from ground.precision import INT8
-from ground.versions import version_numbers
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
+from tests.command import invoked, run
+from tests.graphs import needs_rtx
 
 Array = NDArray[np.float32]
-rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
-def ran(*words: object) -> Result:
-    done = run(*words)
-    assert done.exit_code == 0, done.output
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny.checkpoint(), home / "dense")
     np.save(home / "images.npy", tiny.images(24))
     words = ["--precision", "fp32,fp16,int8,fp8", "--images", home / "images.npy", "--samples", 16]
-    ran("export", "--model", home / "dense", *words, "-o", home / "dense" / "model.onnx")
+    invoked("export", "--model", home / "dense", *words, "-o", home / "dense" / "model.onnx")
     return home
 
 
@@ -71,7 +59,9 @@ def test_export_writes_each_with_what_it_is(home: Path) -> None:
 @pytest.mark.slow("graph")
 def test_verify_holds_each_to_the_dense_models_own_error(home: Path) -> None:
     graphs = [home / "dense" / f"model{name}.onnx" for name in ("", ".int8", ".fp8")]
-    ran("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "-o", home / "parity.json")
+    invoked(
+        "verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "-o", home / "parity.json"
+    )
     links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
     for name, shown in (("int8", "INT8"), ("fp8", "FP8")):
         link = links[f"dense-onnx-{name}"]
@@ -110,7 +100,7 @@ def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) ->
     """
     path = tmp_path / "model.fp8.onnx"
     words = ["--precision", "fp8", "--rest", "fp32", "--images", home / "images.npy"]
-    ran("export", "--model", home / "dense", *words, "-o", path)
+    invoked("export", "--model", home / "dense", *words, "-o", path)
     pixels = tiny.images(5, seed=3)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -134,7 +124,7 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
     save(broken, tmp_path / "broken")
     out = tmp_path / "model.onnx"
     words = ["--precision", "int8", "--scales", "max", "--images", home / "images.npy", "--auto"]
-    done = ran("export", "--model", tmp_path / "broken", "--dense", home / "dense", *words, "-o", out, "--json")
+    done = invoked("export", "--model", tmp_path / "broken", "--dense", home / "dense", *words, "-o", out, "--json")
     (row,) = json.loads(done.stdout)["written"]
     kept = row["kept_rest"]
     assert kept[0] == "blocks.1.mlp"
@@ -142,7 +132,7 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(tmp_path / "broken")
     bounds = bounds_of(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
     ports = output_ports(checkpoint.model)
-    ran("export", "--model", tmp_path / "broken", "-o", tmp_path / "exact.onnx")
+    invoked("export", "--model", tmp_path / "broken", "-o", tmp_path / "exact.onnx")
     rows = []
     for path in (tmp_path / "exact.onnx", out):
         with candidate_from_path(path).opened(ports) as opened:
@@ -154,7 +144,7 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
 @pytest.mark.slow("graph")
 def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
     words = ["--precision", "int8,fp32", "--rest", "fp32", "--images", home / "images.npy", "--keep-rest", "blocks.0.*"]
-    done = ran("export", "--model", home / "dense", *words, "-o", tmp_path / "model.onnx", "--json")
+    done = invoked("export", "--model", home / "dense", *words, "-o", tmp_path / "model.onnx", "--json")
     (row,) = [each for each in json.loads(done.stdout)["written"] if each["precision"] == "int8"]
     assert (row["rest"], row["kept_rest"]) == ("fp32", ["blocks.0.*"])
     step = candidate_from_path(tmp_path / "model.int8.onnx")
@@ -168,8 +158,8 @@ def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
 def computed(home: Path) -> Path:
     """Graphs that ONNX Runtime computes in INT8: of weights of eight bits and of seven."""
     words = ["--rest", "fp32", "--scales", "max", "--images", home / "images.npy"]
-    ran("export", "--model", home / "dense", "-o", home / "eight.int8.onnx", "--precision", "int8", *words)
-    done = ran("export", "--model", home / "dense", "-o", home / "seven.int8.onnx", "--precision", "int8", *words,
+    invoked("export", "--model", home / "dense", "-o", home / "eight.int8.onnx", "--precision", "int8", *words)
+    done = invoked("export", "--model", home / "dense", "-o", home / "seven.int8.onnx", "--precision", "int8", *words,
                "--weight-bits", 7, "--json")  # fmt: skip
     (row,) = json.loads(done.stdout)["written"]
     assert row["weight_bits"] == 7
@@ -268,10 +258,7 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
             "'6': expected a whole number from 7 to 8",
         ),
         (["--precision", "int8", "--images", home / "images.npy", "--keep-fp32", "head"], "--keep-fp32"),
-        (
-            ["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"],
-            "fits no layer",
-        ),
+        (["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"], "fits no layer"),
     ]
     for words, message in asked:
         done = run(*model, *words)
@@ -292,7 +279,7 @@ def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None
 
 
 @pytest.mark.slow("graph")
-@rtx
+@needs_rtx
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
     plan = tmp_path / "model.plan"
@@ -301,10 +288,10 @@ def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precisi
         refused = run("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
         assert refused.exit_code == 2
         assert "it builds no convolution in INT8: export with --keep-rest patch_embed.proj, or" in refused.output
-        ran("export", "--model", home / "dense", "-o", home / "kept.onnx", "--precision", "int8",
+        invoked("export", "--model", home / "dense", "-o", home / "kept.onnx", "--precision", "int8",
             "--images", home / "images.npy", "--keep-rest", "patch_embed.proj")  # fmt: skip
         graph = home / "kept.onnx"
-    ran("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
+    invoked("build", graph, "--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o", plan)
     record = record_of_plan(plan)
     assert record.precision == precision
     assert record.fused_attention == len(record.attention_sites) == 2
@@ -320,5 +307,5 @@ def test_ranges_of_a_grey_model_are_taken_of_its_arrays(tmp_path: Path) -> None:
     save(tiny.checkpoint(in_chans=1, depth=1), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(8)[:, :1])
     words = ["--precision", "int8", "--scales", "max", "--images", tmp_path / "images.npy"]
-    ran("export", "--model", tmp_path / "dense", *words, "-o", tmp_path / "m.onnx")
+    invoked("export", "--model", tmp_path / "dense", *words, "-o", tmp_path / "m.onnx")
     assert facts_of_onnx(tmp_path / "m.onnx").precision == "int8"

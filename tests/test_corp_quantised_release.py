@@ -6,50 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from corp_deploy.cli import main
-from corp_deploy.release.served import is_faster, quantised_graph, to_serve
-from corp_deploy.release.serving import package_of_directory
+from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
+from tests.command import run
+from tests.recipes import recipe
 
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-[held_out]
-images = "held-out.npy"
-[reduce]
-mlp = 0.3
-align_mlp = 8
-[export]
-precisions = ["fp32", "int8"]
-rest = "fp32"
-range_samples = 6
-weight_bits = 7
-[parity]
-batches = [1, 3]
-quantised_factor = 8.0
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-threads = 1
-[samples]
-count = 3
-[targets.onnxruntime-cpu]
-precision = "int8"
-"""
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
+RECIPE = recipe(
+    {
+        "reduce": {"mlp": 0.3, "align_mlp": 8},
+        "export": {"precisions": ["fp32", "int8"], "rest": "fp32", "range_samples": 6, "weight_bits": 7},
+        "parity": {"batches": [1, 3], "quantised_factor": 8.0},
+        "targets.onnxruntime-cpu": {"precision": "int8"},
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,7 @@ def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, added: str, said: s
         ("mlp = 0.5\nheads = 'ragged'", "--heads ragged is not honoured by a reduction that leaves attention alone"),
         ("mlp = 0.5\nalign_mlp = 0", "reduce.align_mlp is 0, expected a whole number from 1 to 65536"),
         ("mlp = 0.5\nridge = 0", "reduce.ridge is 0, expected a number in (0, 1000000]"),
-        (
-            "mlp = 0.5\nclosed_loop = 1",
-            "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric",
-        ),
+        ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric"),
         ("mlp = 0.5\nreads = 'all'", "[reduce]: --reads all is not honoured by the open loop"),
         ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
     ],
@@ -154,11 +151,7 @@ def test_a_reduction_that_cannot_be_is_refused(tmp_path: Path, reduce: str, said
     [
         ("kept", "mlp = 0.5", "'kept', but this reduction needs no such system; leave it out, or give preset corp"),
         ("whole", "mlp = 0.5\nattn = 0.5", "'whole', but this reduction needs no such system"),
-        (
-            "kept",
-            "attn = 0\npreset = 'corp'",
-            "attn = 0 keeps every dimension; expected 'whole', or attn above 0",
-        ),
+        ("kept", "attn = 0\npreset = 'corp'", "attn = 0 keeps every dimension; expected 'whole', or attn above 0"),
         ("kept", "attn = 0.5\npreset = 'corp'\nselect_head = 'magnitude'", "expected 'whole', or select_head 'energy'"),
         ("all", "attn = 0.5\npreset = 'corp'", "calibration.attention_system is 'all', expected one of whole, kept"),
     ],

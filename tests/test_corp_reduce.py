@@ -211,9 +211,7 @@ def test_only_what_is_asked_is_reduced(example_moments: Moments) -> None:
 def test_geometries_compute_the_same(example_moments: Moments) -> None:
     padded, ragged = (
         reduce(
-            example().model,
-            example_moments,
-            method_from_preset("best", attention_sparsity=0.5, geometry=geometry),
+            example().model, example_moments, method_from_preset("best", attention_sparsity=0.5, geometry=geometry)
         ).model
         for geometry in ("padded", "ragged")
     )
@@ -238,10 +236,7 @@ def test_qk_norm_keeps_q_and_k_and_says_so(tmp_path: Path) -> None:
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduction = reduce(checkpoint.model, moments, method)
-    assert [note.split(":")[0] for note in reduction.notes] == [
-        "blocks.0.attn keeps Q/K",
-        "blocks.1.attn keeps Q/K",
-    ]
+    assert [note.split(":")[0] for note in reduction.notes] == ["blocks.0.attn keeps Q/K", "blocks.1.attn keeps Q/K"]
     assert {part.qk for part in vit.sites(reduction.model).heads} == {16}
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from numpy.typing import NDArray
 
+from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load as load_moments
-from corp_deploy.cli import main
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof import speed
@@ -45,50 +45,14 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
 from tests import tiny
+from tests.command import run
 from tests.histories import bench_of_release
 from tests.nvml import FakeNvml
 
 ROOT = Path(__file__).parents[1]
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-hold_out = 4
-batch_size = 4
-[held_out]
-images = "held-out.npz"
-labels = "held-out.npz"
-[reduce]
-mlp = 0.3
-attn = 0.5
-align_mlp = 8
-align_head = 8
-[export]
-precisions = ["fp32"]
-[parity]
-batches = [1, 3]
-[bench]
-batches = [2]
-time_limit_s = 2
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-threads = 1
-[samples]
-count = 3
-[gate]
-fail_if = ["params >= dense"]
-[package]
-name = "tiny"
-"""
 MEASURED = {"bench.json", "gate.json", "report.html", "report.md", "report.xml", "MODEL_CARD.md"}
 MEASURED |= {"manifest.json", "SHA256SUMS", "sbom.cdx.json", "provenance.json"}
 KILLS = 14
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def release(home: Path, *words: object, expect: int = 0) -> Result:

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from perf.parity.parity import load_parity
 from tests import tiny
+from tests.command import run
+from tests.recipes import recipe
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 SCORE = """\
@@ -24,46 +25,22 @@ with np.load(sys.argv[1]) as file:
     assert len(file["names"]) == len(file["labels"])
     print((file["logits"].argmax(1) == file["labels"]).mean())
 """
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-batch_size = 4
-hold_out = 3
-snapshots = [4, 6]
-[held_out]
-images = "held-out.npz"
-labels = "held-out.npz"
-[reduce]
-mlp = 0.3
-align_mlp = 8
-[export]
-precisions = ["fp32"]
-[targets.openvino]
-[parity]
-batches = [1, 3]
-min_agreement = 0.5
-metric = ["hits=PYTHON score.py {outputs}"]
-metric_files = ["score.py"]
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-threads = 1
-[samples]
-count = 3
-[gate]
-fail_if = ["params >= dense", "metric.hits < baseline - 0.01"]
-[package]
-name = "tiny"
-"""
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
+RECIPE = recipe(
+    {
+        "calibration": {"batch_size": 4, "hold_out": 3, "snapshots": [4, 6]},
+        "held_out": {"images": "held-out.npz", "labels": "held-out.npz"},
+        "reduce": {"mlp": 0.3, "align_mlp": 8},
+        "targets.openvino": {},
+        "parity": {
+            "batches": [1, 3],
+            "min_agreement": 0.5,
+            "metric": ["hits=PYTHON score.py {outputs}"],
+            "metric_files": ["score.py"],
+        },
+        "gate": {"fail_if": ["params >= dense", "metric.hits < baseline - 0.01"]},
+        "package": {"name": "tiny"},
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -302,10 +302,5 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
     note = "the moments were taken without merged tokens"
     assert any(note in line for line in planned.said), "narrower sites were fitted to them"
     for no_fit in ({"closed_loop": "asymmetric"}, {"budget": None}):
-        _, planned = reduce_as_asked(
-            dense,
-            probe.moments,
-            replace(asked, allow_partial=True, **no_fit),
-            images=images,
-        )
+        _, planned = reduce_as_asked(dense, probe.moments, replace(asked, allow_partial=True, **no_fit), images=images)
         assert not any(note in line for line in planned.said), planned.said

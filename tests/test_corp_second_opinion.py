@@ -12,24 +12,17 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from tests import tiny
+from tests.command import invoked
 
 COUNT, BATCH = 20, 8
 LACKING = "the extra `interop` (Polygraphy) is not installed"
 polygraphy_json = pytest.importorskip("polygraphy.json", reason=LACKING)
 polygraphy_tools = pytest.importorskip("polygraphy.tools", reason=LACKING)
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 def polygraphy(line: str, directory: Path) -> tuple[int, str]:
@@ -53,7 +46,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export_checkpoint(dense, root / f"{precision}.onnx", precision=precision)
     np.save(root / "images.npy", tiny.images(COUNT))
     words = ("--images", root / "images.npy", "--batch", f"1,{BATCH}", "-o", root / "parity.json")
-    result = run("verify", root / "dense", root / "fp32.onnx", root / "fp16.onnx", *words, "--polygraphy", root / "p")
+    result = invoked(
+        "verify", root / "dense", root / "fp32.onnx", root / "fp16.onnx", *words, "--polygraphy", root / "p"
+    )
     (root / "printed.txt").write_text(result.stdout)
     return root
 
@@ -117,9 +112,9 @@ def test_a_damaged_graph_fails_there_and_inside(home: Path) -> None:
 def test_what_it_cannot_write_is_refused_before_the_proof(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "dense", tmp_path / "reduced")
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
-    said = run("verify", home / "dense", tmp_path / "reduced", *words, code=2).stderr
+    said = invoked("verify", home / "dense", tmp_path / "reduced", *words, code=2).stderr
     assert "none of the candidates is an ONNX graph" in " ".join(said.split())
-    said = run("verify", home / "fp32.onnx", home / "fp16.onnx", *words, code=2).stderr
+    said = invoked("verify", home / "fp32.onnx", home / "fp16.onnx", *words, code=2).stderr
     assert "--polygraphy" in said
     assert not (tmp_path / "parity.json").exists()
     assert not (tmp_path / "p").exists()
@@ -128,7 +123,7 @@ def test_what_it_cannot_write_is_refused_before_the_proof(home: Path, tmp_path: 
 def test_without_polygraphy_the_remedy_is_said(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polygraphy.json", None)
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
-    said = run("verify", home / "dense", home / "fp32.onnx", *words, code=4).stderr
+    said = invoked("verify", home / "dense", home / "fp32.onnx", *words, code=4).stderr
     assert "install the extra `interop`" in said
     assert not list(tmp_path.iterdir())
 
@@ -140,6 +135,6 @@ def test_a_grey_model_is_compared_on_its_arrays(tmp_path: Path) -> None:
     export_checkpoint(grey, tmp_path / "m.onnx", precision="fp32")
     np.save(tmp_path / "images.npy", tiny.images(4)[:, :1])
     words = ("--images", tmp_path / "images.npy", "--batch", 4, "-o", tmp_path / "p.json", "--polygraphy")
-    run("verify", tmp_path / "dense", tmp_path / "m.onnx", *words, tmp_path / "p")
+    invoked("verify", tmp_path / "dense", tmp_path / "m.onnx", *words, tmp_path / "p")
     (line,) = [line for line in (tmp_path / "p" / "compare.sh").read_text().splitlines() if "polygraphy" in line]
     assert polygraphy(line, tmp_path / "p")[0] == 0

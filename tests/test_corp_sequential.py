@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch import Tensor
 
 from calib.collect import Collector
 from calib.moments import ChannelMoments, Moments
 from calib.store import join, load, save
-from corp_deploy.cli import main
 from corp_deploy.families.text_decoder import DecoderBlock
 from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
@@ -21,14 +20,9 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from ground.errors import BadInput
 from tests import decoders
+from tests.command import invoked
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")

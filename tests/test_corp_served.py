@@ -5,21 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 import corp_deploy
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from tests import tiny
+from tests.command import invoked
 from tests.triton_server import Server, lack, run_clients
 
 REASON = lack()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-
-def done(*words: object) -> None:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.slow("graph", "server")
@@ -29,13 +23,13 @@ def test_a_reduced_model_is_served_as_it_computes(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     (tmp_path / "labels.txt").write_text("".join(f"class {index}\n" for index in range(7)))
     model = ["--model", tmp_path / "dense"]
-    done("calibrate", *model, "--images", tmp_path / "images.npy", "-o", tmp_path / "m.safetensors")
+    invoked("calibrate", *model, "--images", tmp_path / "images.npy", "-o", tmp_path / "m.safetensors")
     words = ["--moments", tmp_path / "m.safetensors", "--mlp", 0.5, "--attn", 0.5, "--align", "head=8"]
-    done("reduce", *model, *words, "-o", tmp_path / "reduced")
-    done("export", "--model", tmp_path / "reduced", "-o", tmp_path / "reduced" / "model.onnx")
+    invoked("reduce", *model, *words, "-o", tmp_path / "reduced")
+    invoked("export", "--model", tmp_path / "reduced", "-o", tmp_path / "reduced" / "model.onnx")
     repository = tmp_path / "repository"
-    done("package", tmp_path, "-o", repository, "--name", "tiny", "--labels", tmp_path / "labels.txt")
-    done("lint-repo", repository)
+    invoked("package", tmp_path, "-o", repository, "--name", "tiny", "--labels", tmp_path / "labels.txt")
+    invoked("lint-repo", repository)
     with torch.inference_mode():
         expected = corp_deploy.load(tmp_path / "reduced")(torch.from_numpy(images)).numpy()
     (tmp_path / "server").mkdir()

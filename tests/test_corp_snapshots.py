@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch import Tensor
 
 from calib import memory
@@ -20,20 +20,14 @@ from calib.patch_moments import PatchMoments
 from calib.snapshots import Snapshots
 from calib.store import load
 from calib.store import save as save_moments
-from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import encoders, small_convnets, tiny
+from tests.command import invoked
 
 COUNT, BATCH = 30, 12
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def calibrated(home: Path, images: str, output: Path, *words: object, code: int = 0) -> Result:
     given = ["--model", home / "dense", "--images", home / images, "--batch-size", BATCH, "-o", output]
-    return run("calibrate", *given, *words, code=code)
+    return invoked("calibrate", *given, *words, code=code)
 
 
 def tensors(site: SiteMoments) -> Iterator[tuple[str, object]]:
@@ -142,7 +136,7 @@ def test_snapshots_of_documents(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
         given = ("--model", f"hf:{tmp_path / 'hf'}", "--text", tmp_path / f"{name}.txt", "--attention-system")
         wanted = ("--snapshots", "7") if name == "all" else ()
-        run("calibrate", *given, *wanted, "-o", tmp_path / f"{name}.safetensors")
+        invoked("calibrate", *given, *wanted, "-o", tmp_path / f"{name}.safetensors")
     assert_equal(load(tmp_path / "all.7.safetensors"), load(tmp_path / "first.safetensors"))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +18,6 @@ from torch.nn import functional
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
@@ -40,6 +39,7 @@ from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, qua
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import biased_models, encoders, small_convnets, tiny
+from tests.command import invoked
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
 
@@ -305,12 +305,6 @@ def test_a_layer_that_can_not_be_sparse_is_left_with_the_reason() -> None:
 
 
 # The command
-
-
-def invoked(*words: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -17,20 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corp_deploy.cli import main
 from corp_deploy.planning import sweep as sweeping
 from corp_deploy.planning import sweep_speed
-from corp_deploy.planning.sweep_points import (
-    SpeedAtBatch,
-    SweepPoint,
-    fastest_that_agrees,
-    front,
-    with_fronts,
-)
+from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
 from corp_deploy.planning.sweep_scores import top_k
 from corp_deploy.planning.sweep_speed import Bench
 from corp_deploy.planning.sweep_trials import sweep_folder
@@ -39,16 +32,13 @@ from perf.record.runs import load_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 from tests import tiny
+from tests.command import run
 from tests.histories import bench_of_release
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
 MERGED = ("--calibration-images", "x.npy")
 QUICK = ("--time-limit", 0.5, "--half-width", 0.5)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @cache

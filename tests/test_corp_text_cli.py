@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.moments import ChannelMoments
 from calib.store import load as load_moments
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.families.family import text_spec
 from tests import encoders
+from tests.command import invoked
 
 Run = Callable[..., Result]
 
@@ -31,12 +31,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = invoked("calibrate", *model(directory), "--text", directory / "calibration.txt", "-o", moments(directory))
     assert "6 sites, 28 documents" in result.output
     return directory
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 def model(home: Path) -> tuple[str, str]:

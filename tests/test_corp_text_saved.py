@@ -6,25 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch.nn import functional as F
 
 from calib.inputs import run_model
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.families.family import text_spec
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_saved import transformers_form
 from ground.errors import BadInput
 from tests import encoders
+from tests.command import invoked
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
-
-
-def invoked(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 def calibrated(home: Path) -> tuple[str, ...]:

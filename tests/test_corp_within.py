@@ -382,10 +382,7 @@ def recipe_text(within: str, calibration: str = "hold_out = 16", reduce: str = "
     ("text", "said"),
     [
         (recipe_text("error 2"), "[reduce]: --within: 'error 2': expected error and a number in (0, 1)"),
-        (
-            recipe_text("error 0.1", reduce="macs = 0.5"),
-            "--within chooses the budget itself; give it without --macs",
-        ),
+        (recipe_text("error 0.1", reduce="macs = 0.5"), "--within chooses the budget itself; give it without --macs"),
         (recipe_text("error 0.1", calibration=""), "is judged on images held out; give calibration.hold_out"),
         (recipe_text("accuracy -1"), "needs labels of the images that calibration.hold_out leaves out"),
     ],

@@ -11,10 +11,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.store import load
-from corp_deploy.cli import main
 from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
@@ -22,7 +21,7 @@ from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
-from corp_deploy.planning.head_choice import choose_heads
+from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep_scores import outputs
 from corp_deploy.proof.locate import fix_command
@@ -34,6 +33,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from perf.parity.measures import measures
 from tests import tiny
+from tests.command import run
 
 HAS_RTX = sys.platform == "linux"
 if HAS_RTX:
@@ -42,10 +42,6 @@ if HAS_RTX:
     except ImportError:
         HAS_RTX = False
 needs_rtx = pytest.mark.skipif(not HAS_RTX, reason="tensorrt-rtx is not installed")
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def done(*words: object, code: int = 0) -> Result:

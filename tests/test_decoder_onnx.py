@@ -10,36 +10,24 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from corp_deploy.cli import main
 from corp_deploy.families import decoder_builder
 from corp_deploy.store.decoder_graph import DecoderGraph, graph_of_directory
 from ground.errors import BadInput
 from perf.record.decoders import KvCache, load_decoder_bench
 from perf.runners.decoder import DecoderRunner
 from tests import decoders
+from tests.command import invoked
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed, so that nothing builds graphs")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
-NARROW: dict[str, Any] = {
-    "intermediate_size": 80,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
+NARROW: dict[str, Any] = {"intermediate_size": 80, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 """Half of the channels, and one group of two."""
 KINDS = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 QUICK = ("--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1, "--threads", 1)
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert result.exit_code == code, result.output + result.stderr
-    return result
 
 
 def changes_of(name: str) -> dict[str, Any]:
@@ -53,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("graphs")
     for name in (*KINDS, *(f"{kind}-narrow" for kind in KINDS)):
         decoders.write_decoder(directory / name, name.removesuffix("-narrow"), **changes_of(name))
-        run("export-decoder", directory / name, "-o", directory / "onnx" / name, "-q")
+        invoked("export-decoder", directory / name, "-o", directory / "onnx" / name, "-q")
     decoders.write_decoder(directory / "opt", "opt")
     return directory
 
@@ -117,7 +105,7 @@ def test_a_step_is_timed_behind_a_cache(home: Path) -> None:
 def test_export_tells_the_cache(home: Path, tmp_path: Path) -> None:
     """Half of the groups is half of the cache: 2 x layers x groups x head x 4 bytes a token."""
     words = ("--baseline", home / "llama", "--length", 100, "--batch", 3, "--json", "-q")
-    told = json.loads(run("export-decoder", home / "llama-narrow", "-o", tmp_path / "g", *words).stdout)
+    told = json.loads(invoked("export-decoder", home / "llama-narrow", "-o", tmp_path / "g", *words).stdout)
     dense, reduced = told["caches"]["dense"], told["caches"]["reduced"]
     assert (dense["token_bytes"], reduced["token_bytes"]) == (2 * 2 * 2 * 16 * 4, 2 * 2 * 1 * 16 * 4)
     assert reduced["size_bytes"] == 256 * 100 * 3
@@ -127,7 +115,7 @@ def test_export_tells_the_cache(home: Path, tmp_path: Path) -> None:
     assert "+" not in proto.producer_version, "no commit of a repository that the package is installed below"
     assert (tmp_path / "g" / "tokenizer.json").is_file()
     assert not list((tmp_path / "g").glob(".*"))
-    assert run("export-decoder", home / "llama-narrow", "-o", tmp_path / "again", "-q").stdout == ""
+    assert invoked("export-decoder", home / "llama-narrow", "-o", tmp_path / "again", "-q").stdout == ""
     for file in (tmp_path / "g").iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
@@ -136,26 +124,26 @@ def test_export_tells_the_cache(home: Path, tmp_path: Path) -> None:
 def test_other_precisions_are_measured(
     home: Path, tmp_path: Path, precision: str, most: float, value_bytes: int
 ) -> None:
-    run("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
+    invoked("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
     assert graph_of_directory(tmp_path / "g").cache.value_bytes == value_bytes
     words = ("verify-decoder", home / "llama", tmp_path / "g", "-o", tmp_path / "p.json", "--length", 8, "-q", "--json")
-    links = json.loads(run(*words).stdout)["links"]
+    links = json.loads(invoked(*words).stdout)["links"]
     assert [link["status"] for link in links] == ["MEASURED"] * 2
     assert all(1e-5 < link["measures"]["relative_error"] < most for link in links), links
-    assert json.loads(run(*words, "--max-error", 1e-6, code=1).stdout)["links"][0]["status"] == "FAIL"
+    assert json.loads(invoked(*words, "--max-error", 1e-6, code=1).stdout)["links"][0]["status"] == "FAIL"
 
 
 def test_what_a_cpu_has_no_kernel_for(home: Path, tmp_path: Path) -> None:
     """Norms of queries and keys are inside of FP16's attention."""
-    run("export-decoder", home / "qwen3", "-o", tmp_path / "g", "--precision", "fp16", "-q")
-    told = run("verify-decoder", home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
+    invoked("export-decoder", home / "qwen3", "-o", tmp_path / "g", "--precision", "fp16", "-q")
+    told = invoked("verify-decoder", home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
     assert "a graph in fp16 is for provider cuda" in told
 
 
 def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     """A graph of the same widths and other weights; positions that turn at another pace are found too."""
     words = ("-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
-    good = json.loads(run("verify-decoder", home / "llama", home / "onnx" / "llama", *words).stdout)
+    good = json.loads(invoked("verify-decoder", home / "llama", home / "onnx" / "llama", *words).stdout)
     assert good == json.loads((tmp_path / "p.json").read_text())
     assert [(link["name"], link["status"]) for link in good["links"]] == [
         ("prefill", "PASS"),
@@ -163,18 +151,18 @@ def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     ]
     assert all(link["measures"]["relative_error"] < 1e-5 for link in good["links"])
     decoders.write_decoder(tmp_path / "other", "llama", rope_theta=100.0)
-    found = json.loads(run("verify-decoder", tmp_path / "other", home / "onnx" / "llama", *words, code=1).stdout)
+    found = json.loads(invoked("verify-decoder", tmp_path / "other", home / "onnx" / "llama", *words, code=1).stdout)
     assert [link["status"] for link in found["links"]] == ["FAIL"] * 2
-    told = run("verify-decoder", home / "llama-narrow", home / "onnx" / "llama", *words, code=2).stderr
+    told = invoked("verify-decoder", home / "llama-narrow", home / "onnx" / "llama", *words, code=2).stderr
     assert "give the directory that the graph was built of" in told
-    long = run("verify-decoder", home / "llama", home / "onnx" / "llama", *words[:2], "--length", 65, code=2)
+    long = invoked("verify-decoder", home / "llama", home / "onnx" / "llama", *words[:2], "--length", 65, code=2)
     assert "65 tokens" in long.stderr
 
 
 def test_bench_times_both(home: Path, tmp_path: Path) -> None:
     """Every length and batch has both, in turns, from graphs and from plain directories alike."""
     words = (home / "onnx" / "llama", home / "llama-narrow", "--length", 4, "--batch", 2, "--cached", 16)
-    told = json.loads(run("bench-decoder", *words, *QUICK, "-o", tmp_path / "b.json", "--json", "-q").stdout)
+    told = json.loads(invoked("bench-decoder", *words, *QUICK, "-o", tmp_path / "b.json", "--json", "-q").stdout)
     record = load_decoder_bench(tmp_path / "b.json")
     assert record.caches["dense"].token_bytes == 2 * record.caches["reduced"].token_bytes == 512
     assert [each.length for each in record.prefill] == [4] == [each["length"] for each in told["prefill"]]
@@ -217,7 +205,7 @@ def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapp
     text = json.dumps({entry: value for entry, value in config.items() if value is not None})
     (changed / "config.json").write_text(text)
     words = command.format(home=home, changed=changed, out=out).split(" ")
-    told = run(*words, code=2).stderr
+    told = invoked(*words, code=2).stderr
     assert said in told, told
     assert not out.exists()
 
@@ -225,7 +213,7 @@ def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapp
 def test_what_the_builder_cannot_do_is_told(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of a graph that failed, and what stood there stays."""
     out = tmp_path / "out"
-    run("export-decoder", home / "llama", "-o", out, "-q")
+    invoked("export-decoder", home / "llama", "-o", out, "-q")
     before = {file.name: file.read_bytes() for file in out.iterdir()}
 
     def broken(directory: Path, output: Path, precision: str, scratch: Path) -> None:
@@ -234,16 +222,16 @@ def test_what_the_builder_cannot_do_is_told(home: Path, tmp_path: Path, monkeypa
         raise KeyError("rope")
 
     monkeypatch.setattr(decoder_builder, "_run_builder", broken)
-    told = run("export-decoder", home / "qwen2", "-o", out, code=2).stderr
+    told = invoked("export-decoder", home / "qwen2", "-o", out, code=2).stderr
     assert "KeyError" in told
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-    run("export-decoder", home / "qwen2", "-o", tmp_path / "new" / "out", code=2)
+    invoked("export-decoder", home / "qwen2", "-o", tmp_path / "new" / "out", code=2)
     assert not (tmp_path / "new").exists()
 
 
 def test_without_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
-    told = run("export-decoder", home / "llama", "-o", tmp_path / "out", code=4).stderr
+    told = invoked("export-decoder", home / "llama", "-o", tmp_path / "out", code=4).stderr
     assert "install the extra `genai`" in told
 
 

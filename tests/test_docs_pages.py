@@ -13,7 +13,7 @@ from tests.pages import DOCS, ROOT, blocks, follow, pages
 from tests.printed import lacking
 
 ELSEWHERE = {
-    "start.md",  # from the wheel, in a fresh environment: test_wheel.py
+    "start.md"  # from the wheel, in a fresh environment: test_wheel.py
 }
 FOLLOWED = [
     page

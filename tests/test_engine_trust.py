@@ -8,9 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from click.testing import CliRunner, Result
 
-from corp_deploy.cli import main
 from corp_deploy.proof.engine_trust import record_of_trusted_plan, trusting_engines
 from corp_deploy.store.checkpoint import save
 from export.engine.record import record_of_plan, sha256_of
@@ -18,6 +16,7 @@ from ground.built_here import list_of_engines, note_built, was_built_here
 from ground.errors import BadInput
 from perf.runners.engine import EngineRunner
 from tests import tiny
+from tests.command import run
 from tests.export_served import write_onnx, write_plan
 
 LIBRARIES = ("tensorrt", "tensorrt_rtx", "tensorrt_bindings")
@@ -42,10 +41,6 @@ def _own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     return write_plan(tmp_path / "m.plan", write_onnx(tmp_path / "m.onnx"))
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def flip(path: Path) -> None:

@@ -14,37 +14,17 @@ from corp_deploy.demo import run as demo
 from corp_deploy.demo.calls import DemoScale
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
+from tests.recipes import recipe
 
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-[held_out]
-images = "held-out.npz"
-labels = "held-out.npz"
-[reduce]
-mlp = 0.5
-attn = 0.5
-align_mlp = 8
-align_head = 8
-[export]
-precisions = ["fp32"]
-[parity]
-batches = [2]
-max_error = 0.9
-[bench]
-batches = [2]
-time_limit_s = 0.5
-block_ms = 1
-half_width = 0.9
-[samples]
-count = 3
-[gate]
-fail_if = ["params >= dense"]
-[package]
-name = "tiny"
-"""
+RECIPE = recipe(
+    {
+        "held_out": {"images": "held-out.npz", "labels": "held-out.npz"},
+        "reduce": {"mlp": 0.5, "attn": 0.5, "align_mlp": 8, "align_head": 8},
+        "parity": {"batches": [2], "max_error": 0.9},
+        "gate": {"fail_if": ["params >= dense"]},
+        "package": {"name": "tiny"},
+    }
+)
 
 
 def write_images(directory: Path) -> None:

@@ -1,11 +1,9 @@
 """A text encoder of BERT's kind as ONNX and as an engine: the embeddings of torch, attention fused under its mask."""
 
 import copy
-import importlib.util
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -17,10 +15,9 @@ from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.families.traced_narrowing import at_widths
-from export.engine.build import build_engine
-from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port
+from tests.graphs import built, needs_rtx, session_of
 
 TOKENS, VOCABULARY = 16, 120
 INPUTS = [Port(name=name, shape=(TOKENS,), dtype="int64") for name in ("input_ids", "attention_mask")]
@@ -51,7 +48,7 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
     model = encoder(normalize=precision == "fp32", qk=32)
     path = tmp_path / "encoder.onnx"
     save(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
-    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = session_of(path)
     for count in (1, 5):
         feed = padded_texts(count)
         with torch.no_grad():
@@ -63,15 +60,11 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 @pytest.mark.parametrize("qk", [64, 32])
 def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     save(onnx_from_model(encoder(qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
-    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:8:16"),), sms=("86",))
-    record = build_engine(path, options).record
+    record = built(path, "1:8:16")
     assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
     assert [port.name for port in record.inputs] == [port.name for port in INPUTS]

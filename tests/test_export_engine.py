@@ -1,6 +1,5 @@
 """Real TensorRT-RTX engines, built without a GPU: what fuses, what is recorded, what is refused."""
 
-import importlib.util
 import json
 import signal
 from collections.abc import Callable
@@ -22,14 +21,12 @@ from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
+from ground.known_holes import version_numbers
 from ground.ports import LOGITS, image_port
-from ground.versions import version_numbers
 from tests.export_vit import Attention, Vit
+from tests.graphs import needs_rtx
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+pytestmark = needs_rtx
 
 BATCHES = (BatchProfile(smallest=1, tuned=8, largest=64),)
 SMALL_SITES = ("blocks.0.attn", "blocks.1.attn", "blocks.2.attn")
@@ -263,12 +260,7 @@ def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, t
     old = onnx.load_model_from_string(whole)
     old.opset_import[0].version = 13
     onnx.save(old, tmp_path / "old.onnx")
-    for name, says in (
-        ("cut", "cut short"),
-        ("foreign", "not an ONNX"),
-        ("old", "opset 13"),
-        ("absent", "no such"),
-    ):
+    for name, says in (("cut", "cut short"), ("foreign", "not an ONNX"), ("old", "opset 13"), ("absent", "no such")):
         with pytest.raises(BadInput, match=says):
             build(tmp_path / f"{name}.onnx")
     with pytest.raises(BadInput, match="called fp16 but none of its"):

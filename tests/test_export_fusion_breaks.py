@@ -1,6 +1,5 @@
 """Fusion breaks: what is marked, who drops it, what a real builder makes of it, and how few of them a search needs."""
 
-import importlib.util
 import itertools
 import json
 from collections.abc import Sequence
@@ -34,11 +33,8 @@ from ground.feeds import Outputs
 from ground.ports import FUSION_BREAK, LOGITS, image_port
 from perf.runners.onnx import OnnxRunner
 from tests.export_vit import Vit
+from tests.graphs import needs_rtx
 
-RTX = pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
 ARCHITECTURE = Architecture(
     name="vit_tiny_patch16_224",
     kwargs={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5},
@@ -141,7 +137,7 @@ def record_of(graph: onnx.ModelProto, path: Path, target: str) -> EngineRecord:
 
 
 @pytest.mark.slow("engine")
-@RTX
+@needs_rtx
 @pytest.mark.parametrize("target", ["86", "89"])
 def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Path, target: str) -> None:
     plain = record_of(graph, tmp_path / "plain.onnx", target)

@@ -1,12 +1,11 @@
 """Hierarchies as graphs and engines: torch's outputs at any batch, attention fused as in the dense model."""
 
-import importlib.util
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
 from calib.collect import collect
 from corp_deploy.families.family import listened, sites_of
@@ -16,8 +15,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest, preprocessing_text
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.audit import audit_fusion
-from export.engine.options import BatchProfile
+from tests.graphs import audited, needs_rtx, require_as_torch
 from tests.hierarchies import checkpoint, pixels
 from tests.small_models import outputs
 
@@ -42,25 +40,22 @@ def reduced(form: str) -> Checkpoint:
 @pytest.mark.parametrize("form", PRECISIONS)
 def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, tmp_path: Path) -> None:
     export_checkpoint(reduced(form), tmp_path / "model.onnx", precision=PRECISIONS[form])
-    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for count in (1, 5):
-        images = pixels(reduced(form).model, count, seed=count)
-        exact = outputs(reduced(form).model, images).numpy()
-        (got,) = session.run(None, {"images": images.numpy()})
-        assert np.linalg.norm(got - exact) < BOUNDS[PRECISIONS[form]] * np.linalg.norm(exact)
+    model = reduced(form).model
+
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        images = pixels(model, count, seed=count)
+        return images.numpy(), outputs(model, images).numpy()
+
+    require_as_torch(tmp_path / "model.onnx", asked, BOUNDS[PRECISIONS[form]])
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(tmp_path: Path) -> None:
     """In mask units, of pooled queries, and of all tokens."""
     export_checkpoint(checkpoint("hiera"), tmp_path / "dense.onnx", precision="fp16")
     export_checkpoint(reduced("hiera"), tmp_path / "reduced.onnx", precision="fp16")
-    batch = BatchProfile(smallest=1, tuned=4, largest=8)
-    (audit,) = audit_fusion(tmp_path / "dense.onnx", tmp_path / "reduced.onnx", batch=batch)
+    audit = audited(tmp_path / "dense.onnx", tmp_path / "reduced.onnx")
     assert audit.passed
     every = sites_of(checkpoint("hiera").model).every
     sites = {site.name.removesuffix(".qk") for site in every if site.name.endswith(".qk")}

@@ -1,13 +1,12 @@
 """Models without attention as graphs and engines: torch's outputs at any batch, and layers as timm has them."""
 
-import importlib.util
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 from torch import nn
 
 from calib.collect import collect
@@ -17,10 +16,8 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import model_digest, preprocessing_text
 from corp_deploy.views.engine import audit_table
-from export.engine.audit import audit_fusion
-from export.engine.build import build_engine
-from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model, save
+from tests.graphs import audited, built, needs_rtx, require_as_torch
 from tests.small_models import outputs, pixels, small
 
 NAMES = ("convnext_atto", "convnext_tiny", "convnextv2_atto", "small_mixer", "small_resmlp")
@@ -61,12 +58,11 @@ def graph(name: str, precision: str = "fp32", *, is_reduced: bool = True) -> onn
     ],
 )
 def test_a_graph_gives_torchs_outputs_at_any_batch(name: str, precision: str, bound: float) -> None:
-    session = ort.InferenceSession(graph(name, precision).SerializeToString(), providers=["CPUExecutionProvider"])
-    for count in (1, 5):
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
         images = pixels(dense(name), count, seed=count)
-        expected = outputs(reduced(name), images).numpy()
-        (got,) = session.run(None, {"images": images.numpy()})
-        assert np.linalg.norm(got - expected) < bound * np.linalg.norm(expected)
+        return images.numpy(), outputs(reduced(name), images).numpy()
+
+    require_as_torch(graph(name, precision), asked, bound)
 
 
 @pytest.mark.slow("graph")
@@ -81,18 +77,13 @@ def test_a_convnext_keeps_the_layers_that_it_has_in_timm() -> None:
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 def test_an_engine_is_built_and_an_audit_finds_no_attention(tmp_path: Path) -> None:
     for kind, is_reduced in (("dense", False), ("reduced", True)):
         save(graph("small_mixer", "fp16", is_reduced=is_reduced), tmp_path / f"{kind}.onnx")
-    batch = BatchProfile(smallest=1, tuned=4, largest=8)
-    choices = BuildOptions(backend="tensorrt-rtx", profiles=(batch,), sms=("86",))
-    record = build_engine(tmp_path / "reduced.onnx", choices).record
+    record = built(tmp_path / "reduced.onnx", "1:4:8")
     assert (record.attention_sites, record.half_weight_share) == ((), 1.0)
-    (audit,) = audit_fusion(tmp_path / "dense.onnx", tmp_path / "reduced.onnx", batch=batch)
+    audit = audited(tmp_path / "dense.onnx", tmp_path / "reduced.onnx")
     assert audit.passed
     assert not audit.lost
     assert audit_table([audit]).columns[1]._cells == ["-"]

@@ -38,11 +38,7 @@ def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
     assert (config.text("backend"), config.text("platform")) == ("openvino", "")
     assert config.text("default_model_filename") == "model.onnx"
     assert sorted(path.name for path in (repository / "vit_cpu/1").iterdir()) == ["labels.txt", "model.onnx"]
-    assert parameters(config) == {
-        "NUM_STREAMS": "2",
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": "3",
-    }
+    assert parameters(config) == {"NUM_STREAMS": "2", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": "3"}
     (group,) = config.messages("instance_group")
     assert (group.text("kind"), group.number("count")) == ("KIND_CPU", 2)
     # The backend would fix the batch at max_batch_size and fill every request up to it.

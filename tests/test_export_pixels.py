@@ -1,6 +1,5 @@
 """Graphs that take pixels: normalised inside to what the float graph gives, in every precision, or refused."""
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -11,13 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
-from corp_deploy.cli import main
 from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_input import AHEAD
@@ -30,6 +27,8 @@ from ground.errors import BadInput
 from ground.pixels import Normalisation
 from perf.parity.rounding import round_file
 from tests import small_convnets, small_models, tiny
+from tests.command import run
+from tests.graphs import needs_rtx
 
 SIZE = 32
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -255,10 +254,6 @@ def test_arrays_of_pixels_are_what_their_files_are(tmp_path: Path) -> None:
         images_for_model(model, tmp_path / "sixteen.npy")
 
 
-def run(*words: object) -> Any:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     save(tiny.checkpoint(depth=1), tmp_path / "dense")
@@ -326,7 +321,7 @@ def test_graphs_say_what_they_take(tmp_path: Path) -> None:
     np.testing.assert_allclose(inside["mean"], image_spec(checkpoint.model).as_json()["mean"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed")
+@needs_rtx
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "model.onnx"

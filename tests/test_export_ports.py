@@ -1,6 +1,5 @@
 """Models of several inputs and of other outputs than logits, from torch to ONNX, engines and a Triton repository."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,8 @@ from export.engine.options import BatchProfile, BuildOptions
 from export.engine.ort_artifact import build_ort_artifact
 from export.engine.record import record_of_plan
 from export.graph.check import check_onnx
-from export.graph.examples import example_inputs
 from export.graph.ports import GraphPort, noted_inputs, noted_outputs, roles_of_graph
-from export.graph.to_onnx import onnx_bytes, onnx_from_model
+from export.graph.to_onnx import example_inputs, onnx_bytes, onnx_from_model
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.package import Package
@@ -40,6 +38,7 @@ from tests.export_text import (
     sentences,
     write_text_onnx,
 )
+from tests.graphs import needs_rtx
 
 NAMES = ["input_ids", "attention_mask"]
 
@@ -294,10 +293,7 @@ def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], t
     assert noted_outputs(onnx.load(tmp_path / "model.onnx")) == [EMBEDDING]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 def test_a_plan_takes_every_input_in_its_profile(graphs: dict[str, Path], tmp_path: Path) -> None:
     options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:4:16"),), sms=("86",))
     engine = build_engine(graphs["fp16"], options)

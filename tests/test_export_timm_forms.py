@@ -1,22 +1,20 @@
 """Every form of timm's VisionTransformer as ONNX, and some as engines: torch's outputs, attention fused."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from corp_deploy.families.family import input_ports, output_ports, sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.build import build_engine
-from export.engine.options import BatchProfile, BuildOptions
 from tests import tiny
+from tests.graphs import built, needs_rtx, require_as_torch, session_of
 from tests.vit_forms import REDUCED, checkpoint, method, opened
 
 PRECISIONS = (("fp32", 1e-4), ("fp16", 2e-2))
@@ -31,46 +29,32 @@ def reduced(dense: Checkpoint) -> nn.Module:
     return reduce(dense.model, taken, method()).model
 
 
-def size_of(model: nn.Module) -> int:
-    return input_ports(model)[0].shape[-1]
-
-
-def outputs(model: nn.Module, seed: int, count: int) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.from_numpy(tiny.images(count, seed, size_of(model))))
-    return out.double()
-
-
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("form", [form for form in REDUCED if form not in PLAIN])
 def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form, depth=1)
     narrower = reduced(dense)
     whole = Checkpoint(model=narrower, architecture=dense.architecture, lineage={})
+
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        pixels = tiny.images(count, seed=4, size=input_ports(narrower)[0].shape[-1])
+        with torch.inference_mode():
+            return pixels, narrower(torch.from_numpy(pixels)).double().numpy()
+
     for precision, limit in PRECISIONS if form in HALF else PRECISIONS[:1]:
         export_checkpoint(whole, tmp_path / f"{precision}.onnx", precision=precision)
-        session = ort.InferenceSession(tmp_path / f"{precision}.onnx", providers=["CPUExecutionProvider"])
-        (port,) = session.get_inputs()
-        for count in (1, 3):
-            pixels = tiny.images(count, seed=4, size=size_of(narrower))
-            feed = pixels.astype(np.float16 if "float16" in port.type else np.float32)
-            (out,) = session.run(None, {port.name: feed})
-            exact = outputs(narrower, seed=4, count=count)
-            assert np.linalg.norm(out.astype(np.float64) - exact.numpy()) < limit * float(exact.norm()), precision
-    assert [port.name for port in output_ports(narrower)] == [each.name for each in session.get_outputs()]
+        require_as_torch(tmp_path / f"{precision}.onnx", asked, limit, (1, 3))
+    given = session_of(tmp_path / "fp32.onnx").get_outputs()
+    assert [port.name for port in output_ports(narrower)] == [each.name for each in given]
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 @pytest.mark.parametrize("form", ["packed gate", "gate apart", "residual post-norm", "side by side"])
 def test_attention_stays_fused(form: str, tmp_path: Path) -> None:
     dense = checkpoint(form, depth=1)
     narrower = reduced(dense)
     whole = Checkpoint(model=narrower, architecture=dense.architecture, lineage={})
     export_checkpoint(whole, tmp_path / "m.onnx", precision="fp16")
-    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:2:4"),), sms=("86",))
-    record = build_engine(tmp_path / "m.onnx", options).record
+    record = built(tmp_path / "m.onnx", "1:2:4")
     assert set(record.fused_attention_sites or ()) == {site.name for site in sites_of(narrower).heads}

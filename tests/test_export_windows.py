@@ -2,23 +2,21 @@
 model.
 """
 
-import importlib.util
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.audit import audit_fusion
-from export.engine.options import BatchProfile
 from tests import biased_models
 from tests.biased_models import opened, pixels
+from tests.graphs import audited, needs_rtx, require_as_torch
 from tests.small_models import outputs
 from tests.vit_forms import method
 
@@ -46,25 +44,21 @@ def reduced(form: str) -> Checkpoint:
 def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, precision: str, bound: float, tmp_path: Path) -> None:
     model = reduced(form).model
     export_checkpoint(reduced(form), tmp_path / "m.onnx", precision=precision)
-    session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
-    for count in (1, 5):
+
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
         images = pixels(model, count, seed=count)
-        exact = outputs(model, images).numpy()
-        (got,) = session.run(None, {"images": images.numpy()})
-        assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
+        return images.numpy(), outputs(model, images).numpy()
+
+    require_as_torch(tmp_path / "m.onnx", asked, bound)
 
 
 @pytest.mark.slow("graph", "engine")
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None,
-    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
-)
+@needs_rtx
 @pytest.mark.parametrize(("form", "attentions"), [("windows", 3), ("tables", 1)])
 def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(form: str, attentions: int, tmp_path: Path) -> None:
     for name, each in (("dense", dense(form)), ("half", reduced(form))):
         export_checkpoint(each, tmp_path / f"{name}.onnx", precision="fp16")
-    batch = BatchProfile(smallest=1, tuned=4, largest=8)
-    (audit,) = audit_fusion(tmp_path / "dense.onnx", tmp_path / "half.onnx", batch=batch)
+    audit = audited(tmp_path / "dense.onnx", tmp_path / "half.onnx")
     assert audit.passed
     fused = set(audit.dense.fusion.fused_sites)
     assert set(audit.reduced.fusion.fused_sites) == fused

@@ -110,10 +110,7 @@ def test_planted_redundancy_goes_at_no_loss_at_every_site(form: str, tmp_path: P
     taken, asked = calibrate(dense, images, batch_size=8), uniform_widths(dense.model, half)
     if half.geometry == "square":
         assert len(found(dense.model)) - len(asked) == POOLED.get(form, 0)
-    for narrower in (
-        reduce(dense.model, taken, half).model,
-        reduce_by_closed_loop(dense.model, images, half).model,
-    ):
+    for narrower in (reduce(dense.model, taken, half).model, reduce_by_closed_loop(dense.model, images, half).model):
         widths = {site.name: site.width for site in found(narrower)}
         assert all(
             widths[site.name] < site.width or site.width == 8 for site in found(dense.model) if site.name in asked

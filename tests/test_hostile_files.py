@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors.torch import save as safetensors_bytes
 
@@ -26,7 +25,6 @@ from calib.groups import group_ids
 from calib.images import Images, open_images
 from calib.shards import paths_from_pattern
 from calib.tar import members_of_tar
-from corp_deploy.cli import main
 from corp_deploy.release.samples import replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
@@ -35,6 +33,7 @@ from ground.errors import BadInput
 from ground.files import below, write_json
 from ground.together import put_back
 from tests import tiny
+from tests.command import run
 
 SHAPE = (3, 4, 6)
 MOST_PEAK_BYTES, MOST_SECONDS = 2**26, 5.0
@@ -58,10 +57,6 @@ def refused(read: Callable[[], object], said: str) -> None:
     with cheap(), pytest.raises(BadInput, match=said) as error:
         read()
     assert len(str(error.value)) < 1500
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

@@ -137,10 +137,7 @@ def as_json(name: str) -> str:
         return stdout.getvalue().decode()
 
 
-HTML: dict[str, Write] = {
-    "report": of_report(render.html),
-    "sweep": page_of_sweep,
-}
+HTML: dict[str, Write] = {"report": of_report(render.html), "sweep": page_of_sweep}
 SVG: dict[str, Write] = {"sweep": lambda name: sweep_plot(swept(name))}
 XML: dict[str, Write] = {"report": of_report(render.junit), "gate": of_gate(junit_from_gate)}
 MARKDOWN: dict[str, Write] = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import save
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
+from tests.command import run
 from tests.export_served import CLASSES, write_onnx
 from tests.network import WentOut, stay_here
 
@@ -34,10 +34,6 @@ def _nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         monkeypatch.delenv(name, raising=False)
     stay_here(monkeypatch, loopback=False)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def test_the_guard_sees_what_goes_out() -> None:

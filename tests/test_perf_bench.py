@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Lock
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -14,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, Outputs, batch_size, rows_of
+from ground.feeds import Feeds, batch_size, rows_of
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
-from perf.runners.memory import Gauge, Ledger, ResidentSet
+from perf.runners.memory import Ledger, ResidentSet
 from perf.stats.summary import knee, summarise
 from perf.timing.environment import environment, fingerprint
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, watching
+from tests.doubles import DoubleOfRunner, FakeClock
 from tests.nvml import FakeNvml
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
@@ -31,20 +30,7 @@ MACHINE: Flat = {"system": "Linux", "cpu": "a cpu", "cpu_count": 2, "gpu": None}
 
 
 @dataclass
-class FakeClock:
-    now_ns: int = 0
-    lock: Any = field(default_factory=Lock, repr=False)
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def pass_ms(self, ms: float) -> None:
-        with self.lock:  # streams are threads
-            self.now_ns += round(ms * 1e6)
-
-
-@dataclass
-class FakeRunner:
+class FakeRunner(DoubleOfRunner):
     """Takes `call_ms(batch)`, times `uneven(call)`; running out of memory and failing are raised from bind."""
 
     clock: FakeClock
@@ -61,18 +47,8 @@ class FakeRunner:
         self.clock.pass_ms(self.opening_ms)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-    def __call__(self, feeds: Feeds) -> Outputs:
-        return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
-
     def bind(self, feeds: Feeds) -> Bound:
         return FakeBound(self, self.call_ms(batch_size(feeds)), batch_size(feeds))
-
-    def gauge(self) -> Gauge | None:
-        return None
 
     def describe(self) -> Flat:
         return {"backend": "fake", "device": "cpu", "precision": self.precision, "model": "any"}

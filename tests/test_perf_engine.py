@@ -162,13 +162,7 @@ class HostStaging:
     def bound(self, launch: Any, *, flush_l2: bool) -> DeviceBound:
         ticks = count()
         mark = lambda: SimpleNamespace(elapsed_time=lambda later: 1.0, at=next(ticks))  # noqa: E731
-        return DeviceBound(
-            copy_in=self._copy_in,
-            launch=launch,
-            copy_out=lambda: None,
-            mark=mark,
-            wait=lambda: None,
-        )
+        return DeviceBound(copy_in=self._copy_in, launch=launch, copy_out=lambda: None, mark=mark, wait=lambda: None)
 
 
 @pytest.fixture
@@ -243,10 +237,7 @@ def test_half_borders_are_refused(plan: Path) -> None:
 def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
     engine.tensors = ("images", "ids", "logits", "features")
     with EngineRunner(plan, cuda_graph=False) as runner:
-        assert runner.inputs == (
-            Port(name="images", shape=(3, 2, 2)),
-            Port(name="ids", shape=(2,), dtype="int64"),
-        )
+        assert runner.inputs == (Port(name="images", shape=(3, 2, 2)), Port(name="ids", shape=(2,), dtype="int64"))
         assert [(port.name, port.role) for port in runner.outputs] == [
             ("logits", "logits"),
             ("features", "feature map"),

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
-from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
-from perf.parity.headroom import headroom
+from perf.parity.diagnosis import block_noise, headroom, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import measures
 from perf.parity.parity import Link, link
@@ -413,11 +412,7 @@ def another_epoch(model: TinyViT) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "site", "hidden"),
-    [
-        (drop_bias, "blocks.2.mlp", False),
-        (swap_channels, "blocks.1.mlp", False),
-        (another_epoch, "patch_embed", True),
-    ],
+    [(drop_bias, "blocks.2.mlp", False), (swap_channels, "blocks.1.mlp", False), (another_epoch, "patch_embed", True)],
 )
 def test_a_graph_of_other_weights(vit: TinyViT, fault: Callable[[TinyViT], None], site: str, hidden: bool) -> None:
     graph = onnx_from_vit(changed(vit, fault))

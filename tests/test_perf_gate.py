@@ -114,14 +114,7 @@ PARITY = Parity(
     images=ImageSet(count=1000, digest="sha256:00"),
     links=(
         parity_link("half", "half", relative_error=1e-3, images=100),
-        parity_link(
-            "shipped",
-            "whole",
-            relative_error=0.03,
-            top1_agreement=0.992,
-            images=1000,
-            kl_mean=math.inf,
-        ),
+        parity_link("shipped", "whole", relative_error=0.03, top1_agreement=0.992, images=1000, kl_mean=math.inf),
     ),
 )
 

@@ -3,25 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort, Port
-from perf.bench.latency_table import (
-    Grid,
-    LatencyTable,
-    cached_table,
-    load_table,
-    measure_table,
-    save_table,
-)
+from perf.bench.latency_table import Grid, LatencyTable, cached_table, load_table, measure_table, save_table
 from perf.record.runs import Flat
-from perf.runners.memory import Gauge
 from perf.timing.laps import Bound, Clock, Laps, Plan
+from tests.doubles import DoubleOfRunner, FakeClock
 
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 MACHINE: Flat = {"cpu": "a cpu"}
@@ -31,15 +22,7 @@ TOKENS = Port(name="tokens", shape=(5, 4))
 
 
 @dataclass
-class FakeClock:
-    now_ns: int = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
-@dataclass
-class FakeBlock:
+class FakeBlock(DoubleOfRunner):
     """Takes 1 ms and 0.01 ms per width and image."""
 
     clock: FakeClock
@@ -48,13 +31,6 @@ class FakeBlock:
     batch: int = 0
     inputs: tuple[Port, ...] = (TOKENS,)
     outputs: tuple[OutputPort, ...] = (OutputPort(name="out", role="feature map"),)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
 
     def __call__(self, feeds: Feeds) -> Outputs:
         return {"out": feeds["tokens"].reshape(len(feeds["tokens"]), -1)}
@@ -65,11 +41,8 @@ class FakeBlock:
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         ms = 1.0 + 0.01 * self.width * self.batch
-        self.clock.now_ns += round(calls * ms * 1e6)
+        self.clock.pass_ms(calls * ms)
         return Laps(calls=calls, wall_ms=calls * ms, compute_ms=(ms,) * calls)
-
-    def gauge(self) -> Gauge | None:
-        return None
 
     def describe(self) -> Flat:
         return {"backend": "fake", "threads": self.threads}

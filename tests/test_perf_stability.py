@@ -27,13 +27,7 @@ def row(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block
             blocks.append(replace(block, **every_block))
     trials = {name: BenchTrial(status="ok", warm_up_flat=True) for name in ("dense", "reduced")}
     return Row(
-        batch=8,
-        trials=trials,
-        calls_per_block=10,
-        settle_calls=1,
-        stop="narrow",
-        blocks=tuple(blocks),
-        noise_blocks=(),
+        batch=8, trials=trials, calls_per_block=10, settle_calls=1, stop="narrow", blocks=tuple(blocks), noise_blocks=()
     )
 
 

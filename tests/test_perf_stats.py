@@ -1,14 +1,24 @@
-"""Statistics against independent computations: brute force, numpy, and repeated sampling."""
+"""Statistics against independent computations: brute force, numpy, scipy, and repeated sampling."""
 
+import itertools
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import special, stats
+from scipy.spatial import distance
 
 from ground.errors import BadInput
+from perf.parity.labels import mcnemar
+from perf.parity.measures import measures
+from perf.stats.compare import ratio_of_independent
+from perf.stats.shares import fewest, fewest_that_show, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
@@ -172,3 +182,206 @@ def test_an_interval_is_told_with_its_bounds_or_without() -> None:
     assert known.figures == (1.25, 1.2, 1.3111)
     few = ratio_of_medians([np.array([3.0])] * 5, [np.array([2.0])] * 5)
     assert (few.is_bounded, few.words(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))
+
+
+PERCENTS = (50.0, 90.0, 95.0, 99.0)
+Floats = NDArray[np.float64]
+UNHURRIED, BRIEFLY = (settings(max_examples=most, deadline=None, derandomize=True) for most in (100, 30))
+
+
+def rounds_of(seed: int, count: int, most: int) -> list[Floats]:
+    """Rounds of differing lengths, log-normal as latencies are."""
+    rng = np.random.default_rng(seed)
+    return [rng.lognormal(sigma=0.3, size=int(size)) for size in rng.integers(1, most + 1, size=count)]
+
+
+# Order statistics and the binomial behind them
+
+
+@UNHURRIED
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=150), st.sampled_from(PERCENTS))
+def test_a_percentile_is_scipys_inverted_cdf(samples: list[float], percent: float) -> None:
+    assert percentile(samples, percent) == stats.quantile(samples, percent / 100, method="inverted_cdf")
+
+
+@pytest.mark.parametrize("percent", PERCENTS)
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
+def test_the_upper_rank_is_a_quantile_of_the_binomial(percent: float, confidence: float) -> None:
+    for samples in (1, 2, 5, 10, 44, 45, 64, 100, 299, 458, 459, 662, 2000):
+        rank = int(stats.binom.ppf(confidence, samples, percent / 100)) + 1
+        assert upper_rank(samples, percent, confidence) == (rank if rank <= samples else None), samples
+
+
+@pytest.mark.parametrize("percent", PERCENTS)
+@pytest.mark.parametrize("count", [100, 700])
+def test_the_upper_bound_of_a_tail_is_that_of_the_quantile_test(percent: float, count: int) -> None:
+    samples = np.random.default_rng(count).lognormal(size=count)
+    bound = tail(samples, percent, always=True).upper
+    high = stats.quantile_test(samples, p=percent / 100, alternative="less").confidence_interval(0.99).high
+    assert bound == pytest.approx(high) if bound is not None else math.isnan(high)
+
+
+@pytest.mark.parametrize("percent", [80.0, 90.0, 95.0, 99.0, 99.9])
+@pytest.mark.parametrize("confidence", [0.9, 0.99])
+def test_needed_samples_are_the_fewest_whose_second_largest_is_above(percent: float, confidence: float) -> None:
+    def covered(samples: int) -> float:
+        return float(stats.binom.cdf(samples - 2, samples, percent / 100))
+
+    needed = needed_samples(percent, confidence)
+    assert covered(needed) >= confidence > covered(needed - 1)
+
+
+# Bootstrap intervals: from one seed scipy draws the same rounds
+
+
+def bootstrapped(data: tuple[Floats, ...], statistic: Callable[..., Any], value: float, confidence: float) -> Interval:
+    """scipy's percentile interval, widened to hold the value itself as ours is."""
+    drawn = stats.bootstrap(data, statistic, paired=len(data) > 1, vectorized=False, n_resamples=1000,
+                            confidence_level=confidence, method="percentile", rng=np.random.default_rng(0))  # fmt: skip
+    low, high = drawn.confidence_interval
+    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
+
+
+def require_same(ours: Interval, theirs: Interval) -> None:
+    assert (ours.value, ours.low, ours.high) == pytest.approx((theirs.value, theirs.low, theirs.high), rel=1e-12)
+    assert ours.low < ours.high
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_ratio_of_medians_is_scipys_bootstrap(seed: int, confidence: float) -> None:
+    above, below = rounds_of(seed, 9 + 4 * seed, 7), rounds_of(seed + 10, 9 + 4 * seed, 5)
+    ratios = np.asarray([np.median(a) / np.median(b) for a, b in zip(above, below, strict=True)])
+    theirs = bootstrapped((ratios,), np.median, float(np.median(ratios)), confidence)
+    require_same(ratio_of_medians(above, below, confidence=confidence), theirs)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("percent", [50.0, 90.0])
+def test_the_interval_of_a_percentile_is_scipys_bootstrap_over_rounds(seed: int, percent: float) -> None:
+    rounds = rounds_of(seed, 8 + 5 * seed, 9)
+
+    def pooled(drawn: NDArray[np.int64]) -> float:
+        times = np.concatenate([rounds[int(index)] for index in drawn])
+        return float(stats.quantile(times, percent / 100, method="inverted_cdf"))
+
+    indices = np.arange(len(rounds)).astype(np.float64)
+    value = pooled(np.arange(len(rounds)))
+    require_same(percentile_interval(rounds, percent), bootstrapped((indices,), pooled, value, 0.95))
+    if percent == 50.0:
+        middle = float(np.median(np.concatenate(rounds)))
+        require_same(median_interval(rounds), bootstrapped((indices,), pooled, middle, 0.95))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rate_is_scipys_paired_bootstrap(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    work, seconds = rng.integers(1, 9, 15).astype(np.float64), rng.lognormal(size=15)
+    theirs = bootstrapped((work, seconds), lambda w, s: w.sum() / s.sum(), float(work.sum() / seconds.sum()), 0.95)
+    require_same(rate_interval(work, seconds), theirs)
+
+
+# Trends
+
+
+@UNHURRIED
+@given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
+def test_a_trend_is_the_theil_sen_slope(series: list[float]) -> None:
+    slope = stats.theilslopes(series, np.arange(len(series))).slope
+    expected = slope * (len(series) - 1) / np.median(series)
+    assert trend(series) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@UNHURRIED
+@given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=60, unique=True))
+def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[float]) -> None:
+    """Kendall's tau against time, tau times the number of pairs being Mann and Kendall's S; scipy's z has no step."""
+    count = len(series)
+    kendall = stats.kendalltau(np.arange(count), series, method="asymptotic")
+    rises = round(kendall.statistic * count * (count - 1) / 2)
+    score = trend_score(series)
+    if abs(rises) < 2:
+        assert score == 0.0
+        return
+    assert np.sign(score) == np.sign(rises)
+    without_step = abs(score) * abs(rises) / (abs(rises) - 1)
+    assert 2 * stats.norm.sf(without_step) == pytest.approx(kendall.pvalue, rel=1e-9)
+
+
+@UNHURRIED
+@given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
+def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
+    assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)
+
+
+def test_the_ratio_of_figures_measured_apart_covers_the_truth() -> None:
+    """Two medians with their normal intervals: the ratio's interval holds the true ratio about as often as it says."""
+    rng = np.random.default_rng(0)
+    spread, hits = 0.02, 0
+    reach = stats.norm.ppf(0.975) * spread
+    for _ in range(1000):
+        before, after = 10 * (1 + spread * rng.standard_normal()), 8 * (1 + spread * rng.standard_normal())
+        intervals = (Interval(value=v, low=v - m * reach, high=v + m * reach) for v, m in ((after, 8), (before, 10)))
+        ratio = ratio_of_independent(*intervals)
+        hits += ratio.low <= 0.8 <= ratio.high
+    assert stats.binomtest(hits, 1000, 0.95).pvalue > 1e-3
+
+
+# Shares and pairs
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
+@pytest.mark.parametrize("images", [1, 2, 7, 50, 500, 10_000])
+def test_wilson_is_scipys(images: int, confidence: float) -> None:
+    for hits in {0, 1, images // 3, images // 2, images - 1, images}:
+        theirs = stats.binomtest(hits, images).proportion_ci(confidence_level=confidence, method="wilson")
+        assert wilson(hits, images, confidence) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.99])
+@pytest.mark.parametrize(("share", "limit"), [(63 / 64, 0.98), (1.0, 0.98), (0.97, 0.98), (0.5, 0.9), (0.0, 0.1)])
+def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit: float, confidence: float) -> None:
+    """A limit lies within Wilson's interval where the score test doesn't reject it: n (p - l)**2 = z**2 l (1 - l)."""
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    least = z**2 * limit * (1 - limit) / (share - limit) ** 2
+
+    def decides(count: int) -> bool:
+        ends = share_interval(share, count, confidence)
+        return not ends.low < limit <= ends.high
+
+    assert fewest(decides) == max(int(np.ceil(least)), 1)
+    if share == 1.0:
+        assert fewest_that_show(limit, confidence) == fewest(decides)
+        for count in (3, 64, 150):
+            assert share_interval(1.0, count, most_confidence(limit, count)).low == pytest.approx(limit)
+    assert fewest_that_show(1.0, confidence) is None
+
+
+@pytest.mark.parametrize(("only_a", "only_b"), [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900)])
+def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
+    """Two classes: each image is right for one of the models alone, and one more for both."""
+    images = only_a + only_b + 1
+    right_a = np.arange(images) < only_a
+    right_b = ~right_a
+    right_a[-1] = right_b[-1] = True
+    logits_a, logits_b = (np.stack([right, ~right], axis=1).astype(np.float64) for right in (right_a, right_b))
+    ours = mcnemar("a", logits_a, "b", logits_b, np.zeros(images, dtype=np.int64))
+    assert (ours.only_a, ours.only_b) == (only_a, only_b)
+    expected = stats.binomtest(only_a, only_a + only_b, 0.5).pvalue if only_a + only_b else 1.0
+    assert ours.p_value == pytest.approx(expected, rel=1e-9)
+
+
+# Measures of logits
+
+
+@BRIEFLY
+@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(2, 9), st.floats(0.01, 30.0))
+def test_kl_and_cosine_of_logits(seed: int, images: int, classes: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    reference, candidate = scale * rng.standard_normal((2, images, classes))
+    ours = measures(reference, candidate)
+    kl = stats.entropy(special.softmax(reference, axis=1), special.softmax(candidate, axis=1), axis=1)
+    cosines = [1 - distance.cosine(r, c) for r, c in zip(reference, candidate, strict=True)]
+    assert ours.kl_mean == pytest.approx(kl.mean(), rel=1e-6, abs=1e-12)
+    assert ours.cosine_min == pytest.approx(min(cosines), abs=1e-12)
+    assert ours.top1_agreement == np.mean(reference.argmax(1) == candidate.argmax(1))

@@ -16,19 +16,9 @@ from perf.timing.environment import has_vnni
 from perf.timing.laps import Clock, Laps, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import lost_time
+from tests.doubles import FakeClock
 
 PLAN = Plan(min_rounds=6, max_rounds=60, time_limit_s=5.0, noise_rounds=6)
-
-
-@dataclass
-class FakeClock:
-    now_ns: int = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def pass_ms(self, ms: float) -> None:
-        self.now_ns += round(ms * 1e6)
 
 
 @dataclass

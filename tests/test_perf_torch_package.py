@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
-from corp_deploy.cli import main
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.proof import torch_package
 from corp_deploy.proof.torch_package import compile_package, port_of_images
@@ -20,12 +18,9 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
 from tests import tiny
+from tests.command import run
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 3, 4, 4)).astype(np.float32)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 class Compiled:

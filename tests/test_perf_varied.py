@@ -1,45 +1,49 @@
-"""One batch again and again against varied ones: what remembers its input is found out; runners are doubles."""
+"""One batch again and again against varied ones: what remembers its input is found out; runners are doubles.
+
+Outputs of timed calls equal plain ones; where they don't, it is said.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size
+from ground.feeds import Feeds
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
+from perf.bench.station import Station
 from perf.bench.varied import BATCHES, varied_batches
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
-from perf.record.runs import Bench, Flat, load_bench, save_bench
+from perf.record.runs import Bench, load_bench, save_bench
 from perf.report.render import csv, markdown
-from perf.runners.memory import Gauge
+from perf.runners.module import ModuleRunner
 from perf.stats.summary import summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
+
+from .doubles import DoubleOfRunner, FakeClock
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=0, audit_rounds=6)
 IMAGES = np.random.default_rng(0).standard_normal((4, 3, 2, 8)).astype(np.float32)
 
 
 @dataclass
-class Machine:
+class Machine(FakeClock):
     """A clock, and the input that the model saw last."""
 
-    now_ns: int = 0
     seen: dict[str, bytes] = field(default_factory=dict)
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 @dataclass
-class Model:
+class Model(DoubleOfRunner):
     """Takes 2 ms a call, `again_ms` on the input that it saw in the call before."""
 
     name: str
@@ -49,27 +53,11 @@ class Model:
     inputs: tuple[Port, ...] = (image_port((3, 2, 8)),)
     outputs: tuple[OutputPort, ...] = (LOGITS,)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-    def __call__(self, feeds: Feeds) -> Outputs:
-        return {"logits": np.zeros((batch_size(feeds), 10), np.float32)}
-
     def bind(self, feeds: Feeds) -> Bound:
         self.binds -= 1
         if self.binds < 0:
             raise MemoryError("out of memory")
         return Held(self, feeds["images"].tobytes())
-
-    def gauge(self) -> Gauge | None:
-        return None
-
-    def describe(self) -> Flat:
-        return {"backend": "fake", "device": "cpu"}
 
 
 @dataclass
@@ -79,7 +67,7 @@ class Held:
 
     def laps(self, calls: int, clock: Clock) -> Laps:
         times = [self._call_ms() for _ in range(calls)]
-        self.model.machine.now_ns += round(sum(times) * 1e6)
+        self.model.machine.pass_ms(sum(times))
         return Laps(calls=calls, wall_ms=sum(times), compute_ms=tuple(times))
 
     def _call_ms(self) -> float:
@@ -160,3 +148,53 @@ def test_without_memory_for_it_the_measurement_stays() -> None:
 def test_too_few_rounds_for_an_interval_are_refused() -> None:
     with pytest.raises(BadInput, match="the audit needs 6 rounds or 0 for none, got 3"):
         Plan(audit_rounds=3)
+
+
+class Forgetful(nn.Module):
+    """Answers the first two calls as it should and every later one with zeros, as a stale graph would."""
+
+    def __init__(self, honest: int) -> None:
+        super().__init__()
+        self.honest, self.calls = honest, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits = images.flatten(1)[:, :5] + 1.0
+        return logits if self.calls <= self.honest else torch.zeros_like(logits)
+
+
+@pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
+def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
+    images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
+    with ModuleRunner(Forgetful(honest)) as runner:
+        station = Station("reduced", (runner,), None, None)
+        bound = station.bind({"images": images})
+        bound.laps(2, perf_counter_ns)
+        (found,) = station.tests()
+        assert station.tests() == []  # it was let go of
+    assert (found.candidate, found.status) == ("reduced at batch 4", status)
+    assert found.test == "timed-run"
+
+
+def test_what_was_bound_and_not_timed_says_nothing() -> None:
+    with ModuleRunner(Forgetful(9)) as runner:
+        station = Station("dense", (runner,), None, None)
+        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
+        assert station.tests() == []
+
+
+class Scalar(nn.Module):
+    """One number for whatever it is given."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.amax()
+
+
+def test_what_answers_no_input_is_no_model() -> None:
+    with ModuleRunner(Scalar(), label="m") as runner:
+        station = Station("reduced", (runner,), None, None)
+        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
+        with pytest.raises(
+            BadInput, match=r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each"
+        ):
+            station.tests()

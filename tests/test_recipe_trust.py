@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from corp_deploy.cli import main
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.release import calls
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_parity import trusted_metrics
 from ground.errors import BadInput
+from tests.command import run
 
 TABLES = {
     "model": {"model": '"dense"'},
@@ -88,10 +87,6 @@ def test_what_is_extended_is_bound_by_the_directory_of_what_was_typed(tmp_path: 
     away = written(tmp_path / "own", ("reduce", "mlp", "0.25"), head='extends = "../other.toml"\n')
     with pytest.raises(BadInput, match="extends leads out"):
         load_recipe(away)
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def test_nothing_is_written_until_paths_are_trusted(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -42,6 +42,8 @@ from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
 from perf.parity.diagnosis import locate_in_exact
+from tests.command import invoked
+from tests.recipes import recipe
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
 
 ALIGNED: Mapping[str, Any] = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
@@ -342,25 +344,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DENSE = ("pvt_v2_b0", "--weights", "weights.safetensors", "--model-kwargs", json.dumps(dict(PVT.kwargs)))
 
 
-def run(*words: object) -> Result:
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == 0, (words, result.output)
-    return result
-
-
 @pytest.mark.slow("graph")
 def test_the_commands_take_a_name_without_a_family(home: Path) -> None:
-    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     options = ("--moments", "m.safetensors", "--images", "calibration.npy", "--align", "mlp=4,head=4", "-q")
-    run("reduce", "--model", *DENSE, *options, "--macs", 0.8, "-o", "reduced")
+    invoked("reduce", "--model", *DENSE, *options, "--macs", 0.8, "-o", "reduced")
     dense, reduced = (
-        json.loads(run("inspect", "--model", *words, "--json").stdout)["macs"] for words in (DENSE, ("reduced",))
+        json.loads(invoked("inspect", "--model", *words, "--json").stdout)["macs"] for words in (DENSE, ("reduced",))
     )
     assert 0.7 < reduced / dense <= 0.8
-    run("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    invoked("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
     chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
     judged = ("--images", "held-out.npy", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
-    run("verify", DENSE[0], *chain, *DENSE[1:], *judged)
+    invoked("verify", DENSE[0], *chain, *DENSE[1:], *judged)
     links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
     assert {link["status"] for link in links.values()} == {"PASS"}
     assert links["reduced-onnx-fp32"]["measures"]["relative_error"] < 1e-4
@@ -368,8 +364,10 @@ def test_the_commands_take_a_name_without_a_family(home: Path) -> None:
 
 @pytest.mark.slow("graph")
 def test_a_program_that_traces_otherwise_is_refused_with_both_versions(home: Path) -> None:
-    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
-    run("reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced")
+    invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked(
+        "reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced"
+    )
     config = json.loads((home / "reduced/config.json").read_text())
     assert config["sites"]["stages.0.blocks.0.mlp"]["groups"] == 64
     config["program"] |= {"digest": "0" * 64, "versions": {"torch": "1.0", "timm": "0.1"}}
@@ -392,8 +390,10 @@ EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
 
 @pytest.mark.slow("graph")
 def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
-    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
-    run("reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced")
+    invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked(
+        "reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced"
+    )
     written = (home / "reduced/config.json").read_text()
     for (part, key), value, reason in EDITED.values():
         config = json.loads(written)
@@ -412,7 +412,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
     ],
 )
 def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:
-    run("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     words = ["reduce", "--model", *DENSE, "--moments", "m.safetensors", "-o", "reduced", *map(str, asked)]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2, result.output
@@ -437,7 +437,7 @@ LEVERS: Mapping[str, tuple[tuple[object, ...], str]] = {
 @pytest.mark.slow("graph", "measurement")
 def test_levers_go_together(home: Path) -> None:
     parted = ("--images", "calibration.npy", "--hold-out", 16, "--groups", "image")
-    run("calibrate", "--model", *DENSE, *parted, "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", *DENSE, *parted, "-o", "m.safetensors", "-q")
     given = ("--model", *DENSE, "--moments", "m.safetensors", "--align", "mlp=4,head=4", "-q")
     pixels = torch.from_numpy(images(3, seed=3))
     for name, (asked, reason) in LEVERS.items():
@@ -452,36 +452,18 @@ def test_levers_go_together(home: Path) -> None:
     assert [widths[f"stages.{stage}.blocks.0.attn.v"] for stage in (0, 1)] == [16, 16]
     for precision in ("bf16", "fp8"):
         more = ("--images", "calibration.npy") if precision == "fp8" else ()
-        run("export", "--model", "all at once", "--precision", precision, *more, "-o", f"{precision}.onnx", "-q")
+        invoked("export", "--model", "all at once", "--precision", precision, *more, "-o", f"{precision}.onnx", "-q")
 
 
-RECIPE = """
-[model]
-model = "dense"
-[calibration]
-images = "calibration.npy"
-[held_out]
-images = "held-out.npy"
-[reduce]
-mlp = 0.25
-attn = 0.25
-whole_heads = 0.5
-sparse = "2:4"
-align_mlp = 4
-align_head = 4
-[export]
-precisions = ["fp32", "fp16", "int8"]
-range_samples = 6
-[bench]
-batches = [2]
-time_limit_s = 0.5
-half_width = 0.9
-block_ms = 1
-min_rounds = 6
-threads = 1
-[targets.onnxruntime-cpu]
-precision = "int8"
-"""
+RECIPE = recipe(
+    {
+        "reduce": {
+            "mlp": 0.25, "attn": 0.25, "whole_heads": 0.5, "sparse": "2:4", "align_mlp": 4, "align_head": 4
+        },
+        "export": {"precisions": ["fp32", "fp16", "int8"], "range_samples": 6},
+        "targets.onnxruntime-cpu": {"precision": "int8"},
+    }
+)  # fmt: skip
 
 
 @pytest.mark.slow("graph", "measurement")

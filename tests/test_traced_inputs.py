@@ -12,7 +12,6 @@ import pytest
 import torch
 import torchvision  # type: ignore[import-untyped]
 import transformers
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
@@ -21,7 +20,6 @@ from torch.nn import functional
 
 from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
-from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports, sites_of
 from corp_deploy.families.module_facts import facts_of_module
@@ -35,6 +33,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import arrays_for_model
 from ground.errors import BadInput
+from tests.command import invoked
 from tests.traced_inputs import MODULES, SOURCE, TOKENS, WORDS, arrays
 
 CHAIN: Mapping[str, tuple[tuple[object, ...], list[tuple[str, str]]]] = {
@@ -64,12 +63,6 @@ LIBRARIES: Mapping[str, tuple[dict[str, Any], tuple[object, ...], str]] = {
     ),
 }
 """Of transformers: configurations, what is removed, and arguments."""
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == code, (words, result.output)
-    return result
 
 
 @pytest.fixture
@@ -104,13 +97,15 @@ def assert_graph_says_the_same(path: Path, feeds: Mapping[str, NDArray[Any]], ou
 def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
     asked, outputs = CHAIN[name]
     dense = written(name, home)
-    run("calibrate", "--model", *dense, "--arrays", "calibration.safetensors", "-o", "m.safetensors", "-q")
-    run("reduce", "--model", *dense, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    run("export", "--model", "reduced", "--trust-code", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    invoked("calibrate", "--model", *dense, "--arrays", "calibration.safetensors", "-o", "m.safetensors", "-q")
+    invoked("reduce", "--model", *dense, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    invoked(
+        "export", "--model", "reduced", "--trust-code", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q"
+    )
     assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), [each for each, _ in outputs])
     chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
     judged = ("--arrays", "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
-    run("verify", dense[0], *chain, *dense[1:], *judged)
+    invoked("verify", dense[0], *chain, *dense[1:], *judged)
     links = json.loads((home / "parity.json").read_text())["links"]
     assert {link["status"] for link in links} == {"PASS"}
 
@@ -140,14 +135,14 @@ def test_encoders_of_transformers_without_a_family_go_the_whole_way(name: str, h
     with torch.inference_mode():
         tensors = [torch.from_numpy(each[:3]) for each in given.values()]
         assert torch.allclose(as_tuple(loaded(*tensors))[0], dense(*tensors)[0], atol=1e-5)
-    run("calibrate", "--model", *words, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
-    run("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    run("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    invoked("calibrate", "--model", *words, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
+    invoked("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    invoked("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
     outputs = [port.name for port in output_ports(load_checkpoint(home / "reduced").model)]
     assert_graph_says_the_same(home / "reduced/model.onnx", {key: each[:3] for key, each in given.items()}, outputs)
     chain = ("reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
     judged = (inputs, "held-out.safetensors", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
-    run("verify", words[0], *chain, *words[1:], *judged)
+    invoked("verify", words[0], *chain, *words[1:], *judged)
     assert {link["status"] for link in json.loads((home / "parity.json").read_text())["links"]} == {"PASS"}
 
 
@@ -160,14 +155,14 @@ def test_a_classifier_of_torchvision_without_a_family_is_reduced_and_read_again(
     np.save(home / "calibration.npy", pixels)
     kwargs = ("--model-kwargs", '{"num_classes": 5, "img_size": 33}')
     words = ("torchvision:squeezenet1_1", "--weights", "weights.safetensors", *kwargs)
-    record = json.loads(run("inspect", "--model", *words, "--json").stdout)
+    record = json.loads(invoked("inspect", "--model", *words, "--json").stdout)
     assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
-    run("calibrate", "--model", *words, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", *words, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     asked = ("--conv", 0.5, "--preset", "none", "--align", "conv=4")
-    run("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
-    run("export", "--model", "reduced", "-o", "reduced/model.onnx", "-q")
+    invoked("reduce", "--model", *words, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
+    invoked("export", "--model", "reduced", "-o", "reduced/model.onnx", "-q")
     assert_graph_says_the_same(home / "reduced/model.onnx", {"images": pixels[:3]}, ["logits"])
-    reduced = json.loads(run("inspect", "--model", "reduced", "--json").stdout)
+    reduced = json.loads(invoked("inspect", "--model", "reduced", "--json").stdout)
     assert reduced["macs"] < 0.7 * record["macs"]
 
 

@@ -175,10 +175,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(
-    ("count", "method", "loop", "reason"),
-    [
-        (3, MLPS, Loop(), "got 3 images, expected at least 4"),
-    ],
+    ("count", "method", "loop", "reason"), [(3, MLPS, Loop(), "got 3 images, expected at least 4")]
 )
 def test_what_a_loop_lacks_is_said(tmp_path: Path, count: int, method: Method, loop: Loop, reason: str) -> None:
     dense = own_checkpoint()

@@ -26,8 +26,7 @@ PVT = Architecture(
     },
 )
 DENSENET = Architecture(
-    name="densenet121",
-    kwargs={"growth_rate": 16, "block_config": [2, 2], "num_classes": CLASSES, "img_size": SIDE},
+    name="densenet121", kwargs={"growth_rate": 16, "block_config": [2, 2], "num_classes": CLASSES, "img_size": SIDE}
 )
 CODE = """
 from tests.traced_examples import Patched

@@ -1,4 +1,4 @@
-"""Which pictures `calib.perceptual` takes for the same: copies saved again, other photographs, other digits.
+"""Which pictures `calib.fingerprints` takes for the same: copies saved again, other photographs, other digits.
 
     make real && python -m benchmarks.quality.perceptual --output benchmarks/results/perceptual.json
 
@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.real.place import assembled
-from calib.perceptual import ALIKE, BITS, perceptual_hashes
+from calib.fingerprints import ALIKE, BITS, perceptual_hashes
 from corp_deploy.machine import versions
 from examples.digits.images import load
 from ground.files import write_json

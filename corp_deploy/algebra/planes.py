@@ -16,7 +16,8 @@ Legend: H heads, D = 2 P dimensions, K planes kept, X = 2 P numbers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,12 +96,7 @@ def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
         product_HPP: Tensor = q_H2P2P[:, d, :, a].mT * k_H2P2P[:, c, :, e]
         return product_HPP
 
-    gram_HXX = _gram(product)
-    return PlaneLoss(
-        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
-        cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]),
-        energy_H=gram_HXX.new_zeros(len(gram_HXX)),
-    )
+    return exact_loss(_gram(product))
 
 
 def exact_loss(gram_HXX: Tensor) -> PlaneLoss:
@@ -139,12 +135,8 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     first_HSS, second_HSS = system.target_HSS[:, :planes], system.target_HSS[:, planes:]
     real_HP = first_HSS[:, :, :planes].diagonal(dim1=1, dim2=2) + second_HSS[:, :, planes:].diagonal(dim1=1, dim2=2)
     other_HP = first_HSS[:, :, planes:].diagonal(dim1=1, dim2=2) - second_HSS[:, :, :planes].diagonal(dim1=1, dim2=2)
-    gram_HXX = _gram(product)
-    return PlaneLoss(
-        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
-        cross_HX=torch.cat((real_HP, other_HP), dim=1),
-        energy_H=system.energy_H,
-    )
+    cross_HX = torch.cat((real_HP, other_HP), dim=1)
+    return replace(exact_loss(_gram(product)), cross_HX=cross_HX, energy_H=system.energy_H)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,16 +269,18 @@ def eliminated(
     return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
-def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """The same by how attention moves; uncompensated are those planes that alone move it most."""
-    loss = exact_loss(gram_HXX)
-    kept_HK = elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped).kept(planes)
-    fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
+def _per_image(
+    fitted: _Factors,
+    kept_HK: Tensor,
+    plain_HK: Tensor,
+    dims: int,
+    grouped: int,
+    residual: Callable[[Tensor, Tensor], Tensor],
+) -> QkRecovery:
+    """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
     q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
-    own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
-    plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
     plain = torch.nn.functional.one_hot(dims_of_planes(plain_HK, dims), dims).to(torch.float64)
-    residual_H, plain_H = (residual_exact(loss.gram_HXX, q, k) for q, k in ((q_map, k_map), (plain, plain)))
+    residual_H, plain_H = residual(q_map, k_map), residual(plain, plain)
     return QkRecovery(
         q_map_HRD=q_map,
         k_map_HRD=k_map,
@@ -298,6 +292,16 @@ def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, group
         condition=fitted.condition,
         ridge=fitted.ridge,
     )
+
+
+def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
+    """The same by how attention moves; uncompensated are those planes that alone move it most."""
+    loss = exact_loss(gram_HXX)
+    kept_HK = elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped).kept(planes)
+    fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
+    own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
+    plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
+    return _per_image(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
 
 
 def logit_v1(
@@ -313,17 +317,4 @@ def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: in
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, system.head_dim, grouped)
-    plain = torch.nn.functional.one_hot(dims_of_planes(kept_HK, system.head_dim), system.head_dim).to(torch.float64)
-    residual_H, plain_H = (residual_per_image(system, q, k) for q, k in ((q_map, k_map), (plain, plain)))
-    return QkRecovery(
-        q_map_HRD=q_map,
-        k_map_HRD=k_map,
-        planes_HK=kept_HK,
-        objective="per-image",
-        residual_H=residual_H,
-        residual_uncompensated_H=plain_H,
-        r2=explained(residual_H, plain_H),
-        condition=fitted.condition,
-        ridge=fitted.ridge,
-    )
+    return _per_image(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))

@@ -70,11 +70,13 @@ def gate(
         judged_rows,
         parity_row,
         records_by_kind,
+        trend_beside,
+        trend_of_files,
         with_fitted_rule,
         write_gate,
         write_tracking,
+        write_trend,
     )
-    from corp_deploy.proof.history import trend_beside, trend_of_files, write_trend
     from corp_deploy.release.baseline import OldRecords
     from corp_deploy.views.gate import gate_table
     from perf.gate.gate import Gate

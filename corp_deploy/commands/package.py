@@ -164,7 +164,7 @@ def serve_version(
         return
     if samples is None and ctx.get_parameter_source("max_error") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--max-error is of answers to samples: give --samples")
-    from corp_deploy.release.served_samples import samples_of_release
+    from corp_deploy.release.samples import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 

@@ -12,11 +12,13 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, turn
@@ -34,9 +36,23 @@ from .polishing import Polishing, given_to_polish, with_polish
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
 from .request import ReductionRequest, WithinRequest, loop_of
 from .saving import refuse_outdated, require_sayable
-from .sparsity import with_sparsity
 from .width_plan import WidthPlan
 from .within import figure, smallest_within
+
+
+def with_sparsity(
+    reduction: Reduction, choice: SparseChoice, inputs: InputSet | None, *, done: Callable[[int], None] | None = None
+) -> Reduction:
+    """The reduction with its model's layers sparse, and a sentence on what became of them; itself where none are
+    asked for.
+    """
+    if not choice.patterns:
+        return reduction
+    assert inputs is not None, choice
+    how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
+    model, report = sparsified(reduction.model, inputs, how, done=done)
+    return replace(reduction, model=model, sparsity=report, said=(*reduction.said, *report.sentences()))
+
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
 SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)

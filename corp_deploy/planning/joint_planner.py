@@ -42,10 +42,7 @@ class JointPlanner:
         return WidthPlan(
             method=self.probe.method,
             widths=way.allocated.widths,
-            said=(
-                f"{prices.used(kept, share)}, {way.words()}",
-                *left_alone(self.probe.model, way.allocated.widths),
-            ),
+            said=(f"{prices.used(kept, share)}, {way.words()}", *left_alone(self.probe.model, way.allocated.widths)),
             predicted_speedup=1.0 / kept if prices.currency == "latency" else None,
             eliminations=self.probe.eliminations,
             merging=way.merging,

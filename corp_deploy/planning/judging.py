@@ -21,7 +21,7 @@ from corp_deploy.invocation.limit import Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
 from ground.errors import BadInput
 from ground.ports import Role
-from perf.parity.measures import ANSWERS, measures, require_agreement
+from perf.parity.measures import MEASURES, measures, require_agreement
 
 BATCH = 32
 DRAWS, CONFIDENCE, SEED = 1000, 0.95, 0
@@ -198,7 +198,7 @@ class Judge:
 
 
 def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
-    rows = ANSWERS[role].rows(dense, outputs)
+    rows = MEASURES[role].answers.rows(dense, outputs)
     value = rows.relative_error()
     if not rows.finite_N.all():
         return Judgement(value=value, low=value, high=value)

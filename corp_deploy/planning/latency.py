@@ -10,7 +10,7 @@ the whole model by its digest.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
-from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_parts import STREAM, part_of
@@ -120,40 +119,6 @@ def _own(module: nn.Module) -> str:
     return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
-def table_name(site: Site, method: Method, model: nn.Module) -> str:
-    return f"{site.outline(method.geometry)}{_own(model.get_submodule(site.name))}"
-
-
-def grid_of_site(
-    name: str,
-    site: Site,
-    method: Method,
-    model: nn.Module,
-    tokens: int,
-    where: LatencyTarget,
-    scratch: Path,
-    *,
-    points: int = POINTS,
-) -> Grid:
-    """A site's layer alone over `points` of its widths, with random weights: time doesn't depend on their values."""
-    kind, layer = kind_of(site), model.get_submodule(site.name)
-    by_size = {site.size_of(width): width for width in kind.widths(site, method)}
-    inputs = (Port(name="tokens", shape=site.entering(tokens)),)
-
-    def open_width(size: int) -> ModuleRunner | OnnxRunner:
-        torch.manual_seed(0)
-        return _runner(kind.layer(site, layer, method, by_size[size]), inputs, (STREAM,), where, scratch)
-
-    return Grid(
-        name=name,
-        identity=repr(layer),
-        open_width=open_width,
-        inputs=inputs,
-        widths=spread(tuple(by_size), points),
-        batches=where.batches,
-    )
-
-
 def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
     return Grid(
         name=name,
@@ -197,11 +162,28 @@ class _OfLayers:
     @property
     def shapes(self) -> dict[str, str]:
         every = [site for site in sites_of(self.model).every if not is_empty(site.width)]
-        return {site.name: table_name(site, self.method, self.model) for site in every}
+        geometry = self.method.geometry
+        return {site.name: f"{site.outline(geometry)}{_own(self.model.get_submodule(site.name))}" for site in every}
 
     def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
-        own = sites_of(self.model).by_name[site]
-        return grid_of_site(name, own, self.method, self.model, tokens, self.where, self.scratch, points=points)
+        """The layer alone, with random weights: time doesn't depend on their values."""
+        own, layer = sites_of(self.model).by_name[site], self.model.get_submodule(site)
+        kind, inputs = kind_of(own), (Port(name="tokens", shape=own.entering(tokens)),)
+        by_size = {own.size_of(width): width for width in kind.widths(own, self.method)}
+
+        def open_width(size: int) -> ModuleRunner | OnnxRunner:
+            torch.manual_seed(0)
+            module = kind.layer(own, layer, self.method, by_size[size])
+            return _runner(module, inputs, (STREAM,), self.where, self.scratch)
+
+        return Grid(
+            name=name,
+            identity=repr(layer),
+            open_width=open_width,
+            inputs=inputs,
+            widths=spread(tuple(by_size), points),
+            batches=self.where.batches,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
@@ -283,13 +265,7 @@ def _identity(checkpoint: Checkpoint) -> str:
     return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}{merging}"
 
 
-def measure_tables(
-    checkpoint: Checkpoint,
-    method: Method,
-    where: LatencyTarget,
-    *,
-    progress: Callable[[float, str], None] | None = None,
-) -> Tables:
+def measure_tables(checkpoint: Checkpoint, method: Method, where: LatencyTarget) -> Tables:
     """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
     holds them. Raises BadInput for a site of a traced model that can't be narrower.
     """
@@ -298,7 +274,7 @@ def measure_tables(
     unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None)) if merges else checkpoint
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
-        how: dict[str, Any] = {"described": environment(gpu), "watch": watch, "progress": progress}
+        how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
         at = Path(scratch)
         of_sites, grids = site_grids(unmerged.model, method, where, at), dict[str, Grid]()
         names = _names_at_tokens(of_sites.shapes, tokens, len(family_of(model).token_kinds(model)))

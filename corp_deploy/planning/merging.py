@@ -35,12 +35,7 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
 
 def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> Merging:
     """All but the schedule as it was asked for."""
-    return Merging(
-        schedule=schedule,
-        metric=choice.merge_metric,
-        how=choice.merge_how,
-        unmerged=choice.unmerged,
-    )
+    return Merging(schedule=schedule, metric=choice.merge_metric, how=choice.merge_how, unmerged=choice.unmerged)
 
 
 def merging_checkpoint(checkpoint: Checkpoint, choice: MergedStatistics) -> Checkpoint:

@@ -89,13 +89,7 @@ def _sublayer(model: nn.Module, step: Branch | Passage) -> Sublayer:
 
 @torch.no_grad()
 def fit_layers_(
-    dense: nn.Module,
-    model: nn.Module,
-    pairs: list[Pair],
-    how: Newton,
-    *,
-    sweeps: int,
-    read: Tensor | None = None,
+    dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int, read: Tensor | None = None
 ) -> list[PartReport]:
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
     reports = list[PartReport]()

@@ -130,11 +130,7 @@ def _of_heads(branch: Branch, site: HeadSite, pair: Pair) -> Lacking:
     counts_BN1 = counts(branch, pair).unsqueeze(-1)
     # What lies beyond the tokens that count may be anything, and 0 times it isn't always 0.
     lacking_BNC = torch.where(counts_BN1 > 0.0, branch.added_to(pair.target - behind_BNC), 0.0)
-    return Lacking(
-        tangent=tangent,
-        lacking_XO=lacking_BNC.flatten(0, 1),
-        weight_X=counts_BN1.flatten(),
-    )
+    return Lacking(tangent=tangent, lacking_XO=lacking_BNC.flatten(0, 1), weight_X=counts_BN1.flatten())
 
 
 _OF_KIND: Mapping[str, Callable[[Branch, Any, Pair], Lacking]] = MappingProxyType(

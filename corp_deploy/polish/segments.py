@@ -63,12 +63,7 @@ def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
     branch, steps = _branch(own, segment, step.module), list[Step]()
     for (_, is_biasless), called in together.items():
         way = _Way(
-            program=program,
-            nodes=tuple(nodes),
-            segment=segment,
-            branch=branch,
-            step=step.module,
-            called=tuple(called),
+            program=program, nodes=tuple(nodes), segment=segment, branch=branch, step=step.module, called=tuple(called)
         )
         matrices = (_matrix(program, each, is_biasless) for each in called)
         look = partial(_lacking, way, is_biasless)

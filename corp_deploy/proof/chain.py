@@ -1,8 +1,8 @@
 """The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, noun_of, row
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
 from perf.parity import structure
-from perf.parity.headroom import headroom
-from perf.parity.labels import Accuracy, PairedAccuracy, accuracy, mcnemar
+from perf.parity.diagnosis import headroom
+from perf.parity.labels import accuracy, mcnemar
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import Link, LinkKind, Parity
@@ -52,13 +52,14 @@ class Proof:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A candidate that has been run: its answers by batch size, a link for each output, what was found about its
-    structure.
+    structure; of a torch model how it merges tokens, of a graph or engine how the one that it computes does.
     """
 
     candidate: Candidate
     by_batch: Mapping[int, Outputs]
     links: tuple[Link, ...]
     findings: tuple[StructuralTest, ...]
+    merges: Merges | None
 
     @property
     def answers(self) -> Outputs:
@@ -107,20 +108,6 @@ def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[in
     return by_batch | {largest: outputs_at(run, feeds, largest)}
 
 
-def _own_merges(
-    candidate: Candidate,
-    before: Reference,
-    proof_inputs: ProofInputs,
-    by_batch: Mapping[int, Outputs],
-    heads: Heads,
-) -> Merges | None:
-    """Of a torch model its own, of a graph or engine those of the torch model that it computes."""
-    if candidate.checkpoint is None:
-        return before.merges
-    largest = max(by_batch)
-    return merges_of(candidate.checkpoint, proof_inputs.feeds, by_batch[largest], largest, halves=(), heads=heads)
-
-
 def _step(
     candidate: Candidate,
     before: Reference,
@@ -128,6 +115,7 @@ def _step(
     batches: Sequence[int],
     rules: Sequence[LinkRules],
     heads: Heads,
+    halves: Collection[FloatType],
 ) -> Step:
     bounds = [rule.rounding(candidate.held_in).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
@@ -135,7 +123,11 @@ def _step(
     with candidate.opened(ports) as backbone:
         run = heads.behind(backbone, max(batches))
         by_batch = _by_batch(candidate, run, proof_inputs.feeds, batches)
-        merges = _own_merges(candidate, before, proof_inputs, by_batch, heads)
+        merges = before.merges
+        if candidate.checkpoint is not None:
+            most = max(by_batch)
+            own = candidate.checkpoint, proof_inputs.feeds, by_batch[most], most
+            merges = merges_of(*own, halves=halves, heads=heads)
         findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
     narrow: LinkKind = "quantised" if candidate.quantised else "half"
     kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
@@ -149,7 +141,7 @@ def _step(
             return links_of(_by_batch(candidate, run, proof_inputs.feeds, batches))
 
     links = with_reasons(links_of(by_batch), candidate, links_as_typed)
-    return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings))
+    return Step(candidate=candidate, by_batch=by_batch, links=links, findings=tuple(findings), merges=merges)
 
 
 def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
@@ -182,9 +174,9 @@ def _located(
 class _Walked:
     """All candidates run in order, what was found about their structure, and the blocks where failing links break."""
 
-    steps: tuple[Step, ...]
-    findings: tuple[StructuralTest, ...]
-    blocks: tuple[FaultLocation, ...]
+    steps: list[Step] = field(default_factory=list)
+    findings: list[StructuralTest] = field(default_factory=list)
+    blocks: list[FaultLocation] = field(default_factory=list)
 
 
 def _walk(
@@ -198,29 +190,25 @@ def _walk(
     done: Callable[[Sequence[Step]], None],
 ) -> _Walked:
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
-    steps: list[Step] = []
-    findings: list[StructuralTest] = []
-    blocks: list[FaultLocation] = []
+    walked, halves = _Walked(), _halves(candidates)
     single: Step | None = None
-    halves, largest, feeds = _halves(candidates), max(batches), proof_inputs.feeds
-    merges = merges_of(dense, feeds, answers, largest, halves=halves, heads=heads)
+    merges = merges_of(dense, proof_inputs.feeds, answers, max(batches), halves=halves, heads=heads)
     for candidate in candidates:
         if candidate.form == "torch" or single is None:
             before = Reference(label=DENSE, answers=answers, merges=None if candidate.form == "torch" else merges)
         else:
             before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
         previous = None if single is None else single.candidate
-        step = _step(candidate, before, proof_inputs, batches, rules, heads)
-        findings += step.findings
+        step = _step(candidate, before, proof_inputs, batches, rules, heads, halves)
+        walked.findings.extend(step.findings)
         if candidate.held_in is FLOAT16 and candidate.runtime is None:
-            findings += _headroom(previous, candidate, proof_inputs.feeds)
-        blocks += _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
-        if candidate.checkpoint is not None:
-            merges = merges_of(candidate.checkpoint, feeds, step.answers, largest, halves=halves, heads=heads)
+            walked.findings.extend(_headroom(previous, candidate, proof_inputs.feeds))
+        walked.blocks.extend(_located(step, before, previous, dense, proof_inputs.feeds, rules[0].products))
+        merges = merges if candidate.checkpoint is None else step.merges
         single = single if candidate.rounds or candidate.runtime is not None else step
-        steps.append(step)
-        done(steps)
-    return _Walked(steps=tuple(steps), findings=tuple(findings), blocks=tuple(blocks))
+        walked.steps.append(step)
+        done(walked.steps)
+    return walked
 
 
 def prove(
@@ -275,7 +263,7 @@ def prove(
             images=proof_inputs.images,
             links=(*(each for step in walked.steps for each in step.links), *_whole(walked.steps, answers, rules)),
             structure=(*walked.findings, *(input_range(moments, proof_inputs.feeds) if moments is not None else ())),
-            located=walked.blocks,
+            located=tuple(walked.blocks),
             shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
             heads=records,
             fitted=_fitted(proof_inputs, candidates, moments),
@@ -310,14 +298,9 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
     return arrays
 
 
-class _Labelled(TypedDict):
-    accuracy: tuple[Accuracy, ...]
-    comparisons: tuple[PairedAccuracy, ...]
-
-
 def _labelled(
     by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, ports: Sequence[OutputPort]
-) -> _Labelled:
+) -> dict[str, Any]:
     """What labels tell of the first logits. Raises BadInput where there are labels and no logits."""
     if labels is None:
         return {"accuracy": (), "comparisons": ()}

@@ -121,13 +121,7 @@ def _require_comparable(graphs: Sequence[DecoderGraph], load: DecoderLoad) -> No
 
 def _subject(name: str, graph: DecoderGraph, length: int, cached: int, load: DecoderLoad) -> Subject:
     opened = partial(
-        DecoderRunner,
-        graph.path,
-        graph.cache,
-        length,
-        cached=cached,
-        provider=load.provider,
-        threads=load.threads,
+        DecoderRunner, graph.path, graph.cache, length, cached=cached, provider=load.provider, threads=load.threads
     )
     return Subject(name=name, open=opened, size_bytes=graph.size_bytes, sha256=sha256_of_file(graph.path))
 

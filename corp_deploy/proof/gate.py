@@ -11,13 +11,35 @@ from ground.files import write_text
 from ground.records import Head, record_from_file
 from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, JudgedRule, judge
+from perf.gate.history import save_trend
 from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import load_parity
+from perf.record.history import load_history, release_of_file
 from perf.record.runs import load_bench
+from perf.report.history import trend_drawing
 from perf.stats.compare import Comparison
 from perf.stats.stats import DEFAULT_CONFIDENCE
 from perf.stats.summary import summarise
+from perf.stats.trend import Trend, trend_of
+
+TREND, PLOT = "history.json", "history.svg"
+
+
+def trend_of_files(bench: Path, directory: Path) -> Trend:
+    """The trend up to this bench record. Raises BadInput where it has no time, or `directory` is none."""
+    return trend_of(load_history(directory), release_of_file(bench))
+
+
+def write_trend(trend: Trend, directory: Path) -> None:
+    """history.json, which `report` shows, and history.svg."""
+    save_trend(trend, directory / TREND)
+    write_text(directory / PLOT, trend_drawing(trend).standalone)
+
+
+def trend_beside(outputs: Sequence[Path]) -> Path | None:
+    """Where the trend goes: beside gate.json; None where none is written."""
+    return next((path.parent for path in outputs if path.suffix == ".json"), None)
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,24 +57,14 @@ class ParityLimits(LimitOptions):
 
     def of_outputs(self, noise: Measures | None = None) -> Tolerance:
         """What they are for a model's own outputs."""
-        return tolerance.limits(
-            min_agreement=self.min_agreement,
-            max_error=self.max_error,
-            confidence=self.confidence,
-            noise=noise,
-            elsewhere=self.elsewhere,
-        )
+        return self._of(noise, min_agreement=self.min_agreement, max_error=self.max_error)
 
     def of_maps(self, noise: Measures | None = None) -> Tolerance:
         """What they are for the maps of heads apart."""
-        return tolerance.limits(
-            min_agreement=self.min_pixels,
-            max_error=self.max_map_error,
-            min_iou=self.min_iou,
-            confidence=self.confidence,
-            noise=noise,
-            elsewhere=self.elsewhere,
-        )
+        return self._of(noise, min_agreement=self.min_pixels, max_error=self.max_map_error, min_iou=self.min_iou)
+
+    def _of(self, noise: Measures | None, **least: float | None) -> Tolerance:
+        return tolerance.limits(**least, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
 
     def unreachable(self, images: ImageSet) -> list[str]:
         """The limits that so many inputs can never show to be kept, a sentence each."""
@@ -241,7 +232,7 @@ def link_rules(
     batch: int,
     limits: ParityLimits,
     heads: Heads,
-    halves: Collection[FloatType] = (),
+    halves: Collection[FloatType],
 ) -> list[LinkRules]:
     """Those of each output of the dense model, and of each map of its heads; `halves` are the types of sixteen bits
     that candidates are held in.
@@ -249,26 +240,17 @@ def link_rules(
     ports = output_ports(dense.model)
     types = dict.fromkeys((FLOAT16, *halves))
     noises = {held_in: _own_noise(dense, held_in, proof_inputs.feeds, answers, batch, heads) for held_in in types}
-    noise = noises[FLOAT16]
-    products = counted(dense.model).chain
-    several = len(ports) + len(heads.ports) > 1
-    own = [
-        LinkRules(
-            port=port,
-            several=several,
-            limits=limits,
-            noises={held_in: own[port.name] for held_in, own in noises.items()},
-            products=products,
-            largest_logit=largest_logit(answers[port.name], port.role),
-        )
-        for port in ports
-    ]
+    noise, products = noises[FLOAT16], counted(dense.model).chain
+
+    def rules(port: OutputPort, **own: Any) -> LinkRules:
+        of_port = {held_in: every[port.name] for held_in, every in noises.items()}
+        several = len(ports) + len(heads.ports) > 1
+        return LinkRules(port=port, several=several, limits=limits, noises=of_port, **own)
+
+    own = [rules(port, products=products, largest_logit=largest_logit(answers[port.name], port.role)) for port in ports]
     of_maps = [
-        LinkRules(
-            port=port,
-            several=several,
-            limits=limits,
-            noises={held_in: own[port.name] for held_in, own in noises.items()},
+        rules(
+            port,
             products=products + heads.head_of(port.name).products,
             largest_logit=0.0,
             magnified=_magnified(noise[port.name], [noise[name] for name in heads.head_of(port.name).reads]),

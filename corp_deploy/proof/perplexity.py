@@ -20,14 +20,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.records import json_from_record
-from perf.parity.perplexity import (
-    LEAST_SEQUENCES,
-    LanguageMeasures,
-    OfSequence,
-    Range,
-    measures_of,
-    of_sequence,
-)
+from perf.parity.perplexity import LEAST_SEQUENCES, LanguageMeasures, OfSequence, Range, measures_of, of_sequence
 from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 from perf.stats.decision import decide, held_against, more_by_root

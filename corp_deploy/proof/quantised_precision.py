@@ -33,20 +33,11 @@ BATCH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
-    """Relative error of the outputs with this site alone quantised, the largest over them."""
-
-    site: str
-    error: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The sites that stay as they are, the most sensitive one first, the error of such a graph, and what was tried."""
+    """The sites that stay as they are, the most sensitive one first, and the error of such a graph."""
 
     sites: tuple[str, ...]
     relative_error: float
-    sensitivities: tuple[Sensitivity, ...]
 
 
 def sites_to_leave(
@@ -56,8 +47,7 @@ def sites_to_leave(
     chosen: Quantisation,
     feeds: Feeds,
     bounds: Mapping[str, Tolerance],
-    *,
-    batch: int | None = None,
+    batch: int | None,
 ) -> Kept:
     """Sites in the order of what quantising each alone costs; the fewest of the first ones whose leaving lets the graph
     pass `bounds` (by output) against its FP32 twin, found by bisection and made sure of.
@@ -69,21 +59,18 @@ def sites_to_leave(
         trial = _Trial(made_of, precision, chosen, feeds, ports, Path(scratch), batch)
         whole = trial.errors(())
         if trial.passes(whole, bounds):
-            return Kept(sites=(), relative_error=_worst(whole), sensitivities=())
-        ranked = sorted(
-            (Sensitivity(site=site, error=_worst(trial.errors_of_one(site))) for site in trial.sites),
-            key=lambda each: (-each.error, each.site),
-        )
-        order = [each.site for each in ranked]
+            return Kept(sites=(), relative_error=_worst(whole))
+        alone = {site: _worst(trial.errors([each for each in trial.sites if each != site])) for site in trial.sites}
+        order = sorted(alone, key=lambda site: (-alone[site], site))
         count = _fewest(len(order) - 1, lambda count: trial.passes(trial.errors(order[:count]), bounds))
         if count is None:
-            least = ranked[-1]
+            least = order[-1]
             raise BadInput(
-                f"{precision}: no set of blocks left in {chosen.rest} lets this graph pass: with {least.site} alone "
-                f"quantised it is still off by {least.error:.2g}; export {chosen.rest}"
+                f"{precision}: no set of blocks left in {chosen.rest} lets this graph pass: with {least} alone "
+                f"quantised it is still off by {alone[least]:.2g}; export {chosen.rest}"
             )
         kept = tuple(order[:count])
-        return Kept(sites=kept, relative_error=_worst(trial.errors(kept)), sensitivities=tuple(ranked))
+        return Kept(sites=kept, relative_error=_worst(trial.errors(kept)))
 
 
 def mended_quantised(
@@ -94,8 +81,7 @@ def mended_quantised(
     feeds: Feeds,
     bounds: Mapping[str, Tolerance],
     answers: Answers,
-    *,
-    breaks: Sequence[str] = (),
+    breaks: Sequence[str],
 ) -> Mended:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before sites are left as
     they are, beside those that are there in any case.
@@ -122,8 +108,8 @@ def _fitting(made_of: Quantiser, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds, *, factor: float = 2.0) -> dict[str, Tolerance]:
-    """By output `factor` times what plain rounding does to the dense model, as `verify` judges it."""
+def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
+    """By output twice what plain rounding does to the dense model, as `verify` judges it."""
     exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:
@@ -134,9 +120,7 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds, *, factor: float 
     exact, rounded = run(exportable), run(simulated(exportable, precision, run))
     return {
         port.name: tolerance.half(
-            measures(exact[port.name], rounded[port.name], role=port.role),
-            held_in=type_of_word(precision),
-            factor=factor,
+            measures(exact[port.name], rounded[port.name], role=port.role), held_in=type_of_word(precision), factor=2.0
         )
         for port in ports
     }
@@ -177,9 +161,6 @@ class _Trial:
         self._known: dict[frozenset[str], Mapping[str, Measures]] = {}
         self._reference = self._run(made_of.single, "fp32")
         self.sites = tuple(dict.fromkeys(self._modules.values()))
-
-    def errors_of_one(self, site: str) -> Mapping[str, Measures]:
-        return self.errors([each for each in self.sites if each != site])
 
     def errors(self, left: Sequence[str]) -> Mapping[str, Measures]:
         """By output, with these sites left as they are."""

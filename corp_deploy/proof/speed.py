@@ -31,10 +31,9 @@ from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
-from .contender import Contender
 from .engine_trust import record_of_trusted_plan
 from .timed_inputs import TimedInputs, feeds_to_time, listed
-from .torch_package import compiled_contender, contender_from_package
+from .torch_package import Contender, compiled_contender, contender_from_package
 
 
 def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:

@@ -4,12 +4,14 @@ import copy
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import family_of, input_ports, output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.trusted_code import refuse_untrusted
@@ -24,7 +26,18 @@ from perf.bench.bench import Subject
 from perf.runners.module import DTYPES, Precision
 from perf.runners.torch_package import PackageRunner
 
-from .contender import Contender
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One of the two as perf's subject, what it takes, its fixed batch if any, and what it was fitted to
+    where it tells.
+    """
+
+    subject: Subject
+    inputs: tuple[Port, ...]
+    static_batch: int | None
+    fitted: Fingerprints | None = None
+
 
 LARGEST_BATCH = 1024
 SEVERAL = f"any from 2 to {LARGEST_BATCH}"

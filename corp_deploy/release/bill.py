@@ -1,6 +1,11 @@
-"""The bill of materials of a release: its models with what was measured of them, the data, and the environment."""
+"""The bill of materials of a release: its models with what was measured of them, the data, and the environment.
 
-from collections.abc import Iterator, Sequence
+In CycloneDX 1.6; nothing in it says when it was written: the same environment gives the same bytes.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +13,6 @@ import msgspec
 
 from corp_deploy import __version__
 from corp_deploy.store.model_config import ModelConfig, load_model_config
-from ground import bill
 from ground.files import sha256_of_file
 from ground.installed import Package, installed
 from ground.records import Natural, record_from_file
@@ -19,6 +23,67 @@ from perf.stats.summary import summarise
 
 from .names import AGAIN, GATE, MODELS, PARITY, SUBJECTS, SUMMARY, SUMMARY_KIND, bench_name, graphs_of
 from .recipe import Recipe
+
+SCHEMA, VERSION = "http://cyclonedx.org/schema/bom-1.6.schema.json", "1.6"
+OWN_REFERENCE = "LicenseRef-"
+_SPACE = uuid.UUID("6f0c1c5e-6d4f-5e1b-9f57-1b2a5c0a9d11")
+
+
+def licences(expression: str) -> list[dict[str, Any]]:
+    """The entry `licenses` for an SPDX expression; a licence that SPDX doesn't know goes by name, none by nothing."""
+    if not expression:
+        return []
+    if expression.startswith(OWN_REFERENCE) and " " not in expression:
+        return [{"license": {"name": expression.removeprefix(OWN_REFERENCE)}}]
+    return [{"expression": expression}]
+
+
+def _reference(package: Package) -> str:
+    return f"pkg:pypi/{package.name}@{package.version}"
+
+
+def component(package: Package) -> dict[str, Any]:
+    """A library."""
+    told = licences(package.licence)
+    return {
+        "type": "library",
+        "bom-ref": _reference(package),
+        "name": package.name,
+        "version": package.version,
+        **({"licenses": told} if told else {}),
+        "purl": _reference(package),
+    }
+
+
+def dependencies(packages: Sequence[Package]) -> list[dict[str, Any]]:
+    """What each needs of those that are there."""
+    by_name = {package.name: _reference(package) for package in packages}
+    return [
+        {"ref": _reference(each), "dependsOn": [by_name[name] for name in each.requires if name in by_name]}
+        for each in packages
+    ]
+
+
+def bill(
+    subject: Mapping[str, Any],
+    components: Sequence[Mapping[str, Any]],
+    packages: Sequence[Package],
+    *,
+    tool: Mapping[str, Any],
+    needs: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The whole bill: `subject` is what it is of, `components` are what that has beside the packages, `needs` the
+    dependencies among these. The serial number follows from the content.
+    """
+    content = {
+        "metadata": {"tools": {"components": [dict(tool)]}, "component": dict(subject)},
+        "components": [*map(dict, components), *map(component, packages)],
+        "dependencies": [*map(dict, needs), *dependencies(packages)],
+    }
+    serial = uuid.uuid5(_SPACE, json.dumps(content, sort_keys=True))
+    head = {"$schema": SCHEMA, "bomFormat": "CycloneDX", "specVersion": VERSION, "serialNumber": f"urn:uuid:{serial}"}
+    return {**head, "version": 1, **content}
+
 
 NAME = "corp-deploy"
 TOOL = {"type": "application", "bom-ref": NAME, "name": NAME, "version": __version__}
@@ -31,7 +96,7 @@ def _hashes(digest: str) -> list[dict[str, str]]:
 
 
 def _licensed(expression: str | None) -> dict[str, Any]:
-    return {"licenses": bill.licences(expression)} if expression else {}
+    return {"licenses": licences(expression)} if expression else {}
 
 
 def _data(reference: str, name: str, digest: str, count: int, licence: str | None) -> dict[str, Any]:
@@ -139,8 +204,8 @@ def _beside(packages: Sequence[Package]) -> tuple[list[Package], dict[str, Any]]
 def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
     """Of this tool and every package that is installed beside it."""
     beside, needs = _beside(packages)
-    own = {**TOOL, "licenses": bill.licences("Apache-2.0")}
-    return bill.bill(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
+    own = {**TOOL, "licenses": licences("Apache-2.0")}
+    return bill(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
@@ -155,4 +220,4 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     }
     of_model = {"ref": MODEL.format("reduced"), "dependsOn": [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
     parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
-    return bill.bill(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])
+    return bill(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])

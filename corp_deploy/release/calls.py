@@ -8,26 +8,8 @@ from typing import Any
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
 from corp_deploy.invocation.honours import Axis
 
+from . import names
 from .baseline import Baseline
-from .names import (
-    GATE,
-    HELD_OUT_MOMENTS,
-    MOMENTS,
-    PARITY,
-    PARITY_OF_TARGET,
-    RECIPE,
-    REPOSITORY,
-    SAMPLES,
-    SUBJECTS,
-    SUMMARY,
-    artefact_name,
-    bench_name,
-    gain_name,
-    graph_name,
-    graphs_of,
-    parity_name,
-    rival_name,
-)
 from .recipe import Recipe, Target
 from .targets import run_options
 
@@ -46,20 +28,20 @@ def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
 def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """The release itself, in its own directory."""
     options = {"output": ".", **_beside(baseline, root), **recipe.trust(measures=True)}
-    return Invocation(command="release", arguments=(RECIPE,), options=options)
+    return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
 def only(stage: str, recipe: Recipe) -> Invocation:
     """One stage, for what no other command makes."""
-    measures = stage.startswith(PARITY_OF_TARGET)
+    measures = stage.startswith(names.PARITY_OF_TARGET)
     options = {"output": ".", "only": [stage], **recipe.trust(measures=measures)}
-    return Invocation(command="release", arguments=(RECIPE,), options=options)
+    return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
 def only_beside(stage: str, recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """One stage that judges by the baseline, or tells of it."""
     options = {"output": ".", "only": [stage], **_beside(baseline, root), **recipe.trust(measures=False)}
-    return Invocation(command="release", arguments=(RECIPE,), options=options)
+    return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
 def _groups(recipe: Recipe, root: Path) -> str | None:
@@ -91,8 +73,8 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "hold_out": calibration.hold_out,
             "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
-            "summary": SUMMARY,
-            "output": MOMENTS,
+            "summary": names.SUMMARY,
+            "output": names.MOMENTS,
         },
     )
 
@@ -110,8 +92,8 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
     options = {
         "model": "dense",
         **recipe.model.trust,
-        "moments": MOMENTS,
-        "held_out": HELD_OUT_MOMENTS if recipe.judges_sites else None,
+        "moments": names.MOMENTS,
+        "held_out": names.HELD_OUT_MOMENTS if recipe.judges_sites else None,
         **choice.said,
         "latency_tables": path_from(root, recipe.reduce.latency_tables),
         "images": path_from(root, calibration.images),
@@ -160,7 +142,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
             **({} if table.input == "float32" else {"input": table.input}),
             "break_fusion": list(table.break_fusion),
             **(_ranges(recipe, root) if table.quantised else {}),
-            "output": f"{subject}/{graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
+            "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
     )
 
@@ -169,7 +151,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
     proof_images, parity = recipe.proof_images, recipe.parity
     return Invocation(
         command="verify",
-        arguments=(*SUBJECTS, *graphs_of(recipe, "reduced")),
+        arguments=(*names.SUBJECTS, *names.graphs_of(recipe, "reduced")),
         options={
             **recipe.model.trust,
             "images": path_from(root, proof_images.path),
@@ -178,7 +160,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "seed": proof_images.seed,
             "hold_out": proof_images.hold_out,
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
-            "moments": MOMENTS,
+            "moments": names.MOMENTS,
             "batch": parity.batches,
             "min_agreement": parity.min_agreement,
             "max_error": parity.max_error,
@@ -189,21 +171,21 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "head": [path_from(root, path) for path in parity.head],
             **parity.of_maps,
             "metric": parity.metrics(root),
-            "output": PARITY,
+            "output": names.PARITY,
         },
     )
 
 
 def bench(recipe: Recipe, target: Target) -> Invocation:
     """Dense against reduced."""
-    dense, reduced = (artefact_name(target, subject) for subject in SUBJECTS)
-    return _bench(recipe, target, dense, reduced, bench_name(recipe, target))
+    dense, reduced = (names.artefact_name(target, subject) for subject in names.SUBJECTS)
+    return _bench(recipe, target, dense, reduced, names.bench_name(recipe, target))
 
 
 def gain(recipe: Recipe, target: Target) -> Invocation:
     """The reduced model as a quantised target runs it against the precision that it rests on."""
-    names = {"names": (target.rest, target.precision)}
-    return _bench(recipe, target, rival_name(target), artefact_name(target, "reduced"), gain_name(target), names)
+    sides = names.rival_name(target), names.artefact_name(target, "reduced")
+    return _bench(recipe, target, *sides, names.gain_name(target), {"names": (target.rest, target.precision)})
 
 
 def _bench(
@@ -212,7 +194,7 @@ def _bench(
     reference: str,
     candidate: str,
     output: str,
-    names: Mapping[str, tuple[str | None, str]] = MappingProxyType({}),
+    called: Mapping[str, tuple[str | None, str]] = MappingProxyType({}),
 ) -> Invocation:
     table = recipe.bench
     return Invocation(
@@ -221,9 +203,9 @@ def _bench(
         options={
             **run_options(target, table.threads),
             **recipe.model.trust,
-            **names,
+            **called,
             "batch": table.batches,
-            "images": SAMPLES,
+            "images": names.SAMPLES,
             "time_limit": table.time_limit_s,
             "half_width": table.half_width,
             "block_ms": table.block_ms,
@@ -237,17 +219,17 @@ def _bench(
 def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
-    if others or first.rules or first.rest or parity_name(first) != PARITY:
+    if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
         return only_beside("gate", recipe, baseline, root)
     return Invocation(
         command="gate",
-        arguments=(bench_name(recipe, first), PARITY),
+        arguments=(names.bench_name(recipe, first), names.PARITY),
         options={
             "fail_if": list(recipe.gate.fail_if),
             **({"confidence": recipe.gate.confidence} if recipe.gate.fail_if else {}),
             **_beside(baseline, root),
             "history": path_from(root, recipe.gate.history),
-            "output": [GATE],
+            "output": [names.GATE],
         },
     )
 
@@ -258,6 +240,6 @@ def package(recipe: Recipe, root: Path) -> Invocation:
         "model_version": 1,
         "labels": path_from(root, recipe.package.labels),
         "cpu_backend": "openvino" if recipe.served_on_cpu == "openvino" else None,
-        "output": REPOSITORY,
+        "output": names.REPOSITORY,
     }
     return Invocation(command="package", arguments=(".",), options=options)

@@ -142,13 +142,7 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
 
 
 def require_inputs(
-    recipe: Recipe,
-    root: Path,
-    stages: Sequence[Stage],
-    baseline: Baseline,
-    *,
-    path: Path,
-    warn: Callable[[str], None],
+    recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path, warn: Callable[[str], None]
 ) -> list[StageStatus]:
     """Look at everything beyond the release that these stages are made from: that it is there and, for those that are
     not done, that it is read and fits. `path` is the recipe's file; `warn` hears what the result will not be able to

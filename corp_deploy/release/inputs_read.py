@@ -16,6 +16,7 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.heads import HeadRequest, opened_heads
+from corp_deploy.proof.reach import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.graph_input import graph_ports
 from corp_deploy.store.inputs import images_for_model, labels_from_path
@@ -23,16 +24,15 @@ from export.graph.precision import kept_modules
 from export.triton.package import require_labels
 from ground.errors import BadInput
 from perf.bench.latency_table import SUFFIX, load_table
-from perf.gate.rule import FITTED
-from perf.parity.measures import require_agreement
+from perf.gate.rule import FITTED, Rule
+from perf.parity.measures import SHARES, require_agreement
 from perf.record.fitted import FittedInputs
 
 from .calls import range_samples
 from .incremental import Stage
 from .mistakes import Mistakes
-from .names import MOMENTS
+from .names import MOMENTS, PARITY, parity_name
 from .opened import open_dense, open_proof_images
-from .reach import out_of_reach
 from .recipe import Recipe
 from .recipe_tables import require_more
 from .serving import class_names
@@ -153,3 +153,34 @@ def read_inputs(
     if "package.labels" in labels and recipe.package.labels is not None:
         with mistakes.at("package.labels"):
             _read_class_names(recipe.package.labels, model)
+
+
+def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
+    """A sentence for each limit on a share of inputs that its images, `held_out` of them where all prove, are too few
+    for, however well they agree.
+    """
+    sentences = _of_limits(recipe, held_out)
+    for target in recipe.targets:
+        rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
+        count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
+        sentences += _of_rules(rules, count, recipe.gate.confidence)
+    return sentences
+
+
+def _of_limits(recipe: Recipe, count: int) -> list[str]:
+    parity = recipe.parity
+    every = {"parity.min_agreement": parity.min_agreement, "parity.min_pixels": parity.min_pixels}
+    shares = {key: least for key, least in every.items() if least is not None}
+    return unreachable(shares, count=count, noun="held-out images", confidence=parity.confidence)
+
+
+def _of_rules(rules: Sequence[Rule], count: int, confidence: float) -> list[str]:
+    """Rules that forbid a share below a number; what a baseline bounds is known when it is read."""
+    shares = dict(_least_shares(rules))
+    return unreachable(shares, count=count, noun="images", confidence=confidence)
+
+
+def _least_shares(rules: Sequence[Rule]) -> Iterator[tuple[str, float]]:
+    for rule in rules:
+        if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<="):
+            yield f"rule {rule.text!r}: {rule.metric}", rule.offset

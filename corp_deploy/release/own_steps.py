@@ -13,9 +13,15 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, in_runtime
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.gate import evidence_of_files, judged_rows, parity_row, with_fitted_rule
+from corp_deploy.proof.gate import (
+    evidence_of_files,
+    judged_rows,
+    parity_row,
+    trend_of_files,
+    with_fitted_rule,
+    write_trend,
+)
 from corp_deploy.proof.heads import HeadRequest
-from corp_deploy.proof.history import trend_of_files, write_trend
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.own_metrics import Meter
@@ -41,33 +47,12 @@ from perf.parity.parity import load_parity
 from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
+from . import names
 from .baseline import OldRecords
 from .bill import bill_of_release
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
-from .names import (
-    BILL,
-    CARD,
-    GATE,
-    MANIFEST,
-    PARITY,
-    PROVENANCE,
-    RECIPE,
-    REPORTS,
-    SAMPLES,
-    SUBJECTS,
-    SUMS,
-    artefact_name,
-    bench_name,
-    gain_name,
-    graph_name,
-    page_name,
-    parities_of,
-    parity_name,
-    plan_name,
-    rival_name,
-)
 from .opened import open_dense
 from .provenance import provenance
 from .recipe import Recipe, Target
@@ -85,9 +70,9 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
     """Dense and reduced plans with their records, and of a quantised target what it is measured against; sparse kernels
     are for the reduced model alone.
     """
-    plans = [(plan_name(target, subject), subject, target.precision) for subject in SUBJECTS]
+    plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
-        plans.append((rival_name(target), "reduced", target.rest))
+        plans.append((names.rival_name(target), "reduced", target.rest))
     for name, subject, precision in plans:
         options = BuildOptions(
             backend=target.name,
@@ -100,7 +85,7 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
         path = dirs.into / name
         path.parent.mkdir(exist_ok=True)
         with turn(dirs.watch, "build"):
-            built = build_engine(dirs.root / subject / graph_name(precision), options)
+            built = build_engine(dirs.root / subject / names.graph_name(precision), options)
         write_engine(built, path)
 
 
@@ -124,7 +109,7 @@ class CudaCandidate(Candidate):
 
 
 def _candidate(target: Target, root: Path) -> Candidate:
-    name = artefact_name(target, "reduced")
+    name = names.artefact_name(target, "reduced")
     if target.is_engine:
         return candidate_from_path(name, below=root)
     if target.name == "openvino":
@@ -145,7 +130,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     """The chain down to what the target runs, on the samples, which travel with the release."""
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
-    inputs = inputs_from_set(images_for_model(dense.model, dirs.root / SAMPLES))
+    inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     asked = trusted_metrics(recipe.parity.metrics(dirs.root))
     meter = Meter(asked, named_samples(inputs, dirs.root) if asked else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
@@ -159,15 +144,15 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
         answered=meter.measure,
     )
     proof = meter.beside(proof)
-    save_proof(proof, dirs.into / parity_name(target))
+    save_proof(proof, dirs.into / names.parity_name(target))
 
 
 def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
-    rows = [parity_row(dirs.root / name) for name in parities_of(recipe)]
+    rows = [parity_row(dirs.root / name) for name in names.parities_of(recipe)]
     before = evidence_of_files(older.bench, older.parity)
     for target in recipe.targets:
-        records = dirs.root / bench_name(recipe, target), dirs.root / parity_name(target)
+        records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
         now = evidence_of_files(*records, recipe.gate.confidence)
         if target == recipe.targets[0]:
             now = _with_fitted(now, dirs.root)
@@ -176,16 +161,16 @@ def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: boo
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
     if recipe.gate.history is not None:
-        trend = trend_of_files(dirs.root / bench_name(recipe, recipe.targets[0]), recipe.gate.history)
+        trend = trend_of_files(dirs.root / names.bench_name(recipe, recipe.targets[0]), recipe.gate.history)
         write_trend(trend, dirs.into)
         rows += history_rows(trend)
-    save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / GATE)
+    save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
 
 
 def _with_fitted(now: Evidence, root: Path) -> Evidence:
     """Samples are arrays made of held-out images, so whether those were fitted to is told by the chain of the whole."""
     assert now.parity is not None, root
-    return replace(now, parity=replace(now.parity, fitted=load_parity(root / PARITY).fitted))
+    return replace(now, parity=replace(now.parity, fitted=load_parity(root / names.PARITY).fitted))
 
 
 def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[JudgedRule]:
@@ -195,7 +180,7 @@ def _gain_rows(root: Path, target: Target, batches: Sequence[int]) -> list[Judge
     if target.rest is None:
         return []
     rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]
-    judged = judged_rows(rules, evidence_of_files(root / gain_name(target), None), None, starting=False)
+    judged = judged_rows(rules, evidence_of_files(root / names.gain_name(target), None), None, starting=False)
     named = f"{target.name}: {target.precision} over {target.rest}"
     return [replace(row, rule=f"{named}: {row.rule}") for row in judged]
 
@@ -209,7 +194,7 @@ def _record(dirs: StageDirs, recipe: Recipe, commands: Sequence[str]) -> dict[st
     """Everything the report shows; lineage and commands come from here, since the manifest is made after it."""
     return record_of_directory(dirs.root) | {
         "title": f"{recipe.name}: dense against reduced",
-        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / RECIPE)},
+        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
         "commands": list(commands),
     }
 
@@ -218,16 +203,16 @@ def write_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stage
     """The report of the first target in three forms, of the others as pages, and the model card."""
     efforts = efforts_of(dirs.root, stages)
     record = _record(dirs, recipe, commands) | {"effort": rows_of_efforts(efforts)}
-    for name, writer in zip(REPORTS, (html, markdown, junit), strict=True):
+    for name, writer in zip(names.REPORTS, (html, markdown, junit), strict=True):
         write_text(dirs.into / name, writer(record))
     for target in recipe.targets[1:]:
         own = record | {
             "title": f"{recipe.name} on {target.name}: dense against reduced",
-            "bench": json_of_file(dirs.root / bench_name(recipe, target), "bench"),
-            "parity": json_of_file(dirs.root / parity_name(target), "parity"),
+            "bench": json_of_file(dirs.root / names.bench_name(recipe, target), "bench"),
+            "parity": json_of_file(dirs.root / names.parity_name(target), "parity"),
         }
-        write_text(dirs.into / page_name(target), html(own))
-    write_text(dirs.into / CARD, card(dirs.root, recipe, commands, efforts))
+        write_text(dirs.into / names.page_name(target), html(own))
+    write_text(dirs.into / names.CARD, card(dirs.root, recipe, commands, efforts))
 
 
 def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
@@ -250,9 +235,9 @@ def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Sta
     SHA256SUMS. `command` made the release, `own` this alone.
     """
     root = dirs.root
-    write_json(dirs.into / BILL, bill_of_release(root, recipe))
+    write_json(dirs.into / names.BILL, bill_of_release(root, recipe))
     files = {name: _entry(root / name, maker) for name, maker in _made_by(root, stages).items()}
-    files[BILL] = _entry(dirs.into / BILL, own)
+    files[names.BILL] = _entry(dirs.into / names.BILL, own)
     files = {name: files[name] for name in sorted(files)}
     manifest = {
         "kind": MANIFEST_KIND,
@@ -267,9 +252,9 @@ def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Sta
         "stages": [stage.name for stage in stages],
         "files": files,
     }
-    write_json(dirs.into / MANIFEST, manifest)
+    write_json(dirs.into / names.MANIFEST, manifest)
     digests = {name: str(entry["sha256"]) for name, entry in files.items()}
-    digests[MANIFEST] = sha256_of_file(dirs.into / MANIFEST)
-    write_json(dirs.into / PROVENANCE, provenance(root, recipe, stages, digests))
-    digests[PROVENANCE] = sha256_of_file(dirs.into / PROVENANCE)
-    write_text(dirs.into / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+    digests[names.MANIFEST] = sha256_of_file(dirs.into / names.MANIFEST)
+    write_json(dirs.into / names.PROVENANCE, provenance(root, recipe, stages, digests))
+    digests[names.PROVENANCE] = sha256_of_file(dirs.into / names.PROVENANCE)
+    write_text(dirs.into / names.SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))

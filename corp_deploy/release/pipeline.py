@@ -9,43 +9,9 @@ from ground.files import write_text
 from ground.gpu import missing_gpu
 from perf.record.history import release_of_file
 
-from . import calls
+from . import calls, names
 from .baseline import Baseline, OldRecords
 from .incremental import Stage
-from .names import (
-    BILL,
-    CARD,
-    GATE,
-    HELD_OUT_MOMENTS,
-    HISTORY,
-    MANIFEST,
-    MODELS,
-    MOMENTS,
-    PARITY,
-    PROVENANCE,
-    RECIPE,
-    REPORTS,
-    REPOSITORY,
-    SAMPLE_LABELS,
-    SAMPLES,
-    SAMPLES_RECORD,
-    SAVED_AS_HF,
-    SIZE,
-    SUBJECTS,
-    SUMMARY,
-    SUMS,
-    answers_name,
-    artefact_name,
-    bench_name,
-    gains_of,
-    graphs_of,
-    has_sample_labels,
-    outputs_name,
-    page_name,
-    parities_of,
-    parity_name,
-    snapshots_of,
-)
 from .recipe import Recipe
 from .recipe_tables import ModelTable
 from .recipe_toml import text_of_recipe
@@ -58,8 +24,8 @@ def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
     text = text_of_recipe(recipe, root)
     return Stage(
         name="recipe",
-        outputs=(RECIPE,),
-        run=lambda dirs: write_text(dirs.into / RECIPE, text),
+        outputs=(names.RECIPE,),
+        run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
         settings={"recipe": text},
         command=str(calls.only("recipe", recipe)),
     )
@@ -76,7 +42,7 @@ def _dense_stage(recipe: Recipe) -> Stage:
     name = {} if model.directory is not None else {"model.model": _name(model)}
     return Stage(
         name="dense",
-        outputs=MODELS["dense"],
+        outputs=names.MODELS["dense"],
         run=own_step("dense", recipe),
         outside={label: path for label, path in outside.items() if path is not None},
         settings=name | settings_of("model", model, without=("model", "weights")) | {"versions": tool(*TORCH)},
@@ -85,7 +51,7 @@ def _dense_stage(recipe: Recipe) -> Stage:
 
 
 def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
-    return () if recipe.calibration.hold_out is None else (HELD_OUT_MOMENTS,)
+    return () if recipe.calibration.hold_out is None else (names.HELD_OUT_MOMENTS,)
 
 
 def _moments_stage(recipe: Recipe, root: Path) -> Stage:
@@ -102,9 +68,9 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     merging = {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.said.items()}
     return Stage(
         name="moments",
-        outputs=(MOMENTS, SUMMARY, *snapshots_of(recipe), *_held_out_moments(recipe)),
+        outputs=(names.MOMENTS, names.SUMMARY, *names.snapshots_of(recipe), *_held_out_moments(recipe)),
         run=command_step(calibrate),
-        reads=MODELS["dense"],
+        reads=names.MODELS["dense"],
         outside=_calibrating(recipe),
         settings=drawn | system | merging | {"versions": tool(*() if on_gpu else TORCH)},
         missing=missing_gpu if on_gpu else lambda: None,
@@ -131,9 +97,9 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     looks = "images" in reduce.options
     return Stage(
         name="reduce",
-        outputs=(*MODELS["reduced"], *([SAVED_AS_HF] if recipe.reduce.save_as else [])),
+        outputs=(*names.MODELS["reduced"], *([names.SAVED_AS_HF] if recipe.reduce.save_as else [])),
         run=command_step(reduce),
-        reads=(*MODELS["dense"], MOMENTS, *_held_out_moments(recipe)),
+        reads=(*names.MODELS["dense"], names.MOMENTS, *_held_out_moments(recipe)),
         outside=_calibrating(recipe, grouped=recipe.proves_on_own) if looks else {},
         settings=_reduction(recipe) | (drawn if looks else {}) | {"versions": tool(*TORCH)},
         command=str(reduce),
@@ -144,17 +110,19 @@ def _size_stage(recipe: Recipe) -> Stage:
     """How many calibration images are enough, by the snapshots."""
     return Stage(
         name="size",
-        outputs=(SIZE,),
+        outputs=(names.SIZE,),
         run=own_step("size", recipe),
-        reads=(*MODELS["dense"], *MODELS["reduced"], *snapshots_of(recipe), MOMENTS, *_held_out_moments(recipe)),
+        reads=(
+            *names.MODELS["dense"],
+            *names.MODELS["reduced"],
+            *names.snapshots_of(recipe),
+            names.MOMENTS,
+            *_held_out_moments(recipe),
+        ),
         outside=_proving(recipe) | {"calibration.images": recipe.calibration.images},
         settings=_reduction(recipe) | _drawn_for_proof(recipe) | {"versions": tool(*TORCH)},
         command=str(calls.only("size", recipe)),
     )
-
-
-def _size(recipe: Recipe) -> tuple[str, ...]:
-    return (SIZE,) if recipe.calibration.snapshots else ()
 
 
 def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
@@ -163,9 +131,9 @@ def _export_stage(recipe: Recipe, root: Path, subject: str) -> Stage:
     drawn = {f"ranges.{name}": export[name] for name in ("samples", "seed")} if ranges else {}
     return Stage(
         name=f"export.{subject}",
-        outputs=graphs_of(recipe, subject),
+        outputs=names.graphs_of(recipe, subject),
         run=command_step(export),
-        reads=MODELS[subject],
+        reads=names.MODELS[subject],
         outside=ranges,
         settings=settings_of("export", recipe.export) | drawn | {"versions": tool(*TORCH, "onnx", "onnxscript")},
         command=str(export),
@@ -186,15 +154,15 @@ def _drawn_for_proof(recipe: Recipe) -> dict[str, Any]:
 
 
 def _samples_stage(recipe: Recipe) -> Stage:
-    pairs = [(subject, precision) for subject in SUBJECTS for precision in recipe.export.precisions]
-    labels = recipe.held_out.labels if has_sample_labels(recipe) else None
-    files = (SAMPLES, SAMPLES_RECORD, *(() if labels is None else (SAMPLE_LABELS,)))
+    pairs = [(subject, precision) for subject in names.SUBJECTS for precision in recipe.export.precisions]
+    labels = recipe.held_out.labels if names.has_sample_labels(recipe) else None
+    files = (names.SAMPLES, names.SAMPLES_RECORD, *(() if labels is None else (names.SAMPLE_LABELS,)))
     named = {"samples.named": True} if recipe.parity.metric else {}
     return Stage(
         name="samples",
-        outputs=(*files, *(answers_name(subject, precision) for subject, precision in pairs)),
+        outputs=(*files, *(names.answers_name(subject, precision) for subject, precision in pairs)),
         run=own_step("samples", recipe),
-        reads=(*MODELS["dense"], *graphs_of(recipe, "dense"), *graphs_of(recipe, "reduced")),
+        reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
         outside=_proving(recipe) | ({} if labels is None else {"held_out.labels": labels}),
         settings=_drawn_for_proof(recipe)
         | named
@@ -208,9 +176,9 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
     outside = _proving(recipe) | heads_read(recipe)
     return Stage(
         name="parity",
-        outputs=(PARITY, outputs_name(PARITY)),
+        outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         run=command_step(verify),
-        reads=(*MODELS["dense"], *MODELS["reduced"], MOMENTS, *graphs_of(recipe, "reduced")),
+        reads=(*names.MODELS["dense"], *names.MODELS["reduced"], names.MOMENTS, *names.graphs_of(recipe, "reduced")),
         outside=outside if labels is None else outside | {"held_out.labels": labels},
         settings=settings_of("parity", recipe.parity, without=("head", "metric_files"))
         | _drawn_for_proof(recipe)
@@ -222,13 +190,13 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
 def _package_stage(recipe: Recipe, root: Path) -> Stage:
     """The Triton model repository of everything that was built."""
     package, labels = calls.package(recipe, root), recipe.package.labels
-    plans = [artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
-    records = (*plans, *(f"{plan}.json" for plan in plans), *_benches(recipe), *parities_of(recipe))
+    plans = [names.artefact_name(target, "reduced") for target in recipe.targets if target.is_engine]
+    records = (*plans, *(f"{plan}.json" for plan in plans), *_benches(recipe), *names.parities_of(recipe))
     return Stage(
         name="package",
-        outputs=(f"{REPOSITORY}/",),
+        outputs=(f"{names.REPOSITORY}/",),
         run=command_step(package),
-        reads=(*graphs_of(recipe, "reduced"), *records),
+        reads=(*names.graphs_of(recipe, "reduced"), *records),
         outside={} if labels is None else {"package.labels": labels},
         settings={"package.name": recipe.package.name, "cpu_backend": package["cpu_backend"], "versions": tool()},
         command=str(package),
@@ -236,13 +204,13 @@ def _package_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _benches(recipe: Recipe) -> tuple[str, ...]:
-    return tuple(bench_name(recipe, target) for target in recipe.targets)
+    return tuple(names.bench_name(recipe, target) for target in recipe.targets)
 
 
 def own_records(recipe: Recipe, root: Path) -> OldRecords:
     """Those of the first target, by which the recipe's rules are judged."""
     first = recipe.targets[0]
-    return OldRecords(bench=root / bench_name(recipe, first), parity=root / parity_name(first))
+    return OldRecords(bench=root / names.bench_name(recipe, first), parity=root / names.parity_name(first))
 
 
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
@@ -254,17 +222,13 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
         rules["gate.history"] = _earlier(recipe.gate.history, root / _benches(recipe)[0])
     return Stage(
         name="gate",
-        outputs=(GATE, *_history(recipe)),
+        outputs=(names.GATE, *(names.HISTORY if recipe.gate.history else ())),
         run=own_step("gate", recipe, older, baseline.init),
-        reads=(*_benches(recipe), *gains_of(recipe), *parities_of(recipe)),
+        reads=(*_benches(recipe), *names.gains_of(recipe), *names.parities_of(recipe)),
         outside={label: path for label, path in outside.items() if path is not None},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": tool()},
         command=str(calls.gate(recipe, root, baseline)),
     )
-
-
-def _history(recipe: Recipe) -> tuple[str, ...]:
-    return () if recipe.gate.history is None else HISTORY
 
 
 def _earlier(history: Path, bench: Path) -> list[str]:
@@ -276,21 +240,21 @@ def _earlier(history: Path, bench: Path) -> list[str]:
 
 
 def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
-    commands, names = [stage.command for stage in before], [stage.name for stage in before]
+    commands, made = [stage.command for stage in before], [stage.name for stage in before]
     return Stage(
         name="report",
-        outputs=(*REPORTS, CARD, *(page_name(target) for target in recipe.targets[1:])),
-        run=own_step("report", recipe, commands, names),
+        outputs=(*names.REPORTS, names.CARD, *(names.page_name(target) for target in recipe.targets[1:])),
+        run=own_step("report", recipe, commands, made),
         reads=(
-            RECIPE,
-            MODELS["reduced"][0],
-            SUMMARY,
+            names.RECIPE,
+            names.MODELS["reduced"][0],
+            names.SUMMARY,
             *_benches(recipe),
-            *gains_of(recipe),
-            *parities_of(recipe),
-            GATE,
-            *_history(recipe),
-            *_size(recipe),
+            *names.gains_of(recipe),
+            *names.parities_of(recipe),
+            names.GATE,
+            *(names.HISTORY if recipe.gate.history else ()),
+            *((names.SIZE,) if recipe.calibration.snapshots else ()),
         ),
         settings={"commands": commands, "versions": tool()},
         command=str(calls.only_beside("report", recipe, baseline, root)),
@@ -302,7 +266,7 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
     own = str(calls.only_beside("manifest", recipe, baseline, root))
     return Stage(
         name="manifest",
-        outputs=(BILL, MANIFEST, PROVENANCE, SUMS),
+        outputs=(names.BILL, names.MANIFEST, names.PROVENANCE, names.SUMS),
         run=own_step("manifest", recipe, before, command, own),
         reads=tuple(name for stage in before for name in stage.outputs if not name.startswith(".")),
         settings={"versions": versions(), "commands": [command, *(stage.command for stage in before)]},
@@ -316,8 +280,8 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _dense_stage(recipe),
         _moments_stage(recipe, root),
         _reduce_stage(recipe, root),
-        *([_size_stage(recipe)] if _size(recipe) else []),
-        *(_export_stage(recipe, root, subject) for subject in SUBJECTS),
+        *([_size_stage(recipe)] if recipe.calibration.snapshots else []),
+        *(_export_stage(recipe, root, subject) for subject in names.SUBJECTS),
         _samples_stage(recipe),
         _parity_stage(recipe, root),
     ]

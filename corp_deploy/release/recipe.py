@@ -271,13 +271,7 @@ def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: 
     profile = _profile(where, name, table, batches)
     rest = export.resting_on if precision in QUANTISED else None
     return Target(
-        name=name,
-        precision=precision,
-        profile=profile,
-        sms=table.sms,
-        sparse=table.sparse,
-        rules=rules,
-        rest=rest,
+        name=name, precision=precision, profile=profile, sms=table.sms, sparse=table.sparse, rules=rules, rest=rest
     )
 
 

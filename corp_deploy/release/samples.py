@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from export.triton.rolling import Samples
 from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.feeds import feeds_from_array
@@ -21,7 +22,7 @@ from perf.parity.vectors import FEATURE_MAP
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.protocol import Runner
 
-from .names import AGAIN, SAMPLES_RECORD
+from .names import AGAIN, SAMPLES_RECORD, graph_name
 
 KIND = "corp-deploy/samples"
 # Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
@@ -109,3 +110,21 @@ def replay(folder: Path) -> list[str]:
     except OSError as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
     return [text for text in differences if text is not None]
+
+
+def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
+    """Raises BadInput when the directory is no release with samples, or they can't be read."""
+    record = record_from_file(folder / SAMPLES_RECORD, SamplesRecord, kind=KIND, remedy=AGAIN)
+    graph = f"reduced/{graph_name('fp32')}"
+    if graph not in record.graphs:
+        raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
+    try:
+        images, answers = (
+            array_from_npy(below(folder, name, where=str(folder / SAMPLES_RECORD)))
+            for name in (record.images, record.graphs[graph].expected)
+        )
+    except OSError as error:
+        raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None
+    if len(images) != len(answers) or not len(images):
+        raise BadInput(f"{folder / 'samples'}: {len(images)} images and {len(answers)} answers, expected one each")
+    return Samples(images=images, answers=answers, max_relative_error=max_relative_error)

@@ -12,15 +12,7 @@ from ground.files import sha256_of_text, text_from_file, write_text
 
 from .names import ATTESTATION, PROVENANCE, SIGNATURE
 from .signature import Unverified, entries_below, hashed, require_library
-from .verifier import (
-    CURVES,
-    NEW_KEY,
-    Certified,
-    PublicKey,
-    certificates_from_file,
-    names_in_certificate,
-    pem_from_file,
-)
+from .verifier import CURVES, NEW_KEY, Certified, PublicKey, certificates_from_file, names_in_certificate, pem_from_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -2,25 +2,8 @@
 
 from collections.abc import Iterator
 
-from . import calls
+from . import calls, names
 from .incremental import Stage
-from .names import (
-    MODELS,
-    PARITY_OF_TARGET,
-    SAMPLE_LABELS,
-    SAMPLES,
-    SAMPLES_RECORD,
-    SUBJECTS,
-    artefact_name,
-    bench_name,
-    gain_name,
-    graph_name,
-    has_sample_labels,
-    outputs_name,
-    parity_name,
-    plan_name,
-    rival_name,
-)
 from .recipe import Recipe, Target
 from .stage_parts import command_step, heads_read, own_step, settings_of, tool
 from .targets import missing_to_build, missing_to_run
@@ -30,15 +13,15 @@ TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
 
 
 def _engine_stage(recipe: Recipe, target: Target) -> Stage:
-    plans = tuple(plan_name(target, subject) for subject in SUBJECTS)
-    rivals = () if target.rest is None else (rival_name(target),)
-    graphs = [f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS]
+    plans = tuple(names.plan_name(target, subject) for subject in names.SUBJECTS)
+    rivals = () if target.rest is None else (names.rival_name(target),)
+    graphs = [f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS]
     command = calls.only(f"engine.{target.name}", recipe)
     return Stage(
         name=f"engine.{target.name}",
         outputs=(*plans, *rivals, *(f"{plan}.json" for plan in (*plans, *rivals))),
         run=own_step("engine", target, command),
-        reads=(*graphs, *([] if target.rest is None else [f"reduced/{graph_name(target.rest)}"])),
+        reads=(*graphs, *([] if target.rest is None else [f"reduced/{names.graph_name(target.rest)}"])),
         settings={"precision": target.precision, "batch": str(target.profile), "sms": target.sms, "versions": tool()}
         | ({"sparse": True} if target.sparse else {}),
         missing=lambda: missing_to_build(target),
@@ -47,14 +30,14 @@ def _engine_stage(recipe: Recipe, target: Target) -> Stage:
 
 
 def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...]) -> Stage:
-    name = f"{PARITY_OF_TARGET}{target.name}"
-    labels = (SAMPLE_LABELS,) if has_sample_labels(recipe) else ()
-    named = (SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
+    name = f"{names.PARITY_OF_TARGET}{target.name}"
+    labels = (names.SAMPLE_LABELS,) if names.has_sample_labels(recipe) else ()
+    named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return Stage(
         name=name,
-        outputs=(parity_name(target), outputs_name(parity_name(target))),
+        outputs=(names.parity_name(target), names.outputs_name(names.parity_name(target))),
         run=own_step("target-parity", recipe, target),
-        reads=tuple(dict.fromkeys((*MODELS["dense"], *MODELS["reduced"], *reads, *named))),
+        reads=tuple(dict.fromkeys((*names.MODELS["dense"], *names.MODELS["reduced"], *reads, *named))),
         outside=heads_read(recipe),
         settings=settings_of("parity", recipe.parity, without=("head", "metric_files")) | {"versions": tool()},
         missing=lambda: missing_to_run(target),
@@ -63,10 +46,10 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...])
 
 
 def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
-    artefacts = tuple(artefact_name(target, subject) for subject in SUBJECTS)
+    artefacts = tuple(names.artefact_name(target, subject) for subject in names.SUBJECTS)
     records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
-    graphs = tuple(f"{subject}/{graph_name(target.precision)}" for subject in SUBJECTS)
-    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, SAMPLES)))
+    graphs = tuple(f"{subject}/{names.graph_name(target.precision)}" for subject in names.SUBJECTS)
+    reads = tuple(dict.fromkeys((*graphs, *artefacts, *records, names.SAMPLES)))
     local = target.name == "onnxruntime-cpu"
     if target.is_engine:
         yield _engine_stage(recipe, target)
@@ -75,7 +58,7 @@ def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     bench = calls.bench(recipe, target)
     yield Stage(
         name=f"bench.{target.name}",
-        outputs=(bench_name(recipe, target),),
+        outputs=(names.bench_name(recipe, target),),
         run=command_step(bench),
         reads=reads,
         settings=settings_of("bench", recipe.bench)
@@ -90,13 +73,13 @@ def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
 def _gain_stage(recipe: Recipe, target: Target) -> Stage:
     """The quantised model against the precision that it rests on, which it has to beat."""
     gain = calls.gain(recipe, target)
-    graphs = rival_name(target), artefact_name(target, "reduced")
+    graphs = names.rival_name(target), names.artefact_name(target, "reduced")
     records = tuple(f"{name}.json" for name in graphs) if target.is_engine else ()
     return Stage(
         name=f"gain.{target.name}",
-        outputs=(gain_name(target),),
+        outputs=(names.gain_name(target),),
         run=command_step(gain),
-        reads=(*graphs, *records, SAMPLES),
+        reads=(*graphs, *records, names.SAMPLES),
         settings=settings_of("bench", recipe.bench) | {"rest": target.rest, "versions": tool()},
         missing=lambda: missing_to_run(target),
         command=str(gain),

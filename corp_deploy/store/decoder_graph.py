@@ -95,10 +95,7 @@ def graph_of_directory(directory: Path) -> DecoderGraph:
         "value_bytes": _value_bytes(graph),
     }
     return DecoderGraph(
-        path=graph,
-        cache=msgspec.convert(cache, KvCache),
-        vocabulary=model.vocab_size,
-        longest=model.context_length,
+        path=graph, cache=msgspec.convert(cache, KvCache), vocabulary=model.vocab_size, longest=model.context_length
     )
 
 

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families import (
-    decoder_config,
-    hf_classes,
-    hf_config,
-    timm_library,
-    torchvision_models,
-    trusted_code,
-)
+from corp_deploy.families import decoder_config, hf_classes, hf_config, timm_library, torchvision_models, trusted_code
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs

@@ -19,11 +19,7 @@ def _whole(tables: Tables) -> list[tuple[str, LatencyTable]]:
 def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Median milliseconds by block and width at every batch size, the dense model last."""
     return [
-        {
-            "block": name,
-            "width": width,
-            "p50_ms": {str(size): table.latency_ms(width, size) for size in batches},
-        }
+        {"block": name, "width": width, "p50_ms": {str(size): table.latency_ms(width, size) for size in batches}}
         for name, table in (*tables.by_name.items(), (DENSE, tables.dense), *_whole(tables))
         for width in table.widths
     ]

@@ -12,8 +12,7 @@ from ground.errors import Missing
 
 from .build import build_engine
 from .fusion import Fusion
-from .libraries import Library, missing_message
-from .messages import Progress
+from .libraries import missing_message
 from .options import BatchProfile, BuildOptions
 
 VERSION = 1
@@ -79,8 +78,6 @@ def audit_fusion(
     sms: Sequence[str] = ("86",),
     batch: BatchProfile = _BATCH,
     command: str = "",
-    library: Library | None = None,
-    progress: Progress | None = None,
 ) -> list[Audit]:
     """Builds both graphs once per target and compares them; one entry per target, in the order of `sms`.
 
@@ -93,7 +90,7 @@ def audit_fusion(
         choices = BuildOptions(
             backend=backend, sms=(target,) if backend == "tensorrt-rtx" else (), profiles=(batch,), command=command
         )
-        pair = [_audited_engine(path, choices, library, progress) for path in (dense, reduced)]
+        pair = [_audited_engine(path, choices) for path in (dense, reduced)]
         version = pair[0][1]
         audits.append(
             Audit(backend=backend, library_version=version, target=target, dense=pair[0][0], reduced=pair[1][0])
@@ -119,13 +116,11 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _audited_engine(
-    path: Path, choices: BuildOptions, library: Library | None, progress: Progress | None
-) -> tuple[AuditedEngine, str]:
+def _audited_engine(path: Path, choices: BuildOptions) -> tuple[AuditedEngine, str]:
     inputs, _ = ports_of_graph(load_onnx(path))
     if all(isinstance(size, int) for port in inputs for size in port.shape[:1]):
         choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
-    engine = build_engine(path, choices, library=library, progress=progress)
+    engine = build_engine(path, choices)
     if engine.fusion is None:
         what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
         raise Missing(missing_message(choices.backend, what, choices.command))

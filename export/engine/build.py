@@ -4,8 +4,11 @@ Precision is in the graph's types: networks are strongly typed and no precision 
 """
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from onnx import ModelProto
 
@@ -19,13 +22,31 @@ from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
 from .fusion import Fusion, fusion_of
-from .interrupt import interruptible
 from .libraries import Library, open_library
 from .messages import Progress
 from .options import BatchProfile, BuildOptions
 from .record import EngineRecord, record_path, sha256_of
 from .session import Session
 from .sparsity import sparse_layers_from_log
+
+T = TypeVar("T")
+
+
+def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
+    """Runs `work` in a thread of its own. Ctrl-C calls `stop`, after which `work` is to end by KeyboardInterrupt.
+
+    Python delivers signals to the main thread only, so callbacks that run in the worker are never broken into.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(work)
+        while True:
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                if future.done():
+                    raise
+                stop()
+
 
 FIRST_BF16_SM = FIRST_AMPERE_SM = 80
 

@@ -10,8 +10,10 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from onnx import ModelProto, TensorProto
+
 from ground.errors import BadInput, Missing
-from ground.versions import version_numbers
+from ground.known_holes import version_numbers
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 # TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
@@ -58,3 +60,29 @@ def missing_message(backend: str, what: str, command: str, install: str = "") ->
     if command:
         lines.append(f"  or run on a machine that has it: {command}")
     return "\n".join(lines)
+
+
+# 1.5.0.114 and 1.6.1.120 fail a check of types in each of them, for every GPU; 1.7.1.116 builds them.
+_RTX_WITH_INT8_CONVOLUTIONS = (1, 7)
+
+
+def int8_convolutions(proto: ModelProto) -> list[str]:
+    """Modules whose convolution reads an INT8 weight, in the graph's order."""
+    small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
+    read = {
+        node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in small
+    }
+    return [
+        node.name.rpartition("/")[0] for node in proto.graph.node if node.op_type == "Conv" and node.input[1] in read
+    ]
+
+
+def remedies(library: Library, proto: ModelProto) -> list[str]:
+    """What to do about what this version can't build in the graph."""
+    if not library.is_rtx or version_numbers(library.version) >= _RTX_WITH_INT8_CONVOLUTIONS:
+        return []
+    modules = int8_convolutions(proto)
+    if not modules:
+        return []
+    kept = " ".join(f"--keep-rest {module}" for module in modules) if len(modules) <= 3 else "--precision fp16"
+    return [f"before 1.7 it builds no convolution in INT8: export with {kept}, or build with tensorrt-rtx 1.7"]

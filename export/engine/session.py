@@ -11,8 +11,7 @@ from ground.errors import BadInput, Missing
 from ground.files import regular, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
-from .libraries import Library, missing_message
-from .limits import remedies
+from .libraries import Library, missing_message, remedies
 from .memory import EngineMemory, memory_from_log, memory_of_engine
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
 from .options import BatchProfile, BuildOptions

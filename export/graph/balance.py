@@ -81,12 +81,12 @@ def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[st
             weight.copy_(weight.double() * scale_C)
 
 
-def strengths(largest_C: Tensor, weights: list[Tensor], strength: float = STRENGTH) -> Tensor:
+def strengths(largest_C: Tensor, weights: list[Tensor]) -> Tensor:
     """SmoothQuant's s [C], float64: max |x_j|^a / max |w_j|^(1-a), with mean logarithm 0; 1 where either is zero."""
     weight_C = torch.stack([weight.double().abs().amax(dim=0) for weight in weights]).amax(dim=0)
     activation_C = largest_C.double()
     alive_C = (weight_C > 0) & (activation_C > 0)
-    log_C = strength * activation_C.clamp_min(1e-30).log() - (1 - strength) * weight_C.clamp_min(1e-30).log()
+    log_C = STRENGTH * activation_C.clamp_min(1e-30).log() - (1 - STRENGTH) * weight_C.clamp_min(1e-30).log()
     if not bool(alive_C.any()):
         return torch.ones_like(log_C)
     return torch.where(alive_C, (log_C - log_C[alive_C].mean()).exp(), torch.ones_like(log_C))

@@ -73,12 +73,7 @@ def _fits(module: str, pattern: str) -> bool:
 
 
 def quantised(
-    proto: ModelProto,
-    form: NumberFormat,
-    ends: Mapping[str, float],
-    layers: Collection[Layer],
-    *,
-    weight_bits: int = 8,
+    proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer], *, weight_bits: int = 8
 ) -> ModelProto:
     """A new graph in which these layers read `form`. `ends`: by node, the |x| of its activation that becomes the
     format's largest number. Scales have the type of what they scale, as the layers behind them need. `weight_bits`: how
@@ -110,12 +105,7 @@ class _Writer:
     """Nodes in front of layers, each tensor and each weight quantised once."""
 
     def __init__(
-        self,
-        *,
-        form: NumberFormat,
-        weights: NumberFormat,
-        types: Mapping[str, int],
-        stored: Mapping[str, TensorProto],
+        self, *, form: NumberFormat, weights: NumberFormat, types: Mapping[str, int], stored: Mapping[str, TensorProto]
     ) -> None:
         self._form, self._weights, self._types, self._stored = form, weights, types, stored
         self._read: dict[tuple[str, float | int], str] = {}

@@ -121,12 +121,7 @@ def client_commands(variant: Variant, version: int, batches: tuple[int, ...]) ->
 
 
 def _latency(row: Latency) -> dict[str, Any]:
-    return {
-        "batch": row.batch,
-        "measure": row.measure,
-        "p50_ms": row.p50_ms,
-        "interval_ms": [row.low_ms, row.high_ms],
-    }
+    return {"batch": row.batch, "measure": row.measure, "p50_ms": row.p50_ms, "interval_ms": [row.low_ms, row.high_ms]}
 
 
 def _agreement(top1: Agreement | None) -> dict[str, Any] | None:

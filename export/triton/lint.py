@@ -8,10 +8,9 @@ from ground.errors import BadInput
 from ground.together import FORMER
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
-from .lint_artifact import own_limits
+from .lint_artifact import openvino_limits, own_limits
 from .lint_code import foreign_config, foreign_files
 from .lint_files import DEFAULT_FILES, lint_version
-from .lint_openvino import openvino_limits
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
 from .server_releases import ServerRelease, hole_warnings, server_release

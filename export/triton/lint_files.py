@@ -16,12 +16,7 @@ from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 
 MOST_LABELS_BYTES = 2**26
-DEFAULT_FILES = {
-    "tensorrt": "model.plan",
-    "onnxruntime": "model.onnx",
-    "python": "model.py",
-    "openvino": "model.xml",
-}
+DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py", "openvino": "model.xml"}
 
 
 def lint_version(

@@ -83,12 +83,7 @@ FIELDS: dict[str, object] = {
     "cc_model_filenames": {"key": "text", "value": "text"},
     "metric_tags": {"key": "text", "value": "text"},
     "parameters": {"key": "text", "value": {"string_value": "text"}},
-    "model_warmup": {
-        "name": "text",
-        "batch_size": "int",
-        "count": "int",
-        "inputs": {"key": "text", "value": _TENSOR},
-    },
+    "model_warmup": {"name": "text", "batch_size": "int", "count": "int", "inputs": {"key": "text", "value": _TENSOR}},
     "model_operations": None,
     "model_transaction_policy": {"decoupled": "bool"},
     "model_repository_agents": None,

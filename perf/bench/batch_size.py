@@ -13,8 +13,7 @@ from ground.feeds import Feeds
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, BenchTrial, Block, Row
 from perf.stats.quiet import whole_rounds
-from perf.timing.laps import WARM_UP_SHARE, Bound, Plan
-from perf.timing.limit import TimeLimit, limit_from_now
+from perf.timing.laps import WARM_UP_SHARE, Bound, Plan, TimeLimit, limit_from_now
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 

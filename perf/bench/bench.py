@@ -1,9 +1,9 @@
 """Measure a reference and a candidate over a sweep of batch sizes, in one process, side by side."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from time import perf_counter_ns
 
@@ -15,8 +15,7 @@ from perf.runners.memory import Ledger
 from perf.runners.protocol import Runner
 from perf.stats.stability import warnings_of
 from perf.timing.environment import environment
-from perf.timing.laps import Clock, Plan
-from perf.timing.limit import TimeLimit, limit_from_now
+from perf.timing.laps import Clock, Plan, TimeLimit, limit_from_now
 from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, unwatched
 
@@ -29,33 +28,15 @@ OPENING_SHARE = 1 / 2  # of the time limit, at most: where opening takes longer,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """One of the two: a name, a function that makes a runner not yet entered, and what is known about its size."""
+class Subject(SubjectRecord):
+    """One of the two: as it is recorded, and a function that makes a runner not yet entered."""
 
-    name: str
+    describe: Flat = field(default_factory=dict)
     open: Callable[[], Runner]
-    macs: int | None = None
-    params: int | None = None
-    size_bytes: int | None = None
-    sha256: str | None = None
-    fused_attention: int | None = None
-    sparse_layers: int | None = None
-    plan_bytes: int | None = None
-    device_memory: Mapping[str, int] | None = None
 
     def described(self, describe: Flat) -> SubjectRecord:
-        return SubjectRecord(
-            name=self.name,
-            describe=dict(describe),
-            macs=self.macs,
-            params=self.params,
-            size_bytes=self.size_bytes,
-            sha256=self.sha256,
-            fused_attention=self.fused_attention,
-            sparse_layers=self.sparse_layers,
-            plan_bytes=self.plan_bytes,
-            device_memory=self.device_memory,
-        )
+        known = {each.name: getattr(self, each.name) for each in fields(SubjectRecord)}
+        return SubjectRecord(**known | {"describe": dict(describe)})
 
 
 def bench(

@@ -28,7 +28,6 @@ from perf.timing.watch import Watch, unwatched
 KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
 AGAIN = "remove it; it is measured again where it is missing"
 SUFFIX = ".latency-table.json"
-Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +111,7 @@ class Grid:
 
 
 def measure_table(
-    grid: Grid,
-    plan: Plan,
-    *,
-    described: Flat | None = None,
-    clock: Clock = perf_counter_ns,
-    watch: Watch = unwatched,
-    progress: Progress | None = None,
+    grid: Grid, plan: Plan, *, described: Flat | None = None, clock: Clock = perf_counter_ns, watch: Watch = unwatched
 ) -> LatencyTable:
     """Measure every cell: the widths of one batch size forth and back, `plan.min_rounds` times.
 
@@ -129,16 +122,10 @@ def measure_table(
     with ExitStack() as stack:
         runners = {width: stack.enter_context(grid.open_width(width)) for width in grid.widths}
         describe = runners[grid.widths[0]].describe()
-        for index, batch in enumerate(grid.batches):
-            if progress is not None:
-                progress(index / len(grid.batches), f"{grid.name}: batch {batch}")
+        for batch in grid.batches:
             cells += _cells_or_missing(grid, runners, batch, plan, clock, watch)
     return LatencyTable(
-        name=grid.name,
-        fingerprint=fingerprint(machine),
-        describe=describe,
-        inputs=grid.inputs,
-        cells=tuple(cells),
+        name=grid.name, fingerprint=fingerprint(machine), describe=describe, inputs=grid.inputs, cells=tuple(cells)
     )
 
 

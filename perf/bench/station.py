@@ -1,4 +1,8 @@
-"""An opened subject: its runners, the memory booked on them, and how it fares at one batch size."""
+"""An opened subject: its runners, the memory booked on them, and how it fares at one batch size.
+
+Outputs taken inside a timed run are held against a plain call's: a number is worth nothing when what was timed (a graph
+captured with other weights, a call that returned early) isn't what was verified.
+"""
 
 import math
 from collections.abc import Callable
@@ -6,15 +10,44 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_of, feeds_of_ports
-from perf.parity.structure import StructuralTest
+from ground.feeds import Feeds, batch_of, batch_size, checked_answers, feeds_of_ports
+from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import BenchTrial
 from perf.runners.memory import Ledger
 from perf.runners.protocol import HostBound, ParallelStreams, Runner
-from perf.timing.laps import Bound, Plan, WarmUp, warm_up
-from perf.timing.limit import TimeLimit
+from perf.timing.laps import Bound, Plan, TimeLimit, WarmUp, warm_up
 
-from .sampled import Sample
+BOUND = 1e-4
+
+
+@dataclass(slots=True)
+class Sample:
+    """One batch bound to a runner, and what the last timed call on it gave, None before the first."""
+
+    runner: Runner
+    feeds: Feeds
+    bound: HostBound
+    _answer: object = field(default=None, init=False, repr=False)
+
+    def bound_to_keep(self) -> Bound:
+        """The bound batch, whose calls leave their answer here."""
+        call = self.bound.call
+
+        def keeping() -> None:
+            self._answer = call()
+
+        return replace(self.bound, call=keeping)
+
+    def test(self, name: str) -> StructuralTest | None:
+        """The last answer against that of a plain call, which is made here; None where nothing was timed. Raises
+        BadInput where a call didn't answer each input: what was timed is no model.
+        """
+        if self._answer is None:
+            return None
+        batch = batch_size(self.feeds)
+        where = f"{name} ({self.runner.describe().get('model', 'in memory')})"
+        timed = checked_answers(self.bound.outputs(self._answer), batch, where=where)
+        return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One batch again and again against varied ones: what answers out of a cache is quicker on the one.
 
 After MLPerf Inference's compliance test 04, which holds one sample, repeated, against many. Outputs of both are sampled
-inside the timed runs, as those of every measurement (test 01; see perf.bench.sampled).
+inside the timed runs, as those of every measurement (test 01; see perf.bench.station).
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import numpy as np
 from ground.feeds import Feeds, batch_of
 from perf.record.runs import Block
 from perf.stats.repeats import ONE, VARIED
-from perf.timing.laps import Bound, Clock, Laps
-from perf.timing.limit import TimeLimit
+from perf.timing.laps import Bound, Clock, Laps, TimeLimit
 from perf.timing.rounds import measure_rounds
 from perf.timing.watch import Watch
 
@@ -73,14 +72,7 @@ def calls_in_turns(calls: int) -> int:
 
 
 def repeat_blocks(
-    bind: Callable[[Feeds], Bound],
-    feeds: Feeds,
-    batch: int,
-    rounds: int,
-    *,
-    calls: int,
-    limit: TimeLimit,
-    watch: Watch,
+    bind: Callable[[Feeds], Bound], feeds: Feeds, batch: int, rounds: int, *, calls: int, limit: TimeLimit, watch: Watch
 ) -> tuple[Block, ...]:
     """Both ways measured in rounds, in turns over equally many bound batches. A round has whole turns of them."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from ground.errors import BadInput
 from perf.parity.measures import SHARES
-from perf.parity.own_metric import OwnMetric
 from perf.parity.parity import Link, Parity
+from perf.parity.source import OwnMetric
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
 from perf.stats.quiet import samples
 from perf.stats.repeats import remembered

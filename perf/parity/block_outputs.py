@@ -4,8 +4,6 @@ A graph's nodes are expected to carry their module's path, `blocks.3.attn.qkv/Ma
 name behind the number, `blocks.3.attn`, or the first name where there is no number, `head`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PURE: accuracy on labels with its interval, McNemar's test for two models on the same images."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -44,11 +42,7 @@ def accuracy(model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.i
 
 
 def mcnemar(
-    a: str,
-    logits_a_NC: NDArray[np.floating],
-    b: str,
-    logits_b_NC: NDArray[np.floating],
-    labels_N: NDArray[np.integer],
+    a: str, logits_a_NC: NDArray[np.floating], b: str, logits_b_NC: NDArray[np.floating], labels_N: NDArray[np.integer]
 ) -> PairedAccuracy:
     """McNemar's exact test: of two equally good models, who is right alone on an image is a fair coin (two-sided)."""
     right_a_N, right_b_N = _right(a, logits_a_NC, labels_N), _right(b, logits_b_NC, labels_N)

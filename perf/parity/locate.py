@@ -1,7 +1,5 @@
 """PURE: where a link breaks: block outputs of both sides compared, relative to each block's own noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

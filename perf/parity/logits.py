@@ -2,10 +2,8 @@
 each, C classes; float64 inside.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +25,6 @@ TOKEN_LOGITS = Answers(
     what="token logits",
     shape="[inputs, tokens, classes]",
     rank=3,
-    inputs="inputs",
-    values="input values",
     hint="run both on the same inputs, padded alike, with the same classifier head",
 )
 
@@ -57,6 +53,10 @@ class LogitMeasures(AnyMeasures):
     how much the candidate's logits vary over the images, relative to the reference's; 0 is a constant output.
     """
 
+    answers: ClassVar[Answers] = LOGITS
+    share: ClassVar[str] = "top1_agreement"
+    agreement_name: ClassVar[str] = "top-1 agreement"
+
     images: int
     relative_error: Figure
     max_abs: Figure
@@ -76,22 +76,6 @@ class LogitMeasures(AnyMeasures):
     spread_ratio: Figure
 
     @property
-    def inputs(self) -> str:
-        return LOGITS.inputs
-
-    @property
-    def agreement(self) -> float | None:
-        return self.top1_agreement
-
-    @property
-    def agreement_bounds(self) -> tuple[float, float] | None:
-        return self.top1_agreement_low, self.top1_agreement_high
-
-    @property
-    def agreement_name(self) -> str:
-        return "top-1 agreement"
-
-    @property
     def disagreement_line(self) -> str:
         return f"{self.flips} of {self.images} images flipped"
 
@@ -101,6 +85,10 @@ class TokenLogitMeasures(AnyMeasures):
     """The same of the tokens of a whole set of inputs; cosine and KL are of tokens. Tokens of one input are alike, so
     that the agreement's bounds are Wilson's as if each input had been asked once.
     """
+
+    answers: ClassVar[Answers] = TOKEN_LOGITS
+    share: ClassVar[str] = "token_agreement"
+    agreement_name: ClassVar[str] = "token agreement"
 
     images: int
     tokens: int
@@ -121,22 +109,6 @@ class TokenLogitMeasures(AnyMeasures):
     spread_ratio: Figure
 
     @property
-    def inputs(self) -> str:
-        return TOKEN_LOGITS.inputs
-
-    @property
-    def agreement(self) -> float | None:
-        return self.token_agreement
-
-    @property
-    def agreement_bounds(self) -> tuple[float, float] | None:
-        return self.token_agreement_low, self.token_agreement_high
-
-    @property
-    def agreement_name(self) -> str:
-        return "token agreement"
-
-    @property
     def disagreement_line(self) -> str:
         return f"{self.flips} of {self.tokens} tokens flipped"
 
@@ -154,9 +126,8 @@ def logit_measures(
     each = _classified(rows)
     images, agreeing = len(each.agrees_N), int(each.agrees_N.sum())
     low, high = wilson(agreeing, images)
-    common = _common(rows, each, margin_noise)
     return LogitMeasures(
-        **common,
+        **_common(rows, each, margin_noise),
         images=images,
         top1_agreement=agreeing / images,
         top1_agreement_low=low,
@@ -176,9 +147,8 @@ def token_logit_measures(
     each = _classified(rows)
     images, agreement = len(reference_NTC), float(each.agrees_N.mean())
     low, high = wilson(agreement * images, images)
-    common = _common(rows, each, margin_noise)
     return TokenLogitMeasures(
-        **common,
+        **_common(rows, each, margin_noise),
         images=images,
         tokens=len(each.agrees_N),
         token_agreement=agreement,
@@ -203,32 +173,14 @@ def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
 
-class _Common(TypedDict):
-    relative_error: float
-    max_abs: float
-    cosine_mean: float
-    cosine_min: float
-    kl_mean: float
-    kl_max: float
-    flips: int
-    margin_noise: float
-    decisive_flips: int
-    spread_ratio: float
-
-
-def _common(rows: Rows, each: PerImage, margin_noise: float) -> _Common:
+def _common(rows: Rows, each: PerImage, margin_noise: float) -> dict[str, Any]:
     assert margin_noise >= 0, margin_noise
-    return {
-        "relative_error": rows.relative_error(),
-        "max_abs": float(each.max_abs_N.max()),
-        "cosine_mean": float(each.cosine_N.mean()),
-        "cosine_min": float(each.cosine_N.min()),
+    return rows.figures() | {
         "kl_mean": float(each.kl_N.mean()),
         "kl_max": float(each.kl_N.max()),
         "flips": int((~each.agrees_N).sum()),
         "margin_noise": margin_noise,
         "decisive_flips": int(((each.margin_N > margin_noise) & ~each.agrees_N).sum()),
-        "spread_ratio": rows.spread_ratio(),
     }
 
 

@@ -5,9 +5,8 @@ in float64, as the maps of all inputs are large.
 the class of a place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +15,12 @@ from ground.errors import BadInput
 from ground.records import Figure
 from perf.stats.shares import percent, wilson
 
-from .rows import Answers, AnyMeasures, Bools, Floats, ratio, share
+from .rows import Answers, Bools, Floats, Marginless, ratio, share
 
 SCORE_MAP = Answers(
     what="score map",
     shape="[inputs, height, width] or [inputs, classes, height, width]",
     rank=None,
-    inputs="inputs",
-    values="input values",
     hint="run both on the same inputs, with the same head",
 )
 RANKS = (3, 4)
@@ -43,7 +40,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MapMeasures(AnyMeasures):
+class MapMeasures(Marginless):
     """Errors of the score maps of a whole set of inputs; relative_error_mean and relative_error_worst are of inputs.
 
     iou is intersection over union of what is above the threshold on each side, all inputs together, 1 where nothing is
@@ -51,6 +48,10 @@ class MapMeasures(AnyMeasures):
     input. pixel_agreement is the share of places with the same answer, with Wilson's bounds as if each input had been
     asked once. threshold is None where classes are told by the highest score. The rest is as in LogitMeasures.
     """
+
+    answers: ClassVar[Answers] = SCORE_MAP
+    share: ClassVar[str] = "pixel_agreement"
+    agreement_name: ClassVar[str] = "pixel agreement"
 
     images: int
     relative_error: Figure
@@ -70,29 +71,8 @@ class MapMeasures(AnyMeasures):
     spread_ratio: Figure
 
     @property
-    def inputs(self) -> str:
-        return SCORE_MAP.inputs
-
-    @property
-    def decisive_flips(self) -> int:
-        """A place's answer has no margin that would be told."""
-        return 0
-
-    @property
     def overlap(self) -> float:
         return self.iou
-
-    @property
-    def agreement(self) -> float:
-        return self.pixel_agreement
-
-    @property
-    def agreement_bounds(self) -> tuple[float, float]:
-        return self.pixel_agreement_low, self.pixel_agreement_high
-
-    @property
-    def agreement_name(self) -> str:
-        return "pixel agreement"
 
     @property
     def agreement_line(self) -> str:

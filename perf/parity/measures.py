@@ -1,7 +1,5 @@
 """PURE: the measures of an output by what it is for, and one figure per input for the side file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
@@ -13,27 +11,18 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 
 from .logits import (
-    LOGITS,
-    TOKEN_LOGITS,
     LogitMeasures,
+    PerImage,
     TokenLogitMeasures,
     logit_measures,
     per_image,
     token_logit_measures,
     tokens_agreeing,
 )
-from .maps import SCORE_MAP, THRESHOLD, MapMeasures, map_measures, per_map
-from .rows import Answers, AnyMeasures, Floats
+from .maps import THRESHOLD, MapMeasures, PerMap, map_measures, per_map
+from .rows import AnyMeasures, Floats, RowErrors
 from .similarity import same_neighbour
-from .vectors import (
-    EMBEDDING,
-    FEATURE_MAP,
-    LEAST_INPUTS,
-    EmbeddingMeasures,
-    FeatureMapMeasures,
-    embedding_measures,
-    feature_map_measures,
-)
+from .vectors import LEAST_INPUTS, EmbeddingMeasures, FeatureMapMeasures, embedding_measures, feature_map_measures
 
 if TYPE_CHECKING:
     Measures: TypeAlias = LogitMeasures | TokenLogitMeasures | EmbeddingMeasures | FeatureMapMeasures | MapMeasures
@@ -46,13 +35,6 @@ MEASURES: Mapping[Role, type[Measures]] = {
     "embedding": EmbeddingMeasures,
     "feature map": FeatureMapMeasures,
     "score map": MapMeasures,
-}
-ANSWERS: Mapping[Role, Answers] = {
-    "logits": LOGITS,
-    "token logits": TOKEN_LOGITS,
-    "embedding": EMBEDDING,
-    "feature map": FEATURE_MAP,
-    "score map": SCORE_MAP,
 }
 SHARES = frozenset(
     field.name
@@ -103,7 +85,7 @@ def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits"
     """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
     if role == "score map":
         return per_map(reference, candidate).relative_error_N
-    return ANSWERS[role].rows(reference, candidate).errors().relative_error_N
+    return MEASURES[role].answers.rows(reference, candidate).errors().relative_error_N
 
 
 def largest_logit(reference: Array, role: Role) -> float:
@@ -126,50 +108,29 @@ def figures(
     """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, candidate in candidates.items():
-        if role == "logits":
-            own = _figures_of_logits(reference, candidate)
-        elif role == "score map":
-            own = _figures_of_maps(reference, candidate, threshold)
-        else:
-            own = _figures(reference, candidate, role)
+        own = _figures(reference, candidate, role, threshold)
         arrays |= {key if key == "margin" else f"{name}.{key}": values for key, values in own.items()}
     return arrays
 
 
-def _figures_of_logits(reference_NC: Array, candidate_NC: Array) -> dict[str, NDArray[np.generic]]:
-    each = per_image(reference_NC, candidate_NC)
-    return {
-        "margin": each.margin_N,
-        "relative_error": each.relative_error_N,
-        "max_abs": each.max_abs_N,
-        "cosine": each.cosine_N,
-        "kl": each.kl_N,
-        "top5_overlap": each.top5_overlap_N,
-        "agrees": each.agrees_N,
-    }
-
-
-def _figures_of_maps(reference: Array, candidate: Array, threshold: float) -> dict[str, NDArray[np.generic]]:
-    each = per_map(reference, candidate, threshold=threshold)
-    return {
-        "relative_error": each.relative_error_N,
-        "max_abs": each.max_abs_N,
-        "cosine": each.cosine_N,
-        "iou": each.iou_N,
-        "pixel_agreement": each.agreement_N,
-    }
-
-
-def _figures(reference: Array, candidate: Array, role: Role) -> dict[str, NDArray[np.generic]]:
-    rows = ANSWERS[role].rows(reference, candidate)
-    errors = rows.errors()
-    arrays: dict[str, NDArray[np.generic]] = {
-        "relative_error": errors.relative_error_N,
-        "max_abs": errors.max_abs_N,
-        "cosine": errors.cosine_N,
-    }
-    if role == "token logits":
-        return arrays | {"token_agreement": tokens_agreeing(reference, candidate)}
-    neighbours = (rows.reference_NF, rows.candidate_NF, rows.finite_N)
-    agrees_N = same_neighbour(*neighbours) if role == "embedding" else None
-    return arrays if agrees_N is None else arrays | {"agrees": agrees_N}
+def _figures(reference: Array, candidate: Array, role: Role, threshold: float) -> dict[str, NDArray[np.generic]]:
+    first: dict[str, NDArray[np.generic]] = {}
+    own: dict[str, NDArray[np.generic]] = {}
+    each: PerImage | PerMap | RowErrors
+    if role == "logits":
+        each = image = per_image(reference, candidate)
+        first = {"margin": image.margin_N}
+        own = {"kl": image.kl_N, "top5_overlap": image.top5_overlap_N, "agrees": image.agrees_N}
+    elif role == "score map":
+        each = place = per_map(reference, candidate, threshold=threshold)
+        own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
+    else:
+        rows = MEASURES[role].answers.rows(reference, candidate)
+        each = rows.errors()
+        if role == "token logits":
+            own = {"token_agreement": tokens_agreeing(reference, candidate)}
+        elif role == "embedding":
+            agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
+            own = {} if agrees_N is None else {"agrees": agrees_N}
+    common = {"relative_error": each.relative_error_N, "max_abs": each.max_abs_N, "cosine": each.cosine_N}
+    return first | common | own

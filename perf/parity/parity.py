@@ -1,7 +1,5 @@
 """The chain of links from the dense model to what ships: errors against tolerances, and the versioned parity record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +20,8 @@ from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
 from .maps import THRESHOLD, Head
 from .measures import MEASURES, Measures, measures, relative_errors, require_agreement
-from .own_metric import OwnMetric
 from .shift import Shift
-from .source import Source
+from .source import OwnMetric, Source
 from .structure import StructuralTest
 from .ties import Choices, Ties
 from .tolerance import Tolerance

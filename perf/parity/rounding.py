@@ -6,8 +6,6 @@ no MatMul at all, of FP8 conversions alone. The rounded graph has the meaning of
 wide, as tensor cores keep them, and every result of fewer bits is rounded to nearest, ties to even.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

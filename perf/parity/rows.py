@@ -2,9 +2,8 @@
 figures of each; float64 inside.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,33 +13,6 @@ from perf.stats.shares import percent
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-
-
-class AnyMeasures:
-    """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity."""
-
-    __slots__ = ()
-
-    @property
-    def agreement(self) -> float | None:
-        """The share of inputs, or of what they have of, that agrees; None where none is defined."""
-        raise NotImplementedError
-
-    @property
-    def agreement_name(self) -> str:
-        """What that share is called."""
-        raise NotImplementedError
-
-    @property
-    def agreement_line(self) -> str:
-        """The share in words, with what else tells how alike the answers are."""
-        assert self.agreement is not None, self
-        return f"{self.agreement_name} {percent(self.agreement)}"
-
-    @property
-    def overlap(self) -> float | None:
-        """Intersection over union of what is answered at each place, for those that have places."""
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +63,17 @@ class Rows:
         candidate, reference = (np.linalg.norm(rows - rows.mean(axis=0)) for rows in (cand_NF, ref_NF))
         return share(candidate, reference, at_zero=1.0)
 
+    def figures(self) -> dict[str, Any]:
+        """What measures of any role have, of all inputs, by their fields' names."""
+        errors = self.errors()
+        return {
+            "relative_error": self.relative_error(),
+            "max_abs": float(errors.max_abs_N.max()),
+            "cosine_mean": float(errors.cosine_N.mean()),
+            "cosine_min": float(errors.cosine_N.min()),
+            "spread_ratio": self.spread_ratio(),
+        }
+
     def unless_finite(self, values_N: Floats, worst: float) -> Floats:
         """The values, `worst` for rows that are not finite."""
         return np.where(self.finite_N, values_N, worst)
@@ -103,9 +86,9 @@ class Answers:
     what: str
     shape: str
     rank: int | None
-    inputs: str
-    values: str
     hint: str
+    inputs: str = "inputs"
+    values: str = "input values"
 
     def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> Rows:
         """Both sides, all behind the first axis in one row.
@@ -146,6 +129,54 @@ class Answers:
                 f"{self.what}: got reference {reference.shape} and candidate {candidate.shape}, expected the same "
                 f"{self.shape} for both; {self.hint}"
             )
+
+
+class AnyMeasures:
+    """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity.
+
+    `share`: the field of the share of inputs, or of what they have of, that agrees, None where none is defined; its
+    bounds stand beside it. `agreement_name`: what it is called.
+    """
+
+    __slots__ = ()
+    answers: ClassVar[Answers]
+    share: ClassVar[str]
+    agreement_name: ClassVar[str]
+
+    @property
+    def inputs(self) -> str:
+        return self.answers.inputs
+
+    @property
+    def agreement(self) -> float | None:
+        agreeing: float | None = getattr(self, self.share)
+        return agreeing
+
+    @property
+    def agreement_bounds(self) -> tuple[float, float] | None:
+        low, high = (getattr(self, f"{self.share}_{end}") for end in ("low", "high"))
+        return None if low is None else (low, high)
+
+    @property
+    def agreement_line(self) -> str:
+        """The share in words, with what else tells how alike the answers are."""
+        assert self.agreement is not None, self
+        return f"{self.agreement_name} {percent(self.agreement)}"
+
+    @property
+    def overlap(self) -> float | None:
+        """Intersection over union of what is answered at each place, for those that have places."""
+        return None
+
+
+class Marginless(AnyMeasures):
+    """Those of answers that have no margin, so that no flip is decisive."""
+
+    __slots__ = ()
+
+    @property
+    def decisive_flips(self) -> int:
+        return 0
 
 
 def ratio(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:

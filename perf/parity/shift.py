@@ -4,8 +4,6 @@ Shapes: F features of a site. Tokens of one image are alike, so counting tokens 
 from how much the statistics of equal parts of the images differ among themselves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

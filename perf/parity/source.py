@@ -6,6 +6,19 @@ from ground.records import Sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMetric:
+    """`model` is the label of the artefact whose outputs were measured, `sha256` covers the command, the files that
+    it names and the labels.
+    """
+
+    name: str
+    model: str
+    value: float
+    command: str
+    sha256: Sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """`backend` and `version` are of the library that built an engine, or that ran a graph; `targets` GPUs it was built
     for (SM 86 is "86"); `graph_sha256` of the ONNX file that it was built of, or is.

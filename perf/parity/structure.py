@@ -4,10 +4,8 @@ Models take and give named arrays with the batch in front; where there are sever
 says which one is off most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +18,7 @@ from ground.records import Figure
 Array = NDArray[np.floating]
 Run = Callable[[Feeds], Outputs]
 Status = Literal["PASS", "FAIL", "NOTED"]
+FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +45,11 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
 
 
 def permutation(
-    candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None, seed: int = 0
+    candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None
 ) -> StructuralTest:
     """Shuffling a batch shuffles its answers and changes none. `straight`: the unshuffled answers, where known."""
     count = batch_size(feeds)
-    order_N = np.random.default_rng(seed).permutation(count)
+    order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
     off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
     reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
@@ -100,27 +99,20 @@ def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: f
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
-    return StructuralTest(
-        candidate=candidate,
-        test="calibrated-range",
-        status="NOTED" if share else "PASS",
-        value=share,
-        bound=0.0,
-        reason=reason,
-    )
+    return replace(_finding(candidate, "calibrated-range", share, 0.0, reason), status="NOTED" if share else "PASS")
 
 
-def extremes(candidate: str, run: Run, feeds: Feeds, *, factor: float = 4.0) -> list[StructuralTest]:
-    """Inputs pushed outside the calibrated range (all values times `factor`) still give finite answers. None where no
+def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
+    """Inputs pushed outside the calibrated range (all values times FACTOR) still give finite answers. None where no
     input is float: identifiers and masks have no range to leave.
     """
     floats = {name for name, array in feeds.items() if np.issubdtype(array.dtype, np.floating)}
     if not floats:
         return []
-    pushed = {name: array * array.dtype.type(factor) if name in floats else array for name, array in feeds.items()}
+    pushed = {name: array * array.dtype.type(FACTOR) if name in floats else array for name, array in feeds.items()}
     finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
     nonfinite = int((~finite_N).sum())
-    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {noun_of(feeds)} with all values times {factor:g}"
+    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {noun_of(feeds)} with all values times {FACTOR:g}"
     return [_finding(candidate, "extremes", nonfinite, 0, reason)]
 
 
@@ -179,9 +171,7 @@ def _sane(candidate: str, name: str, rows: Array, noun: str, *, several: bool) -
         share = _spread(sound_NF)
         status: Status = "PASS" if share > 1e-3 else "FAIL"
         reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
-        tests.append(
-            StructuralTest(candidate=candidate, test="constant", status=status, value=share, bound=1e-3, reason=reason)
-        )
+        tests.append(replace(_finding(candidate, "constant", share, 1e-3, reason), status=status))
     return tests
 
 

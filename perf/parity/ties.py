@@ -1,7 +1,5 @@
 """PURE: inputs on which two runtimes may choose otherwise, what they choose by being equal to rounding. N inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """PURE: how large a link's error may be, and why: float32's bound, a multiple of the FP16 noise, the user's limits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

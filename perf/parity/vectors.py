@@ -4,9 +4,8 @@ An embedding is used by its angle to others, so that it agrees where the nearest
 so are the tokens of a feature map.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,37 +13,27 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.shares import percent, wilson
 
-from .rows import Answers, AnyMeasures
-from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour
-from .token_rows import token_figures
+from .rows import Answers, Marginless
+from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, token_figures
 
-EMBEDDING = Answers(
-    what="embedding",
-    shape="[inputs, features]",
-    rank=2,
-    inputs="inputs",
-    values="input values",
-    hint="run both on the same inputs",
-)
-FEATURE_MAP = Answers(
-    what="feature map",
-    shape="[inputs, ...]",
-    rank=None,
-    inputs="inputs",
-    values="input values",
-    hint="run both on the same inputs",
-)
+HINT = "run both on the same inputs"
+EMBEDDING = Answers(what="embedding", shape="[inputs, features]", rank=2, hint=HINT)
+FEATURE_MAP = Answers(what="feature map", shape="[inputs, ...]", rank=None, hint=HINT)
 LEAST_INPUTS = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingMeasures(AnyMeasures):
+class EmbeddingMeasures(Marginless):
     """Errors of the embeddings of a whole set of inputs.
 
     neighbour_agreement is the share of inputs whose nearest neighbour among the others, by cosine, is the reference's,
     with Wilson's bounds at 95 %; None for fewer than 3 inputs. linear_cka is debiased and of at
     most 1,024 inputs, None for fewer than 4. The rest is as in LogitMeasures.
     """
+
+    answers: ClassVar[Answers] = EMBEDDING
+    share: ClassVar[str] = "neighbour_agreement"
+    agreement_name: ClassVar[str] = "agreement of nearest neighbours"
 
     images: int
     relative_error: Figure
@@ -59,28 +48,6 @@ class EmbeddingMeasures(AnyMeasures):
     linear_cka: Figure | None = None
 
     @property
-    def inputs(self) -> str:
-        return EMBEDDING.inputs
-
-    @property
-    def decisive_flips(self) -> int:
-        """An angle has no margin."""
-        return 0
-
-    @property
-    def agreement(self) -> float | None:
-        return self.neighbour_agreement
-
-    @property
-    def agreement_bounds(self) -> tuple[float, float] | None:
-        low, high = self.neighbour_agreement_low, self.neighbour_agreement_high
-        return None if low is None or high is None else (low, high)
-
-    @property
-    def agreement_name(self) -> str:
-        return "agreement of nearest neighbours"
-
-    @property
     def agreement_line(self) -> str:
         if self.neighbour_agreement is None:
             return f"nearest neighbours need {LEAST_INPUTS} inputs, got {self.images}"
@@ -93,13 +60,17 @@ class EmbeddingMeasures(AnyMeasures):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureMapMeasures(AnyMeasures):
+class FeatureMapMeasures(Marginless):
     """Errors of the feature maps of a whole set of inputs. cosine_mean and cosine_min are of inputs.
 
     Of a map of tokens [N,T,C] or [N,C,H,W]: the cosine of tokens, its mean and 1 % quantile; and of at most 1,024
     tokens drawn among all, the share whose nearest other by cosine is the reference's, with Wilson's bounds as if
     each input had been asked once, and linear CKA (debiased).
     """
+
+    answers: ClassVar[Answers] = FEATURE_MAP
+    share: ClassVar[str] = "neighbour_agreement"
+    agreement_name: ClassVar[str] = "agreement of nearest tokens"
 
     images: int
     relative_error: Figure
@@ -115,27 +86,6 @@ class FeatureMapMeasures(AnyMeasures):
     neighbour_agreement_low: float | None = None
     neighbour_agreement_high: float | None = None
     linear_cka: Figure | None = None
-
-    @property
-    def inputs(self) -> str:
-        return FEATURE_MAP.inputs
-
-    @property
-    def decisive_flips(self) -> int:
-        return 0
-
-    @property
-    def agreement(self) -> float | None:
-        return self.neighbour_agreement
-
-    @property
-    def agreement_bounds(self) -> tuple[float, float] | None:
-        low, high = self.neighbour_agreement_low, self.neighbour_agreement_high
-        return None if low is None or high is None else (low, high)
-
-    @property
-    def agreement_name(self) -> str:
-        return "agreement of nearest tokens"
 
     @property
     def agreement_line(self) -> str:
@@ -158,20 +108,16 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     """See EmbeddingMeasures. Raises BadInput when the shapes differ or the reference is not finite."""
     rows = EMBEDDING.rows(reference_NF, candidate_NF)
     agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
-    errors, images = rows.errors(), len(rows.finite_N)
+    images = len(rows.finite_N)
     drawn = drawn_rows(images)
     low, high = (None, None) if agrees_N is None else wilson(int(agrees_N.sum()), images)
     return EmbeddingMeasures(
         images=images,
-        relative_error=rows.relative_error(),
-        max_abs=float(errors.max_abs_N.max()),
-        cosine_mean=float(errors.cosine_N.mean()),
-        cosine_min=float(errors.cosine_N.min()),
+        **rows.figures(),
         neighbour_agreement=None if agrees_N is None else float(agrees_N.mean()),
         neighbour_agreement_low=low,
         neighbour_agreement_high=high,
         nonfinite_images=images - int(rows.finite_N.sum()),
-        spread_ratio=rows.spread_ratio(),
         linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
 
@@ -179,18 +125,14 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
 def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> FeatureMapMeasures:
     """See FeatureMapMeasures. Raises BadInput as embedding_measures does."""
     rows = FEATURE_MAP.rows(reference, candidate)
-    errors, images = rows.errors(), len(rows.finite_N)
+    images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
     agreement = None if tokens is None else tokens.neighbour_agreement
     low, high = (None, None) if agreement is None else wilson(agreement * images, images)
     return FeatureMapMeasures(
         images=images,
-        relative_error=rows.relative_error(),
-        max_abs=float(errors.max_abs_N.max()),
-        cosine_mean=float(errors.cosine_N.mean()),
-        cosine_min=float(errors.cosine_N.min()),
+        **rows.figures(),
         nonfinite_images=images - int(rows.finite_N.sum()),
-        spread_ratio=rows.spread_ratio(),
         token_cosine_mean=None if tokens is None else tokens.cosine_mean,
         token_cosine_q01=None if tokens is None else tokens.cosine_q01,
         tokens_compared=None if tokens is None else tokens.compared,

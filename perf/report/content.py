@@ -1,7 +1,5 @@
 """What a report shows: the records of one release and what is known beside them, checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What it took to make what a report is about, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

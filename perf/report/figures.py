@@ -1,7 +1,5 @@
 """Which plots a report has, each with its caption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from perf.parity.parity import Parity
@@ -10,8 +8,8 @@ from perf.stats.summary import Side, Summary, SummaryRow
 
 from . import plots
 from .content import Content, SiteLine
-from .figure import Figure
 from .plots import BoundedValue, Change, Gain, Point, Samples, Series
+from .svg import Figure
 
 
 def speed_figures(content: Content) -> list[Figure]:

@@ -1,7 +1,5 @@
 """What stands on top of a report, in plain words: verdicts, one sentence, large numbers, where it was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,13 +1,10 @@
 """Error against the number of calibration images: the figure, from values, and its table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .figure import Figure
 from .plots import Point, Series, curve
-from .svg import Drawing
+from .svg import Drawing, Figure
 from .table import Table
 
 

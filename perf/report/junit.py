@@ -1,7 +1,5 @@
 """The report as JUnit XML, for a CI's test tab."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from xml.etree import ElementTree
 

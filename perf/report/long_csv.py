@@ -1,7 +1,5 @@
 """Every number of a report in long form, as CSV: one a row, unrounded, with its interval where it has one."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The report as Markdown, for a pull request or a terminal: the tables of the page, and no plots."""
 
-from __future__ import annotations
-
 import re
 
 from ground.text import markdown_line

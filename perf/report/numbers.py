@@ -1,7 +1,5 @@
 """Numbers as people write them; what is unknown is a dash."""
 
-from __future__ import annotations
-
 import math
 
 from perf.stats import shares

@@ -3,8 +3,6 @@
 The templates escape every word that they are given; only drawings (see svg) come as markup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ground.text import printable
 
 from .content import Content
-from .figure import Figure
 from .figures import fidelity_figures, speed_figures
 from .headline import lead, tiles, verdicts, where
 from .history import history_figures
 from .images_plot import images_figure
+from .svg import Figure
 from .table import Table
 from .tables import tables
 

@@ -1,33 +1,27 @@
 """The tables of a report that are of its parity record."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from perf.parity.maps import MapMeasures
-from perf.parity.parity import Link
+from perf.parity.parity import Link, Parity
 
-from .content import Content
 from .numbers import NOTHING, error, percent
 from .table import Table
 
 
-def links(content: Content) -> Table:
+def links(parity: Parity) -> Table:
     """The parity chain, one row a link."""
-    chain = content.parity.links if content.parity else ()
-    agreement, where = "Top-1 agreement", ""
-    if content.parity:
-        images = content.parity.images
-        agreement = "Top-1 agreement" if content.parity.compared == "logits" else "Agreement"
-        what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
-        where = f"Errors of the {content.parity.compared} on {images.count:,} {what}, at the worst batch size. "
+    images = parity.images
+    agreement = "Top-1 agreement" if parity.compared == "logits" else "Agreement"
+    what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
+    where = f"Errors of the {parity.compared} on {images.count:,} {what}, at the worst batch size."
     return Table(
         key="parity",
         title="Parity chain",
         columns=("Link", "Status", "Relative error", "Max abs", agreement, "Decisive flips", "Top-5", "Cosine, least",
                  "KL, mean"),
-        rows=tuple(_link_cells(link) for link in chain),
-        note=f"{where}A flip is decisive on an image whose margin exceeds the noise.",
+        rows=tuple(_link_cells(link) for link in parity.links),
+        note=f"{where} A flip is decisive on an image whose margin exceeds the noise.",
     )  # fmt: skip
 
 
@@ -48,11 +42,10 @@ def _link_cells(link: Link) -> tuple[str, ...]:
     )
 
 
-def maps(content: Content) -> Table:
+def maps(parity: Parity) -> Table:
     """What heads apart make of the outputs, one row a link."""
-    parity = content.parity
-    rows = [(link, link.measures) for link in parity.links] if parity else []
-    heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads) if parity else ""
+    rows = [(link, link.measures) for link in parity.links]
+    heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads)
     return Table(
         key="maps",
         title="Maps of heads",
@@ -76,21 +69,19 @@ def maps(content: Content) -> Table:
     )  # fmt: skip
 
 
-def located(content: Content) -> Table:
+def located(parity: Parity) -> Table:
     """Where failing links break."""
     rows = tuple(
-        (line.site or "no single site", line.link, line.reason, line.command or NOTHING)
-        for line in (content.parity.located if content.parity else ())
+        (line.site or "no single site", line.link, line.reason, line.command or NOTHING) for line in parity.located
     )
     return Table(key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows)
 
 
-def structure(content: Content) -> Table:
+def structure(parity: Parity) -> Table:
     """Structural tests: what did not pass line by line, what passed in one line a candidate."""
-    tests = content.parity.structure if content.parity else ()
-    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in tests if t.status != "PASS")
+    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
     passed: dict[str, list[str]] = {}
-    for test in tests:
+    for test in parity.structure:
         if test.status == "PASS":
             passed.setdefault(test.candidate, []).append(test.test)
     sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
@@ -99,20 +90,19 @@ def structure(content: Content) -> Table:
     )
 
 
-def accuracy(content: Content) -> Table:
+def accuracy(parity: Parity) -> Table:
     """Accuracy on labels, and McNemar's test where two models were compared."""
-    parity = content.parity
     rows = [
         (
             a.model,
             f"{percent(a.accuracy)}\n{percent(a.low, 1)} to {percent(a.high, 1)}",
             f"{a.correct:,} of {a.images:,}",
         )
-        for a in (parity.accuracy if parity else ())
+        for a in parity.accuracy
     ]
     rows += [
         (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
-        for c in (parity.comparisons if parity else ())
+        for c in parity.comparisons
     ]
     return Table(
         key="accuracy",
@@ -123,14 +113,33 @@ def accuracy(content: Content) -> Table:
     )
 
 
-def own_metrics(content: Content) -> Table:
+def own_metrics(parity: Parity) -> Table:
     """Measures of the user's own, by artefact."""
-    rows = content.parity.metrics if content.parity else ()
     return Table(
         key="metrics",
         title="Measures of your own",
         columns=("Measure", "Model", "Value", "Command"),
-        rows=tuple((row.name, row.model, f"{row.value:.6g}", f"{row.command}\n{row.sha256[:16]}") for row in rows),
+        rows=tuple(
+            (row.name, row.model, f"{row.value:.6g}", f"{row.command}\n{row.sha256[:16]}") for row in parity.metrics
+        ),
         note="Made by the command on each artefact's outputs; the digest covers it, the files that it names and "
         "the labels.",
     )
+
+
+def shift(parity: Parity) -> Table:
+    """Do these images look like the calibration images?"""
+    shift = parity.shift
+    return Table(
+        key="shift",
+        title="Images against calibration",
+        columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
+        rows=tuple(
+            (s.site, s.status, *map(error, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)))
+            for s in (shift.sites if shift else ())
+        ),
+        note=shift.reason if shift else "",
+    )
+
+
+PARITY_TABLES = (links, maps, located, structure, accuracy, own_metrics, shift)

@@ -1,7 +1,5 @@
 """The kinds of plots, each from values to a drawing of WIDTH units."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

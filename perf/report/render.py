@@ -3,8 +3,6 @@
 See content_from_record for the record's keys and what is raised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

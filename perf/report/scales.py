@@ -1,7 +1,5 @@
 """PURE: from values to pixels, with ticks a person would choose. Linear and logarithmic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

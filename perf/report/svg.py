@@ -4,8 +4,6 @@ Every figure is WIDTH units wide and needs nothing from outside. Colours are CSS
 that a page may be light or dark; hovering a mark shows its value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -119,3 +117,11 @@ class Drawing:
     def _svg(self, *before: Markup) -> Markup:
         frame = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {self.height:.0f}"}
         return element("svg", *before, *self.marks, class_="plot", role="img", aria_label=self.title, **frame)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A plot with the sentence that says how to read it."""
+
+    caption: str
+    drawing: Drawing

@@ -1,7 +1,5 @@
 """A table of a report as plain cells, for HTML and Markdown. A line break parts a cell's small print."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .numbers import is_number

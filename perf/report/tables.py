@@ -1,7 +1,5 @@
 """The tables of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from perf.stats.repeats import MOST_GAIN
@@ -12,7 +10,7 @@ from .effort import effort_table
 from .history import history_table
 from .images_plot import images_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
-from .parity_tables import accuracy, links, located, maps, own_metrics, structure
+from .parity_tables import PARITY_TABLES
 from .table import PAIR, Table
 
 
@@ -27,13 +25,7 @@ def tables(content: Content) -> dict[str, Table]:
         gate(content),
         history_table(content.history),
         _images(content),
-        links(content),
-        maps(content),
-        located(content),
-        structure(content),
-        accuracy(content),
-        own_metrics(content),
-        shift(content),
+        *(table(content.parity) for table in PARITY_TABLES if content.parity),
         ways(content),
         merging(content),
         sites(content),
@@ -157,21 +149,6 @@ def gate(content: Content) -> Table:
     """The gate's rules as judged."""
     rows = tuple((line.rule, line.verdict, line.message) for line in content.gate)
     return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
-
-
-def shift(content: Content) -> Table:
-    """Do these images look like the calibration images?"""
-    shift = content.parity.shift if content.parity else None
-    return Table(
-        key="shift",
-        title="Images against calibration",
-        columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
-        rows=tuple(
-            (s.site, s.status, *map(error, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)))
-            for s in (shift.sites if shift else ())
-        ),
-        note=shift.reason if shift else "",
-    )
 
 
 def ways(content: Content) -> Table:

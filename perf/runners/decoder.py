@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens fed, P tokens cached, N tokens in all, G groups of
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -106,9 +105,7 @@ class DecoderRunner:
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._session = None
 
     def __call__(self, feeds: Feeds) -> Outputs:

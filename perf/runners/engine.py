@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from ground.errors import BadInput, Missing
@@ -67,9 +66,7 @@ class EngineRunner:
             raise BadInput(f"{self.path}: its bytes are not those of its record; build it again")
         return plan
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._session = None
 
     @property

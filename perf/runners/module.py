@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -86,9 +85,7 @@ class ModuleRunner:
         module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
         return torch.compile(module, dynamic=False, fullgraph=True) if self.mode == "compiled" else module
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ready = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)

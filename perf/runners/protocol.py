@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ground.feeds import Feeds, Outputs
@@ -39,9 +38,7 @@ class Runner(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def __call__(self, feeds: Feeds) -> Outputs:
         """Arrays [B, ...] by input -> arrays [B, ...] float32 by output."""

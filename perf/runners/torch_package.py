@@ -7,7 +7,6 @@ of programs may take a .pt2 for a pickle.
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -76,9 +75,7 @@ class PackageRunner:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave()
 
     def _leave(self) -> None:

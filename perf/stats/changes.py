@@ -113,10 +113,9 @@ def _ratio(split: _Split) -> Interval:
 
 
 @functools.cache
-def critical_score(alpha: float = ALPHA, *, histories: int = HISTORIES, seed: int = 0) -> float:
+def critical_score(alpha: float = ALPHA) -> float:
     """The score that a share `alpha` of histories of LOOKS values without a change reaches at some look."""
-    rng = np.random.default_rng(seed)
-    highest_H = _highest_scores(rng.standard_t(TAIL, size=(histories, LOOKS)))
+    highest_H = _highest_scores(np.random.default_rng(0).standard_t(TAIL, size=(HISTORIES, LOOKS)))
     return float(np.quantile(highest_H, 1 - alpha))
 
 

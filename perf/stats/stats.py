@@ -6,6 +6,7 @@ Legend: R rounds, D bootstrap draws. The calls of a round are an array of their 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,37 +138,27 @@ def ratio_of_medians(
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
     value = float(np.median(ratio_R))
     return _over_rounds(
-        value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), confidence, draws, seed
+        value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), confidence, seed, draws
     )
 
 
-def median_interval(
-    rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
-) -> Interval:
+def median_interval(rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, seed: int = 0) -> Interval:
     """The median of all samples with the bootstrap interval over whole rounds (samples within a round are kin)."""
-    return _pooled_interval(median(np.concatenate(rounds)), rounds, 50.0, confidence, draws, seed)
+    return _pooled_interval(median(np.concatenate(rounds)), rounds, 50.0, confidence, seed)
 
 
-def percentile_interval(
-    rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
-) -> Interval:
+def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     """A percentile of all samples with the bootstrap interval over whole rounds."""
-    return _pooled_interval(percentile(np.concatenate(rounds), percent), rounds, percent, confidence, draws, seed)
+    return _pooled_interval(percentile(np.concatenate(rounds), percent), rounds, percent, confidence)
 
 
-def rate_interval(
-    work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
-) -> Interval:
+def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     """Work done per second of wall time, total over total, with the bootstrap interval over rounds."""
-    value = float(work_R.sum() / seconds_R.sum())
-    return _over_rounds(
-        value,
-        len(work_R),
-        lambda drawn_DR: work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1),
-        confidence,
-        draws,
-        seed,
-    )
+
+    def rates(drawn_DR: NDArray[np.int64]) -> Floats:
+        return np.asarray(work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1))
+
+    return _over_rounds(float(work_R.sum() / seconds_R.sum()), len(work_R), rates, confidence)
 
 
 def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
@@ -198,12 +189,8 @@ def trend_score(values: Sequence[float] | Floats) -> float:
     return (rises - math.copysign(1, rises)) / spread if rises else 0.0
 
 
-def _pooled_interval(
-    value: float, rounds: Rounds, percent: float, confidence: float, draws: int, seed: int
-) -> Interval:
-    return _over_rounds(
-        value, len(rounds), lambda drawn_DR: _drawn_percentiles(rounds, percent, drawn_DR), confidence, draws, seed
-    )
+def _pooled_interval(value: float, rounds: Rounds, percent: float, confidence: float, seed: int = 0) -> Interval:
+    return _over_rounds(value, len(rounds), partial(_drawn_percentiles, rounds, percent), confidence, seed)
 
 
 def least_rounds(confidence: float) -> int:
@@ -218,8 +205,8 @@ def _over_rounds(
     rounds: int,
     statistic: Callable[[NDArray[np.int64]], Floats],
     confidence: float,
-    draws: int,
-    seed: int,
+    seed: int = 0,
+    draws: int = DRAWS,
 ) -> Interval:
     """The interval of a statistic of rounds drawn again with repetition; more are drawn where its tails are thin."""
     if confidence == 0:

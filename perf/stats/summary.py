@@ -118,29 +118,28 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
     )
 
 
-def knee(throughput: Mapping[int, float], worth_rel: float = WORTH_REL) -> Knee | None:
-    """The smallest batch from which no larger one gains `worth_rel` per doubling; None below two batch sizes.
+def knee(throughput: Mapping[int, float]) -> Knee | None:
+    """The smallest batch from which no larger one gains WORTH_REL per doubling; None below two batch sizes.
 
-    Args:
-        throughput: images per second by batch size.
+    `throughput`: images per second by batch size.
     """
     if len(throughput) < 2:
         return None
     batches = sorted(throughput)
     for index, batch in enumerate(batches):
-        if not any(_worth(throughput, batch, larger, worth_rel) for larger in batches[index + 1 :]):
+        if not any(_worth(throughput, batch, larger) for larger in batches[index + 1 :]):
             break
     rate = throughput[batch]
     if batch == batches[-1]:
         return Knee(batch=batch, reason=f"throughput still rises at the largest batch measured, {rate:.0f} images/s")
     best = max(throughput[larger] for larger in batches[index + 1 :])
-    reason = f"{rate:.0f} images/s; no larger batch gains {100 * worth_rel:g} % per doubling (the best has {best:.0f})"
+    reason = f"{rate:.0f} images/s; no larger batch gains {100 * WORTH_REL:g} % per doubling (the best has {best:.0f})"
     return Knee(batch=batch, reason=reason)
 
 
-def _worth(throughput: Mapping[int, float], batch: int, larger: int, worth_rel: float) -> bool:
+def _worth(throughput: Mapping[int, float], batch: int, larger: int) -> bool:
     doublings = math.log2(larger / batch)
-    return bool(throughput[larger] > throughput[batch] * (1 + worth_rel) ** doublings)
+    return bool(throughput[larger] > throughput[batch] * (1 + WORTH_REL) ** doublings)
 
 
 def speedup(

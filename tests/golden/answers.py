@@ -21,7 +21,7 @@ from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.release.card import _calibrated
 from corp_deploy.release.check import check
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.served_samples import samples_of_release
+from corp_deploy.release.samples import samples_of_release
 from corp_deploy.release.stamp import read_stamp
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.effort import load_effort

@@ -1,0 +1,56 @@
+"""Graphs and engines beside the torch models that they were made of."""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from export.engine.audit import Audit, audit_fusion
+from export.engine.build import build_engine
+from export.engine.options import BatchProfile, BuildOptions
+from export.engine.record import EngineRecord
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None,
+    reason="tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here",
+)
+Feed = Mapping[str, NDArray[Any]]
+
+
+def session_of(graph: Path | onnx.ModelProto) -> ort.InferenceSession:
+    """On this CPU."""
+    given = str(graph) if isinstance(graph, Path) else graph.SerializeToString()
+    return ort.InferenceSession(given, providers=["CPUExecutionProvider"])
+
+
+def require_as_torch(
+    graph: Path | onnx.ModelProto,
+    asked: Callable[[int], tuple[NDArray[Any], NDArray[Any]]],
+    bound: float,
+    counts: Sequence[int] = (1, 5),
+) -> None:
+    """One output within `bound` of torch's at several batches; `asked`: so many inputs and torch's answers."""
+    session = session_of(graph)
+    (port,) = session.get_inputs()
+    for count in counts:
+        inputs, exact = asked(count)
+        (got,) = session.run(None, {port.name: inputs.astype(np.float16 if "float16" in port.type else inputs.dtype)})
+        assert np.linalg.norm(got.astype(np.float64) - exact) < bound * np.linalg.norm(exact), count
+
+
+def built(graph: Path, batches: str) -> EngineRecord:
+    """The record of its engine by TensorRT-RTX."""
+    options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text(batches),), sms=("86",))
+    return build_engine(graph, options).record
+
+
+def audited(dense: Path, reduced: Path) -> Audit:
+    """Both engines, for batches up to 8."""
+    (audit,) = audit_fusion(dense, reduced, batch=BatchProfile.from_text("1:4:8"))
+    return audit
