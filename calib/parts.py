@@ -32,10 +32,3 @@ def parts_of(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed:
         return Parts(fitted=inputs, groups_B=groups_B)
     fitted, held_out, groups_B = parted_by_group(inputs, groups_B, hold_out, seed=seed)
     return Parts(fitted=fitted, groups_B=groups_B, held_out=held_out)
-
-
-def held_out_of(inputs: SomeSet, *, hold_out: int, groups: str | None, seed: int) -> SomeSet:
-    """Those alone that a calibration of the same inputs by the same values holds out. Raises BadInput as parts_of."""
-    held_out = parts_of(inputs, hold_out=hold_out, groups=groups, seed=seed).held_out
-    assert held_out is not None, hold_out
-    return held_out

@@ -1,6 +1,7 @@
 """The command group and the contract of its exit codes. Heavy imports stay inside the commands' bodies."""
 
 import errno
+import re
 import traceback
 from typing import Any
 
@@ -25,7 +26,7 @@ from .commands.bench import bench
 from .commands.build import audit, build
 from .commands.calibrate import calibrate
 from .commands.completion import completion, print_versions
-from .commands.decoder import bench_decoder_command, export_decoder_command, verify_decoder_command
+from .commands.decoder import export_decoder_command
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.export import export_command
@@ -93,8 +94,63 @@ def _unforeseen(error: Exception) -> Failure:
     return Failure("this is a bug in corp-deploy; the lines above say where", EXIT_BUG)
 
 
+GROUPS: dict[str, tuple[click.Command, ...]] = {
+    "Model": (inspect, redundancy, calibrate, merge_moments),
+    "Reduce": (reduce_command, sweep_command, latency_table),
+    "Graph": (export_command, build, audit),
+    "Proof": (verify, bench, compare, gate, report),
+    "Release": (release, check, package, lint_repo, serve_version),
+    "Decoder": (perplexity, export_decoder_command),
+    "Machine": (doctor, demo, completion),
+}
+"""The commands by what they are of. Those of two words belong to the one of the first, whose help tells of them."""
+
+RENAMED = {
+    "merge-moments": "calibrate --merge",
+    "redundancy": "inspect redundancy",
+    "compare": "bench compare",
+    "lint-repo": "package lint",
+    "serve-version": "package serve",
+    "bench-decoder": "bench --batch 1,4,16",
+    "verify-decoder": "verify --random 2",
+}
+"""Names of 0.1 that go with 0.4, and what they are now."""
+
+
+def _renamed(ctx: click.Context, args: list[str]) -> list[str]:
+    name, *words = args
+    if name not in RENAMED:
+        return args
+    if not ctx.resilient_parsing:
+        click.echo(f"warning: {name} is deprecated since 0.2 and goes with 0.4; use {RENAMED[name]}", err=True)
+    if name == "verify-decoder":
+        words = [re.sub("^--batch", "--random", word) for word in words]
+    return [*RENAMED[name].split(), *words]
+
+
 class Commands(click.Group):
     """A group that turns what the rooms raise into one message and the exit code for it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in self.commands if " " not in name]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.list_commands(ctx)))
+        for heading, commands in GROUPS.items():
+            rows = [(str(each.name), each.get_short_help_str(200)) for each in commands if " " not in str(each.name)]
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), said) for name, said in rows])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A command of two words goes ahead of that of the first alone, a flag among them wherever it stands."""
+        name, *words = _renamed(ctx, args)
+        for place, word in enumerate(words):
+            if f"{name} {word}" in self.commands and (not place or word.startswith("-")):
+                name, words = f"{name} {word}", words[:place] + words[place + 1 :]
+                break
+        return super().resolve_command(ctx, [name, *words])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -130,33 +186,5 @@ def main() -> None:
     """
 
 
-for _command in (
-    demo,
-    doctor,
-    inspect,
-    calibrate,
-    merge_moments,
-    redundancy,
-    latency_table,
-    reduce_command,
-    perplexity,
-    sweep_command,
-    export_command,
-    build,
-    audit,
-    verify,
-    bench,
-    export_decoder_command,
-    verify_decoder_command,
-    bench_decoder_command,
-    gate,
-    compare,
-    report,
-    package,
-    lint_repo,
-    serve_version,
-    release,
-    check,
-    completion,
-):
+for _command in (each for of_group in GROUPS.values() for each in of_group):
     main.add_command(_command)

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -53,15 +52,6 @@ def _nothing_outside() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         stay_here(patch, loopback=True)
         yield
-
-
-@pytest.fixture(scope="module", params=["family", "program"])
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Sites of timm's models told by a family, then found in a program."""
-    from benchmarks.coverage.beside import no_families  # that of no test but those of both
-
-    with no_families() if request.param == "program" else nullcontext():
-        yield request.param
 
 
 @pytest.fixture(scope="session", autouse=True)

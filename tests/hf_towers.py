@@ -46,6 +46,11 @@ def tower(name: str, **changes: Any) -> Any:
     return randomised(getattr(transformers, name)(getattr(transformers, config)(**{**SMALL, **own, **changes})))
 
 
+def sites_in(name: str) -> int:
+    """Queries with keys, values and an MLP of two blocks, and of SigLIP's pooling head."""
+    return 9 if name.startswith("Siglip") else 6
+
+
 def write_tower(directory: Path, name: str, **changes: Any) -> Any:
     """A model of this class, saved there."""
     model = tower(name, **changes)

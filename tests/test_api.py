@@ -31,8 +31,17 @@ OF_COMMANDS = {
     "calibrate": {"checkpoint_every", "sequential", "summary"},
     "reduce": {"workers", "max_bad"},
     "export": set(),
-    "verify": {"metric", "metric_time_limit", "other_graph", "polygraphy", "random", "write_golden"},
-    "bench": set[str](),
+    "verify": {
+        "metric",
+        "metric_time_limit",
+        "other_graph",
+        "polygraphy",
+        "random",
+        "write_golden",
+        "length",
+        "provider",
+    },
+    "bench": {"lengths", "cached"},
 }
 SAID_ELSEWHERE = frozenset(
     {
@@ -49,7 +58,7 @@ SAID_ELSEWHERE = frozenset(
         "batch",
         "head",
     }
-    | {"runtime", "patterns", "no_attention", "model_kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
+    | {"runtime", "patterns", "no_attention", "kwargs", "moments", "weights", "ema", "mean", "std", "crop_pct"}
     | {"interpolation", "crop_mode", "trust_code"}
 )
 """Of the model, which a Source says; of inputs and the output; under another name."""
@@ -153,7 +162,7 @@ def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) ->
     dense, images = home / "dense", home / "images.npy"
     calibrated = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, groups="image")
     held_out = load_moments(tmp_path / "m.held-out.safetensors")
-    with pytest.raises(BadInput, match="groups say which images hold_out takes together; give both, or none"):
+    with pytest.raises(BadInput, match="--groups says which images --hold-out takes together; give both, or none"):
         corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, groups="image")
     reduced = corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, hold_out=6, groups="image")
     with opened_inputs(tiny.checkpoint().model, images) as every:

@@ -60,6 +60,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(root / "images.npy", tiny.images(12))
     done = run("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m.safetensors")
     assert done.exit_code == 0, done.output
+    words = ["--model", root / "dense", "--moments", root / "m.safetensors", "--mlp", 0.5, "-o", root / "reduced"]
+    assert (done := run("reduce", *words)).exit_code == 0, done.output
     return root
 
 
@@ -105,7 +107,7 @@ def test_no_command_takes_a_pipe_or_a_device(tmp_path: Path, kind: str) -> None:
     for command, parameter in PATHS:
         assert isinstance(parameter.type, RegularPath), (command, parameter.name)
         option = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
-        words = [command, *(["x"] if parameter.name == "candidates" else []), *option, path]
+        words = [*command.split(), *(["x"] if parameter.name == "candidates" else []), *option, path]
         others = [] if isinstance(parameter, click.Argument) and parameter.nargs == -1 else [path] * 2
         refused(run(*words, *(others if not option else [])), "special is a pipe, socket or device")
     assert path.is_fifo() if kind == "pipe" else path.readlink() == Path("/dev/zero")
@@ -190,7 +192,7 @@ def test_brackets_in_names_are_shown_as_they_are(home: Path, tmp_path: Path) -> 
     assert "[bold]m.safetensors" in run("calibrate", *words).stdout
     words = ["--model", home / "dense", "--moments", calibrated, "--mlp", 0.5, "-o", folder / "[red]"]
     assert "[red]: reduced model written" in run("reduce", *words).stdout
-    done = run("redundancy", "--moments", calibrated)
+    done = run("inspect", "redundancy", "--moments", calibrated)
     assert done.exit_code == 0, done.output
 
 
@@ -221,7 +223,7 @@ def test_control_characters_never_reach_the_terminal(home: Path, tmp_path: Path)
         ["calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / f"{CONTROLS}.st"],
         ["calibrate", "--model", home / "dense", "--images", tmp_path / CONTROLS, "-o", tmp_path / "m"],
         ["inspect", "--model", CONTROLS],
-        ["redundancy", "--moments", tmp_path / CONTROLS],
+        ["inspect", "redundancy", "--moments", tmp_path / CONTROLS],
         ["build", tmp_path / f"{CONTROLS}.onnx", "-o", tmp_path / "x.plan", "--no-such-option"],
         ["release", tmp_path / f"{CONTROLS}.toml", "--init", CONTROLS],
         [CONTROLS],
@@ -382,12 +384,21 @@ def changed(record: Any, path: str, value: object) -> Any:
 
 
 CHANGES: dict[str, tuple[object, ...]] = {
-    "sites/blocks.0.mlp/hidden": (None, 1.5, True, "384", 0, -1, 10**30, []),
-    "sites/blocks.0.attn/qk": (None, -1, "32", 16.0),
-    "sites/blocks.0.attn/geometry": ("x", 3, [], {}),
-    "sites/blocks.0.attn/proj_bias": ("yes", 1),
+    "sites/blocks.0.mlp/groups": (None, 1.5, True, "192", 0, -1, 193, 10**30, []),
+    "sites/blocks.0.mlp/kept": (None, [], "x", 3, [1.5], [0, 0], [1, 0], [-1], [192]),
     "sites": ([], "x", None, {}),
-    "sites/blocks.1.mlp": ([], None, 3),
+    "sites/blocks.1.mlp": (
+        [],
+        None,
+        3,
+        {"hidden": 1.5, "output_bias": True},
+        {"hidden": 96, "output_bias": "yes"},
+        {"heads": 3, "qk": 16.0, "v": 16, "scale": 0.25, "geometry": "padded", "proj_bias": True},
+        {"heads": 3, "qk": 16, "v": 16, "scale": 0.25, "geometry": {}, "proj_bias": True},
+    ),
+    "program": (None, [], {}),
+    "program/digest": (None, 3, "0" * 64),
+    "program/biases": (None, "x", ["none of them"]),
     "weights_sha256": (None, 3, "abc"),
     "timm": (None, [], "x"),
     "timm/name": (None, [], 3, "x" * 100_000),
@@ -401,8 +412,8 @@ CHANGES: dict[str, tuple[object, ...]] = {
 
 @pytest.mark.parametrize("path", CHANGES)
 def test_a_config_is_typed_where_it_is_read(home: Path, tmp_path: Path, path: str) -> None:
-    text = (home / "dense" / "config.json").read_text()
-    (tmp_path / "model.safetensors").symlink_to(home / "dense" / "model.safetensors")
+    text = (home / "reduced" / "config.json").read_text()
+    (tmp_path / "model.safetensors").symlink_to(home / "reduced" / "model.safetensors")
     for value in CHANGES[path]:
         (tmp_path / "config.json").write_text(json.dumps(changed(json.loads(text), path, value)))
         refused(run("inspect", "--model", tmp_path))
@@ -491,14 +502,14 @@ def test_labels_need_a_classifier(home: Path, tmp_path: Path) -> None:
 # Moments
 
 HEADER_CHANGES: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("order", "sites", "sha256", "lineage", "images"), (None, [], "x", 3.5, {"blocks.0.mlp": 1})),
-    "sites/blocks.0.mlp": (None, [], {"type": "none"}),
-    "sites/blocks.0.mlp/type": (None, "attention", 3, []),
-    "sites/blocks.0.mlp/tokens": (None, "many", True, 0, -1),
-    "sites/blocks.0.mlp/eps": (None, "x"),
-    "sites/blocks.0.mlp/more": (3,),
+    **dict.fromkeys(("order", "sites", "sha256", "lineage", "images"), (None, [], "x", 3.5, {"blocks.0.mlp.fc2": 1})),
+    "sites/blocks.0.mlp.fc2": (None, [], {"type": "none"}),
+    "sites/blocks.0.mlp.fc2/type": (None, "attention", 3, []),
+    "sites/blocks.0.mlp.fc2/tokens": (None, "many", True, 0, -1),
+    "sites/blocks.0.mlp.fc2/eps": (None, "x"),
+    "sites/blocks.0.mlp.fc2/more": (3,),
     "sha256/image_ids": (None, 3, "0" * 64),
-    "sha256/blocks.0.mlp~1gram_FF": (None, 3, "0" * 64),
+    "sha256/blocks.0.mlp.fc2~1gram_FF": (None, 3, "0" * 64),
     "lineage/model": (3, {}),
 }
 
@@ -520,12 +531,12 @@ def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
     moments = store.load(home / "m.safetensors")
-    site = moments.sites["blocks.0.mlp"]
+    site = moments.sites["blocks.0.mlp.fc2"]
     assert isinstance(site, ChannelMoments)
     spoilt = replace(site, gram_FF=site.gram_FF.clone().fill_(value))
-    store.save(replace(moments, sites={**moments.sites, "blocks.0.mlp": spoilt}), tmp_path / "m.safetensors")
+    store.save(replace(moments, sites={**moments.sites, "blocks.0.mlp.fc2": spoilt}), tmp_path / "m.safetensors")
     words = ["reduce", "--model", home / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
-    refused(run(*words, "-o", tmp_path / "r"), "blocks.0.mlp/gram_FF holds NaN or Inf")
+    refused(run(*words, "-o", tmp_path / "r"), "blocks.0.mlp.fc2/gram_FF holds NaN or Inf")
 
 
 # Records
@@ -598,7 +609,7 @@ def test_an_edited_bench_record(results: Path, tmp_path: Path, path: str) -> Non
         folder = edited(results, tmp_path / "r", "bench.json", path, value)
         refused(run("report", folder, "-o", tmp_path / "report.html"))
         refused(run("gate", folder / "bench.json", "--fail-if", "speedup@b1 < 0"))
-        refused(run("compare", folder / "bench.json", results / "bench.json"))
+        refused(run("bench", "compare", folder / "bench.json", results / "bench.json"))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["r"]
 
 
@@ -731,7 +742,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
     graph = write_onnx(tmp_path / "reduced" / "model.onnx")
     plan = write_plan(tmp_path / "reduced" / "model.plan", graph)
     write_repository(Package(name="vit", plans=(plan,), onnx=graph), tmp_path / "repo")
-    assert run("lint-repo", tmp_path / "repo").exit_code == 0
+    assert run("package", "lint", tmp_path / "repo").exit_code == 0
     text = record_path(plan).read_text()
     for value in RECORD_CHANGES[path]:
         edited_record = json.dumps(changed(json.loads(text), path, value))
@@ -739,7 +750,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
             place.write_text(edited_record)
         refused(run("package", tmp_path, "-o", tmp_path / "new"), "model.plan.json: ")
         refused(run("bench", plan, plan, "-o", tmp_path / "b.json"), "model.plan.json: ")
-        linted = run("lint-repo", tmp_path / "repo")
+        linted = run("package", "lint", tmp_path / "repo")
         assert linted.exit_code == 1, (value, linted.output)
         assert "model.plan.json" in linted.stdout
     assert not (tmp_path / "new").exists()
@@ -749,7 +760,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
 def test_a_config_with_numbers_or_depth_without_end(tmp_path: Path, text: str) -> None:
     (tmp_path / "vit" / "1").mkdir(parents=True)
     (tmp_path / "vit" / "config.pbtxt").write_text(text)
-    result = run("lint-repo", tmp_path)
+    result = run("package", "lint", tmp_path)
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output
     assert len(result.output) < 3000

@@ -15,9 +15,7 @@ from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense
 from benchmarks.coverage.page import coverage
 from benchmarks.coverage.small import smalls
-from corp_deploy.families.channel_site import ChannelSite
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.head_site import HeadSite
 from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "coverage.json"
@@ -59,7 +57,7 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
         Counter(HONOURED.get(each.kind, each.kind) for each in sites.every),
         Counter(each.kind for each in sites.every),
     )
-    found = kinds[ChannelSite.kind], own[HeadSite.kind] + own[chain.VALUES], kinds[CONVOLUTIONS]
+    found = kinds["channels"], max(own[chain.PAIRS], own[chain.VALUES]), kinds[CONVOLUTIONS]
     assert (row["mlps"], row["attentions"], row.get("rows", 0)) == found
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})
 

@@ -21,13 +21,14 @@ from benchmarks.quality.layer_polish import Subject
 from benchmarks.quality.levers import LEVERS, cells
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import CLASSES, WAVELENGTHS, made
+from benchmarks.quality.timm_sites import attentions
 from benchmarks.real.record import Record
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
@@ -35,6 +36,8 @@ from ground.errors import BadInput
 
 from . import small_convnets, tiny
 from .test_corp_rotation import moments
+
+WIDER = {**tiny.ARCHITECTURE.kwargs, "embed_dim": 96, "depth": 1}
 
 
 @pytest.mark.slow("training")
@@ -102,8 +105,13 @@ def test_the_digest_is_of_the_choices_and_the_code() -> None:
 
 @pytest.mark.parametrize(("sparsity", "hidden", "head"), [(0.5, 192, 16), (0.7, 112, 8), (0.875, 48, 4)])
 def test_widths_are_the_same_for_every_method(sparsity: float, hidden: int, head: int) -> None:
-    assert methods.kept(384, sparsity, methods.ALIGN_HIDDEN) == hidden
-    assert methods.kept(32, sparsity, methods.ALIGN_HEAD) == head
+    model = tiny.timm_model("vit_tiny_patch16_224", **WIDER)
+    for variant in VARIANTS:
+        asked = uniform_widths(model, methods.method_of(variant, variant.kinds[-1], sparsity))
+        assert asked["blocks.0.mlp"] == hidden, variant.name
+        is_joint, is_square = "joint" in variant.kinds, variant.choices().geometry == "square"
+        assert asked.get("blocks.0.attn.qk") == (3 * head if is_joint else None), variant.name
+        assert asked.get("blocks.0.attn.v") == (3 * head if is_square else None), variant.name
 
 
 def test_procedural_images_follow_from_their_number_alone() -> None:
@@ -183,11 +191,9 @@ def test_whole_heads_stand_beside_narrower_ones(
 ) -> None:
     built = {"kernels": 9, "plan_bytes": 2_000_000, "fused_attention": 2, "attention_sites": 2, "library_version": "1"}
     monkeypatch.setattr(whole_heads, "engine", lambda model, scratch: built)
-    tokens = whole_heads.tokens_of(subject)
-    assert tokens == 17
     rows = [
         whole_heads.row_of(subject, moments(), variant, 2, tmp_path)
-        for variant in whole_heads.variants(subject.dense, 2, tokens)
+        for variant in whole_heads.variants(subject.dense, 2)
     ]
     assert [(row["way"], row["heads"], row["qk"], row["v"]) for row in rows] == [
         ("whole heads", 2, 16, 16),
@@ -203,7 +209,7 @@ def test_whole_heads_stand_beside_narrower_ones(
     text = heads_page.whole_heads({"rows": rows})
     assert "| tiny | whole heads | 2 of 16 | 0.67 |" in text
     assert "2 of 2 | 9 | 2.0 |" in text
-    assert len(sites_of(subject.dense).heads) == 2
+    assert len(attentions(subject.dense)) == 2
 
 
 def test_a_row_has_the_errors_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

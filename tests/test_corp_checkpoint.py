@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 import corp_deploy
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import replaced
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests import tiny
 
+NARROW = {"blocks.0.mlp": 40, "blocks.1.attn.qk": 24}
+
 
 def reduced_checkpoint() -> Checkpoint:
     dense = tiny.checkpoint()
-    found = vit.sites(dense.model)
-    torch.manual_seed(1)
-    modules: dict[str, nn.Module] = dict(found.channels[0].empty(40, output_bias=True))
-    modules["blocks.1.attn"] = found.heads[1].empty(qk=8, v=16, geometry="padded")
-    return Checkpoint(model=replaced(dense.model, modules), architecture=dense.architecture, lineage={"preset": "x"})
+    return replace(dense, model=at_widths(dense.model, NARROW), lineage={"preset": "x"})
 
 
 def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) -> None:
@@ -35,9 +35,17 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
     images = torch.from_numpy(tiny.images(2))
     torch.testing.assert_close(corp_deploy.load(tmp_path)(images), reduced.model(images), rtol=1e-5, atol=1e-5)
     assert again.lineage == {"preset": "x"}
-    assert vit.sites(again.model).channels[0].width == 40
-    assert vit.sites(again.model).heads[1].geometry == "padded"
+    assert {site.name: site.width for site in sites_of(again.model).every if site.name in NARROW} == NARROW
     assert not any(parameter.is_meta for parameter in again.model.parameters())
+
+
+def test_a_copy_with_other_modules_leaves_the_given_model_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = replaced(model, {"0": nn.Linear(4, 3)})
+    assert new.get_parameter("0.weight").shape == (3, 4)
+    assert new.get_parameter("1.0.weight") is not model.get_parameter("1.0.weight")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.slow("process")
@@ -72,7 +80,7 @@ class Code:
 
 
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
-    torch.save({"model": tiny.checkpoint().model}, tmp_path / "whole.pth")
+    torch.save({"model": nn.Linear(1, 1)}, tmp_path / "whole.pth")
     with pytest.raises(BadInput, match="pickled code"):
         _dense(tmp_path / "whole.pth")
     torch.save([1, 2], tmp_path / "list.pt")

@@ -10,8 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from corp_deploy.commands.input_choice import InputChoice, drawing_options, images_option, input_options
+from corp_deploy.commands.declared import record_options
 from corp_deploy.commands.options import usage_errors, value_options
+from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.request import request_from_choice
@@ -135,26 +136,14 @@ def test_options_become_one_value() -> None:
     @click.command()
     @click.argument("model")
     @value_options("choice", choice_of, *own, argument="model")
-    @input_options(images_option(), *drawing_options, required=False)
+    @record_options("inputs", InputOptions, "images", "samples", "seed")
     @click.option("--other", default="o")
-    def command(choice: dict[str, object], inputs: InputChoice, other: str) -> None:
+    def command(choice: dict[str, object], inputs: InputOptions, other: str) -> None:
         """Help of its own."""
         click.echo(f"{choice} {asdict(inputs)} {other}")
 
     shown = CliRunner().invoke(command, ["m", "--size", "3", "--images", ".", "--seed", "5"])
-    drawn = {
-        "images": Path("."),
-        "text": None,
-        "tokens": None,
-        "arrays": None,
-        "labels": None,
-        "samples": None,
-        "seed": 5,
-        "workers": 0,
-        "max_bad": 0,
-        "hold_out": None,
-        "groups": None,
-    }
+    drawn = asdict(InputOptions(images=Path("."), seed=5))
     assert shown.stdout == f"{{'model': 'm', 'size': 3, 'loud': False}} {drawn} o\n"
     help_text = CliRunner().invoke(command, ["--help"]).stdout
     assert "Help of its own." in help_text

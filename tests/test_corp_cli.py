@@ -72,7 +72,7 @@ print(json.dumps({{name: [run.exit_code, run.stdout] for name, run in runs.items
 
 
 def test_help_needs_nothing_heavy_and_has_an_example() -> None:
-    calls = {"": [], **{name: [name] for name in COMMANDS}}
+    calls = {"": [], **{name: name.split() for name in COMMANDS}}
     done = subprocess.run(
         [sys.executable, "-c", HELP_OF_ALL, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -213,7 +213,7 @@ def test_a_folder_of_images_goes_through_timms_transform(home: Path, tmp_path: P
 def test_inspect_tells_sites_and_cost(home: Path) -> None:
     record = json.loads(run("inspect", "--model", home / "dense", "--json").stdout)
     assert [row["site"] for row in record["sites"]] == [
-        f"blocks.{i}.{part}" for i in (0, 1) for part in ("attn", "mlp")
+        f"blocks.{i}.{part}" for i in (0, 1) for part in ("attn.qk", "attn.v", "mlp")
     ]
     assert record["parameters"] == sum(p.numel() for p in load_checkpoint(home / "dense").model.parameters())
 

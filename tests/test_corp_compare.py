@@ -26,7 +26,7 @@ def compared(folder: Path, path: Change = (), value: object = None, *words: str)
     for name, record in (("before", before), ("after", after)):
         (folder / f"{name}.json").write_text(json.dumps(record))
     files = [str(folder / f"{name}.json") for name in ("before", "after")]
-    return CliRunner().invoke(main, ["compare", *files, *words])
+    return CliRunner().invoke(main, ["bench", "compare", *files, *words])
 
 
 def test_records_of_one_machine_exit_with_0(tmp_path: Path) -> None:

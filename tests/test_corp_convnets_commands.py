@@ -42,7 +42,7 @@ def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
     printed = [
         inspected,
         invoked("reduce", *given(home), "--conv", 0.5, "-o", home / "again").output,
-        invoked("redundancy", "--moments", home / "moments.safetensors").output,
+        invoked("inspect", "redundancy", "--moments", home / "moments.safetensors").output,
         invoked(*sweep, "--sparsity", 0.5, "--preset", "best").output,
     ]
     for text in printed:
@@ -101,7 +101,7 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     links = json.loads((home / "parity.json").read_text())["links"]
     assert [link["status"] for link in links] == ["PASS"] * 4
     invoked("package", home, "--name", "digits", "-o", home / "repository")
-    invoked("lint-repo", home / "repository")
+    invoked("package", "lint", home / "repository")
 
 
 @pytest.mark.slow("graph")

@@ -10,19 +10,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from corp_deploy.families import timm_library
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.cost import attention_macs
 from corp_deploy.families.counting import count
-from corp_deploy.families.family import image_spec
-from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import counted, macs, parameters
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.site import Currency
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.families.widths import HeadGeometry, HeadWidths
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.ports import Port, image_port
 from perf.parity.tolerance import exact
@@ -108,60 +104,33 @@ def test_the_count_is_torchs_own(family: str) -> None:
     model = on_meta(name, depth=2, **kwargs)
     found = inspection_of_model(model)
     assert found["macs"] == macs(model) == torchs_macs(model)
-    assert found["depth"] == 2 or isinstance(model, TracedModule), "a program has steps for blocks"
     rows = found["sites"] + found["fixed"]
     assert sum(row["macs"] for row in rows) == found["macs"]
     assert sum(row["parameters"] for row in rows) == found["parameters"] == sum(p.numel() for p in model.parameters())
     assert all(row["macs"] > 0 for row in found["sites"]), found["sites"]
 
 
-@pytest.mark.parametrize(
-    ("family", "fixed"),
-    [("map pool", {"patch_embed", "attn_pool"}), ("distilled", {"patch_embed", "head", "head_dist"})],
-)
-def test_inspection_names_what_no_site_owns(family: str, fixed: set[str]) -> None:
-    name, kwargs = FAMILIES[family]
-    rows = inspection_of_model(on_meta(name, depth=1, **kwargs))["fixed"]
-    assert {row["name"] for row in rows if row["macs"]} == fixed
-    assert {"pos_embed", "blocks", "norm"} <= {row["name"] for row in rows}
-
-
-@pytest.mark.parametrize(
-    ("qk", "v", "geometry"), [(32, 64, "padded"), (32, 32, "square"), (32, 64, "ragged"), (64, 32, "padded")]
-)
 @pytest.mark.parametrize("currency", ["macs", "params"])
-def test_formulas_at_another_width_equal_the_count_there(
-    qk: int, v: int, geometry: HeadGeometry, currency: Currency
-) -> None:
+def test_prices_at_another_width_equal_the_count_there(currency: Currency) -> None:
     """Every site's price at new widths is what counting finds in a model that has them."""
     model = on_meta("vit_base_patch16_siglip_224", depth=2, embed_dim=192, num_heads=3)
-    costs, found = site_costs(model, currency), vit.sites(model)
-    modules: dict[str, nn.Module] = {}
-    expected: dict[str, int] = {}
-    for mlp in found.channels:
-        modules |= mlp.empty(100, output_bias=True)
-        expected[mlp.name] = costs.of(mlp, 100, geometry)
-    for part in found.heads:
-        modules[part.name] = part.empty(qk=qk, v=v, geometry=geometry)
-        expected[part.name] = costs.of(part, HeadWidths(qk=qk, v=v), geometry)
-    reduced = replaced(model, modules)
-    assert site_costs(reduced, currency).now == expected
+    costs, found = site_costs(model, currency), sites_of(model).every
+    widths = {site.name: 100 if site.name.endswith("mlp") else 3 * 32 for site in found}
+    reduced = at_widths(model, widths)
+    after = site_costs(reduced, currency).now
+    for site in found:
+        if site.name.endswith("mlp"):
+            assert after[site.name] == costs.of(site, 100, "padded"), site.name
+    count = macs if currency == "macs" else parameters
+    saved = sum(costs.now[site.name] - costs.of(site, widths[site.name], "padded") for site in found)
+    assert count(model) - count(reduced) == saved
     if currency == "macs":
         assert macs(reduced) == torchs_macs(reduced)
 
 
-def test_padded_heads_count_what_the_engine_multiplies() -> None:
-    narrow = attention_macs(tokens=10, dim=8, heads=2, qk=2, v=4, padded=False)
-    padded = attention_macs(tokens=10, dim=8, heads=2, qk=2, v=4, padded=True)
-    assert narrow == 10 * 8 * 2 * (2 + 2 + 4 + 4) + 2 * 10 * 10 * (2 + 4)
-    assert padded - narrow == 2 * 10 * 10 * 2
-
-
 def test_reduced_model_counts_its_own_widths() -> None:
     model = on_meta("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
-    part = vit.sites(model).heads[1]
-    reduced = replaced(model, {part.name: part.empty(qk=4, v=8, geometry="ragged")})
-    assert isinstance(reduced.get_submodule(part.name), HeadAttention)
+    reduced = at_widths(model, {"blocks.1.attn.qk": 3 * 4})
     saved = 2 * 17 * 24 * 3 * 4 + 3 * 17 * 17 * 4
     assert macs(model) - macs(reduced) == saved
 

@@ -1,6 +1,7 @@
 """A reduction that does less than was asked says so and exits 2, unless that is allowed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from calib.images import open_images
 from calib.store import save as save_moments
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.channel_site import ChannelSite
-from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.sites import Refusal, Sites
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.sites import Refusal
+from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.families.traced_site import TracedChannels
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits
@@ -46,8 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint = Checkpoint(model=model, architecture=Architecture(name=name, kwargs=kwargs), lineage={})
         at = root / family.replace("/", "")
         save(checkpoint, at)
-        spec = vit.input_spec(model)
-        images = open_images(root / "images.npy", image_shape=spec.shape, transform=spec.transform())
+        images = images_for_model(model, root / "images.npy")
         save_moments(calibrate(checkpoint, images, batch_size=8), at / "m.safetensors")
     return root
 
@@ -59,15 +58,13 @@ def reduce(home: Path, family: str, output: Path, *words: object) -> Result:
 
 
 PARTIAL = [
-    ("norm inside", ("--mlp", 0.5), "0 of 2 sites reduced", "blocks.0.mlp, blocks.1.mlp: a LayerNorm between"),
+    ("q/k norm", ("--attn", 0.5), "0 of 2 sites reduced", "--heads square"),
     (
-        "norm inside",
+        "q/k norm",
         ("--mlp", 0.5, "--attn", 0.5),
         "2 of 4 sites reduced",
-        "blocks.0.mlp, blocks.1.mlp: a LayerNorm between",
+        "blocks.1.attn.v: queries and keys stay: layer_norm in blocks.1.attn.q_norm",
     ),
-    ("q/k norm", ("--attn", 0.5), "0 of 2 sites reduced", "--heads square reduces its values"),
-    ("q/k norm", ("--mlp", 0.5, "--attn", 0.5), "2 of 4 sites reduced", "blocks.0.attn, blocks.1.attn: q_norm"),
 ]
 
 
@@ -92,14 +89,15 @@ def test_less_than_was_asked_is_refused(
 @pytest.mark.parametrize(
     ("family", "words", "verdict"),
     [
-        ("plain", ("--mlp", 0.5, "--attn", 0.5), "4 of 4 sites reduced"),
+        ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "square"), "6 of 6 sites reduced"),
+        ("plain", ("--mlp", 0.5, "--attn", 0.5), "4 of 6 sites reduced"),
         ("plain", ("--mlp", 0.5), "2 of 2 sites reduced"),
-        ("plain", ("--mlp", 0, "--attn", 0), "0 of 4 sites reduced"),
+        ("plain", ("--mlp", 0, "--attn", 0), "0 of 6 sites reduced"),
         ("plain", ("--mlp", 0.5, "--preset", "vbp"), "2 of 2 sites reduced"),
         ("q/k norm", ("--mlp", 0.5, "--attn", 0.5, "--heads", "square"), "4 of 4 sites reduced"),
-        ("norm inside", ("--attn", 0.5), "2 of 2 sites reduced"),
+        ("norm inside", ("--attn", 0.5), "2 of 4 sites reduced"),
         ("norm inside", ("--macs", 0.95, "--images", "images.npy"), "of 4 sites reduced"),
-        ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "auto", "--images", "images.npy"), "of 4 sites reduced"),
+        ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "auto", "--images", "images.npy"), "of 6 sites reduced"),
     ],
 )
 def test_what_was_asked_is_done_and_counted(
@@ -116,40 +114,30 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     words = ("--attn", 0.3, "--align", "head=16")
     refused = reduce(home, "plain", tmp_path / "r", *words)
     assert refused.exit_code == 2, refused.output
-    assert "nothing would be removed, 0 of 2 sites reduced" in refused.stderr
+    assert "nothing would be removed, 0 of 4 sites reduced" in refused.stderr
     assert "rounded to multiples (head 16)" in refused.stderr
     assert reduce(home, "plain", tmp_path / "r", *words, "--allow-partial").exit_code == 0
-    found = vit.sites(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
+    found = sites_of(tiny.timm_model("vit_tiny_patch16_224", **SMALL))
     keeps = method_from_preset("vbp", attention_sparsity=0.5)
     with pytest.raises(BadInput, match="this preset's method reduces MLPs only"):
         require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
 
 
-def test_a_block_that_is_refused_whole_counts_twice() -> None:
-    model = tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1})
-    plain = vit.sites(model)
-    found = Sites(
-        every=plain.every,
-        refused=(
-            Refusal(
-                name="blocks.1",
-                reason="block is odd",
-                sites={"blocks.1.attn": HeadSite.kind, "blocks.1.mlp": ChannelSite.kind},
-            ),
-        ),
-    )
+def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
+    plain = sites_of(tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1}))
+    lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
+    found = replace(plain, refused=(Refusal(name="blocks.1", reason="block is odd", sites=lost),))
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
-    widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 96, "blocks.0.attn": HeadWidths(qk=8, v=16)}
-    covered = coverage(found, method, widths, by_site=False)
-    assert covered.verdict == "2 of 4 sites reduced"
-    assert covered.refused == {"blocks.1.attn": "block is odd", "blocks.1.mlp": "block is odd"}
+    covered = coverage(found, method, {"blocks.0.mlp": 96, "blocks.0.attn.qk": 24}, by_site=False)
+    assert covered.verdict == "2 of 5 sites reduced"
+    assert covered.refused == dict.fromkeys(lost, "block is odd")
     mlp_alone = method_from_preset("best", mlp_sparsity=0.5)
     assert coverage(found, mlp_alone, {"blocks.0.mlp": 96}, by_site=False).verdict == "1 of 2 sites reduced"
-    assert coverage(found, method, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn",)
+    assert coverage(found, method, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn.qk", "blocks.0.attn.v")
 
 
 def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> None:
-    at = home / "norm inside"
+    at = home / "qk norm"
     words = ["sweep", "--model", at, "--moments", at / "m.safetensors", "--images", home / "images.npy"]
     more = [
         "--sparsity",
@@ -193,7 +181,7 @@ def test_what_a_sweep_prints_makes_its_model(family: str, words: tuple[str, ...]
 
 
 def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
-    done = reduce(home, "norm inside", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
+    done = reduce(home, "q/k norm", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert done.exit_code == 0, done.output
     reference = np.random.default_rng(0).standard_normal((8, 7))
     link_of = link(

@@ -14,19 +14,27 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from calib.store import load as load_moments
 from corp_deploy import load
+from corp_deploy.families.decoder import traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.family import family_of, sequence_spec, sites_of
+from corp_deploy.families.family import family_of, listened, sequence_spec, sites_of
 from corp_deploy.families.head_attention import HeadAttention
+from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
+from corp_deploy.families.tokenizer import Tokenization
+from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
-from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce, uniform_widths
+from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
 from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked
 
+GOLDEN = Path(__file__).with_name("golden") / "decoders"
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
 
@@ -200,12 +208,10 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
     affine = ("--preset", "grail", "--repair", "mlp=affine", "--ridge", "1e-6")
     reduced(home, "llama", "uncentred", "--mlp", 0.5, *affine)
     gram, ours = load(home / "gram"), load(home / "uncentred")
+    assert not [name for name, _ in ours.named_parameters() if name.endswith("bias")]
     for index in range(2):
-        one, other = (model.get_submodule(f"blocks.{index}.mlp.down") for model in (gram, ours))
-        assert isinstance(other, nn.Linear)
-        assert other.bias is None
-        assert isinstance(one, nn.Linear)
-        torch.testing.assert_close(other.weight, one.weight, rtol=2e-2, atol=2e-3)
+        one, other = (model.get_parameter(f"blocks.{index}.mlp.down.weight") for model in (gram, ours))
+        torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-3)
     dense = dense_of(home / "llama")
     sequences = texts_for_model(dense, home / "text.txt", samples=48)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
@@ -216,27 +222,58 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
     logits_of(dense, ids)
     handle.remove()
     hidden = heard[0].flatten(0, 1).double()
-    gate, kept = dense.get_submodule("blocks.0.mlp.gate"), ours.get_submodule("blocks.0.mlp.gate")
-    assert isinstance(gate, nn.Linear)
-    assert isinstance(kept, nn.Linear)
-    own = [int((gate.weight == row).all(1).nonzero()) for row in kept.weight]
+    gate, kept = (model.get_parameter("blocks.0.mlp.gate.weight") for model in (dense, ours))
+    own = [int((gate == row).all(1).nonzero()) for row in kept]
     expected = torch.linalg.lstsq(hidden[:, own], hidden @ down.weight.double().T).solution.T
-    last = ours.get_submodule("blocks.0.mlp.down")
-    assert isinstance(last, nn.Linear)
-    (last.weight.double(), expected)
-    error, best = (
-        (hidden[:, own] @ w.T - hidden @ down.weight.double().T).square().sum()
-        for w in (last.weight.double(), expected)
-    )
+    last = ours.get_parameter("blocks.0.mlp.down.weight").double()
+    error, best = ((hidden[:, own] @ w.T - hidden @ down.weight.double().T).square().sum() for w in (last, expected))
     assert float(best) <= float(error) <= 1.001 * float(best)
 
 
-@pytest.mark.parametrize("loop", ["asymmetric", "symmetric"])
-def test_a_closed_loop_adds_no_bias_to_layers_without_one(home: Path, loop: str) -> None:
-    options = ("--mlp", 0.5, "--whole-heads", 0.5, "--closed-loop", loop, "--text", home / "text.txt", "--samples", 32)
-    reduced(home, "qwen2", f"loop-{loop}", *options, "--save-as", "hf")
-    names = [name for name, _ in load(home / f"loop-{loop}").named_parameters() if name.endswith("bias")]
+@pytest.mark.parametrize(
+    ("option", "how"),
+    [("--closed-loop", "asymmetric"), ("--closed-loop", "symmetric"), ("--sparse", "2:4"), ("--select", "heads=fold")],
+)
+def test_layers_without_a_bias_get_none(home: Path, option: str, how: str) -> None:
+    options = ("--mlp", 0.5, "--whole-heads", 0.5, option, how, "--text", home / "text.txt", "--samples", 32)
+    reduced(home, "qwen2", f"biasless-{how}", *options, "--save-as", "hf")
+    names = [name for name, _ in load(home / f"biasless-{how}").named_parameters() if name.endswith("bias")]
     assert names == [f"blocks.{index}.attn.qkv.bias" for index in range(2)]
+
+
+def test_values_that_heads_share_come_back(tmp_path: Path) -> None:
+    """Half of the dimensions of each group's values are the others again."""
+    model: Any = decoders.decoder("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.self_attn.v_proj.weight.view(2, 2, 8, -1)
+            rows[:, 1] = rows[:, 0]
+    decoders.write_decoder(tmp_path / "planted", "llama", model)
+    (tmp_path / "text.txt").write_text(decoders.text())
+    dense, moments = dense_of(tmp_path / "planted"), load_moments(calibrated(tmp_path, "planted"))
+    method = method_from_preset("best", ridge_rel=1e-9)
+    less = reduce(dense, moments, method, widths={f"blocks.{index}.attn.v": 16 for index in range(2)}).model
+    assert less.get_parameter("blocks.0.attn.qkv.weight").shape[0] == 4 * 16 + 2 * (16 + 8)
+    ids = decoders.ids(2)
+    torch.testing.assert_close(logits_of(less, ids), logits_of(dense, ids), rtol=1e-3, atol=1e-3)
+
+
+def test_norms_of_queries_and_keys_are_told_where_these_are_to_go(home: Path) -> None:
+    said = " ".join(reduced(home, "qwen3", "refused", "--mlp", 0.5, "--attn", 0.5, code=2).stderr.split())
+    assert "blocks.0.attn.v: queries and keys stay: rms_norm in blocks.0.attn.q_norm (RmsNorm) mixes it" in said
+    result = reduced(home, "qwen3", "partly", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
+    assert "blocks.1.attn.v kept as it is: queries and keys stay" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_directories_of_version_0_1_say_what_they_said(name: str, tmp_path: Path) -> None:
+    """Each head with planes of its own, fewer groups, an attention of which a constant is left; written today too."""
+    checkpoint, ids = load_checkpoint(GOLDEN / name), decoders.ids(1, 24)
+    expected = torch.tensor(json.loads((GOLDEN / name / "expected.json").read_text()))
+    got = logits_of(checkpoint.model, ids)
+    torch.testing.assert_close(got.flatten()[::97], expected, rtol=1e-4, atol=1e-5)
+    save(checkpoint, tmp_path)
+    torch.testing.assert_close(logits_of(load(tmp_path), ids), got, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_begin_with_the_marks_of_the_tokenizer(home: Path, tmp_path: Path) -> None:
@@ -332,32 +369,33 @@ def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
 
 
 def test_costs_equal_what_counting_finds(home: Path) -> None:
-    """MACs and parameters of grouped heads by formula, at their own width and at half of the groups."""
-    model = dense_of(home / "llama")
-    site = next(iter(sites_of(model).heads))
-    block = model.get_submodule("blocks.0.attn")
-    assert site.parameters(site.width, "square") == sum(each.numel() for each in block.parameters())
-    reduced(home, "llama", "counted", "--whole-heads", 0.5)
-    less = load(home / "counted").get_submodule("blocks.0.attn")
-    from corp_deploy.families.widths import HeadWidths
-
-    width = HeadWidths(qk=16, v=16, heads=2)
-    assert site.parameters(width, "square") == sum(each.numel() for each in less.parameters())
-    tokens, dim = 10, decoders.WIDTH
-    projections = tokens * dim * (2 * 16 + 16 + 16 + 2 * 16)
-    assert site.macs(width, "square", tokens) == projections + 2 * tokens * tokens * (16 + 16)
+    """MACs and parameters that go with half of the groups, and with half of what is left of queries and keys."""
+    model, tokens, dim = dense_of(home / "llama"), decoders.LENGTH, decoders.WIDTH
     assert family_of(model).depth(model) == 2
+
+    def of_attention(heads: int, qk: int, v: int) -> tuple[int, int]:
+        rows = heads * (qk + v) + heads // 2 * (qk + v)
+        return tokens * dim * rows + heads * tokens * tokens * (qk + v), dim * rows
+
+    whole = of_attention(4, 16, 16)
+    for widths, asked in (((2, 16, 16), {}), ((2, 8, 16), {"--attn": 0.5})):
+        reduced(home, "llama", "counted", "--whole-heads", 0.5, *(word for pair in asked.items() for word in pair))
+        less = load(home / "counted")
+        gone = [2 * (all_ - left) for all_, left in zip(whole, of_attention(*widths), strict=True)]
+        assert [macs(model) - macs(less), parameters(model) - parameters(less)] == gone
+        for site in (each for each in sites_of(less).every if each.name == "blocks.0.mlp"):
+            assert site.parameters(site.width, "square") == 3 * dim * decoders.HIDDEN
 
 
 def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
     """Of the first attention, scores before the softmax without their scale, in float64 [B,H,N,N], 0 where unseen."""
-    site = next(iter(sites_of(model).heads))
-    taps, heard = site.taps(), dict[str, Tensor]()
+    site = next(each for each in sites_of(model).every if isinstance(each, TracedPairs))
+    (taps,), heard = site.listening(), dict[str, Tensor]()
     handles = [
         taps.queries.listen("q", lambda x: heard.update(q=x)),
         taps.keys.listen("k", lambda x: heard.update(k=x)),
     ]
-    logits_of(model, ids)
+    logits_of(listened(model), ids)
     for handle in handles:
         handle.remove()
     return (heard["q"].double() @ heard["k"].double().mT).tril()
@@ -372,7 +410,7 @@ def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> No
     own = ("--model", f"hf:{home / kind}", "--moments", moments, "--align", "mlp=8,head=8")
     result = invoked("reduce", *own, "--attn", 0.5, "--preset", "corp", "-o", home / f"{kind}-qk", "--json")
     reports = {(each["site"], each["part"]): each for each in json.loads(result.stdout)["sites"]}
-    report = reports["blocks.0.attn", "qk"]
+    report = reports["blocks.0.attn.qk", "qk"]
     dense, less = dense_of(home / kind), load(home / f"{kind}-qk")
     sequences = texts_for_model(dense, home / "text.txt", samples=24)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(8)])
@@ -386,7 +424,8 @@ def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> No
 def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str, int], width: int) -> None:
     config = {**decoders.KINDS["llama"][1], "model_type": "llama", "intermediate_size": 512}
     with torch.device("meta"):
-        model = TextDecoder(architecture_from_transformers(config, where="here"))
+        decoder = TextDecoder(architecture_from_transformers(config, where="here"))
+    model = traced_decoder(decoder, Tokenization(length=16, sha256="0" * 64))
     choice = MethodChoice(mlp=0.4, align=align or ALIGN)
     assert uniform_widths(model, choice.method) == {f"blocks.{index}.mlp": width for index in range(2)}
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -140,9 +141,15 @@ def lost(made: Reduced, preset: str) -> tuple[float, float, float]:
     made.dense(made.images)
     handle.remove()
     x_BTD = torch.cat(entering)
-    smaller: Any = made.by_preset[preset].model
-    before, after = (module.double()(x_BTD) for module in (mlp, smaller.blocks[0].mlp))
-    mlp.float(), smaller.blocks[0].mlp.float()
+
+    def given(model: nn.Module) -> Tensor:
+        (one, one_bias), (two, two_bias) = (
+            [model.get_parameter(f"blocks.0.mlp.{layer}.{part}").double() for part in ("weight", "bias")]
+            for layer in ("fc1", "fc2")
+        )
+        return F.linear(mlp.act(F.linear(x_BTD, one, one_bias)), two, two_bias)
+
+    before, after = given(made.dense), given(made.by_preset[preset].model)
     spread = before - before.mean(dim=(0, 1))
     error, about, whole = (float(each.square().sum(-1).mean()) for each in (after - before, spread, before))
     return error, about, whole
@@ -157,7 +164,7 @@ def test_what_is_told_of_a_site_is_so_and_everything_is_finite(made: tuple[Case,
         answers = result.model(reduced.images)
     assert bool(torch.isfinite(answers).all())
     assert all(np.isfinite([site.error, site.energy, site.condition, site.ridge]).all() for site in result.sites)
-    told = next(site for site in result.sites if site.part == "mlp")
+    told = next(site for site in result.sites if site.site == "blocks.0.mlp")
     error, spread, whole = lost(reduced, preset)
     # Weights are held and inputs were seen in float32: what that rounds away of the output is no loss of the site's.
     assert told.error == pytest.approx(error, rel=1e-3, abs=1e-6 * whole)
@@ -178,7 +185,7 @@ def test_the_ridge_is_never_raised_in_secret(made: tuple[Case, Reduced]) -> None
     """It is the share that the method names of the mean variance of the channels kept, whatever the covariance is."""
     _, reduced = made
     result = reduced.by_preset["corp"]
-    told = next(site for site in result.sites if site.part == "mlp")
+    told = next(site for site in result.sites if site.site == "blocks.0.mlp")
     hidden: list[Tensor] = []
     mlp = reduced.dense.blocks[0].mlp
     handle = mlp.act.register_forward_hook(lambda _, __, output: hidden.append(output.double()))
@@ -186,10 +193,10 @@ def test_the_ridge_is_never_raised_in_secret(made: tuple[Case, Reduced]) -> None
         reduced.dense(reduced.images)
     handle.remove()
     x_XF = torch.cat(hidden).flatten(0, 1)
-    smaller: Any = result.model
+    rows, biases = (result.model.get_parameter(f"blocks.0.mlp.fc1.{part}") for part in ("weight", "bias"))
     kept = [
         int((mlp.fc1.weight - row).abs().sum(1).add((mlp.fc1.bias - bias).abs()).argmin())
-        for row, bias in zip(smaller.blocks[0].mlp.fc1.weight, smaller.blocks[0].mlp.fc1.bias, strict=True)
+        for row, bias in zip(rows, biases, strict=True)
     ]
     variance = float((x_XF[:, kept] - x_XF[:, kept].mean(0)).square().mean())
     assert told.ridge == pytest.approx(result.method.ridge_rel * variance, rel=1e-4, abs=1e-12 * told.energy)

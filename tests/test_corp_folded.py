@@ -35,7 +35,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 @pytest.fixture(scope="module")
-def images(way: str, tmp_path_factory: pytest.TempPathFactory) -> Images:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
 
 
@@ -158,7 +158,7 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
 
 
 @pytest.mark.slow("models")
-def test_refitting_the_digits_example_at_least_halves_the_error(way: str, tmp_path: Path) -> None:
+def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(EXAMPLE)
     np.save(tmp_path / "images.npy", load("train").images[:96])
     source = images_for_model(checkpoint.model, tmp_path / "images.npy")
@@ -225,7 +225,7 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     assert "held out" in shown.stdout
 
 
-def test_a_recipe_gives_its_calibration_images_to_merge_by(way: str, tmp_path: Path) -> None:
+def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:
     recipe = """
 [model]
 model = "deit_small_patch16_224"

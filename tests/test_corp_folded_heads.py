@@ -15,9 +15,6 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
-from corp_deploy.families.attention_site import site_of_attention
-from corp_deploy.families.head_attention import HeadAttention
-from corp_deploy.families.sequence_rotary import SequenceRotary
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -33,7 +30,7 @@ HALF = {"heads_sparsity": 1 / 3}
 
 
 @pytest.fixture(scope="module")
-def images(way: str, tmp_path_factory: pytest.TempPathFactory) -> Images:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
 
 
@@ -108,7 +105,7 @@ def test_fitted_to_what_it_gives_it_loses_less_than_as_published(both: tuple[Mom
 
 @pytest.mark.parametrize("loop", ["open", "asymmetric", "symmetric"])
 @pytest.mark.parametrize("preset", ["fold", "grail-fold"])
-def test_copies_are_merged_for_nothing(way: str, preset: str, loop: str, tmp_path: Path) -> None:
+def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -> None:
     dense = planted()
     source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
     asked = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
@@ -124,12 +121,6 @@ def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: 
     asked = method_from_preset("fold", **HALF)
     with pytest.raises(BadInput, match="merged channels and heads are fitted to"):
         reduce(tiny.checkpoint().model, both[0], asked)
-    for rows in (1, 2):
-        turned = HeadAttention(
-            dim=8, heads=2, qk=4, v=4, scale=0.5, geometry="square", qkv_bias=True, proj_bias=True,
-            rotary=SequenceRotary(torch.ones(rows, 2)),
-        )  # fmt: skip
-        assert ("can't be merged" in site_of_attention("attn", turned).keeps_heads_apart) == (rows == 2)
     with pytest.raises(ValueError, match="leave --attn away"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):

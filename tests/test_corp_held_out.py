@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
-from calib.images import Images, open_images
+from calib.images import Images
 from calib.input_set import parted
 from calib.moments import Moments
 from calib.store import load
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
 from tests.command import run
+from tests.test_corp_folded import linear, mlp
 
 FIT, HELD_OUT = 40, 12
 
 
 def opened(path: Path) -> Images:
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return images_for_model(tiny.checkpoint().model, path)
 
 
 def taken(path: Path, count: int, seed: int) -> Moments:
@@ -45,14 +45,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Moments, Moments]:
     return taken(root / "fit.npy", FIT, 1), taken(root / "held-out.npy", HELD_OUT, 2)
 
 
-def doubled(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double().eval()
-
-
 def heard(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
     """What goes into a module of the dense model and what comes out of it, in float64."""
     caught: list[tuple[Tensor, Tensor]] = []
-    dense = doubled(model)
+    dense = copy.deepcopy(model).double()
     dense.get_submodule(name).register_forward_hook(lambda _, given, out: caught.append((given[0], out)))
     with torch.inference_mode():
         dense(images.double())
@@ -81,8 +77,7 @@ def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], pres
     found = reduce(dense, both[0], method, held_out=both[1])
     for name in ("blocks.0.mlp", "blocks.1.mlp"):
         given, out = heard(dense, name, held_out_images())
-        with torch.inference_mode():
-            new = doubled(found.model).get_submodule(name)(given)
+        new = mlp(found.model, name, given)
         site = report(found.sites, name, "mlp")
         assert site.held_out is not None
         rows, wanted = (new - out).flatten(0, 1), out.flatten(0, 1)
@@ -97,8 +92,7 @@ def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments
     found = reduce(dense, both[0], method, held_out=both[1])
     name, heads = "blocks.1.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
-    with torch.inference_mode():
-        new = doubled(found.model).get_submodule(f"{name}.qkv")(given)
+    new = linear(found.model, f"{name}.qkv", given)
     q, k, _ = heads_of(out, heads, 16, 16)
     q_new, k_new, _ = heads_of(new, heads, 8, 16)
     if preset != "corp-v1":  # softmax ignores what is constant along a row; the first version's equation does not
@@ -110,7 +104,7 @@ def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments
         reduced = q_new[:, head].flatten(0, 1) @ k_new[:, head].flatten(0, 1).T
         error += float((logits - reduced).square().mean())
         energy += float(logits.square().mean())
-    site = report(found.sites, name, "qk")
+    site = report(found.sites, f"{name}.qk", "qk")
     assert site.held_out is not None
     assert site.held_out.error == pytest.approx(error, rel=1e-3)
     assert site.held_out.energy == pytest.approx(energy, rel=1e-5)
@@ -122,8 +116,7 @@ def test_logits_of_corp_are_judged_image_by_image(both: tuple[Moments, Moments])
     found = reduce(dense, both[0], method, held_out=both[1])
     name, heads = "blocks.0.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
-    with torch.inference_mode():
-        new = doubled(found.model).get_submodule(f"{name}.qkv")(given)
+    new = linear(found.model, f"{name}.qkv", given)
     q, k, _ = heads_of(out, heads, 16, 16)
     q_new, k_new, _ = heads_of(new, heads, 8, 16)
     error = energy = 0.0
@@ -132,7 +125,7 @@ def test_logits_of_corp_are_judged_image_by_image(both: tuple[Moments, Moments])
             logits = q[image, head] @ k[image, head].T
             error += float((logits - q_new[image, head] @ k_new[image, head].T).square().sum())
             energy += float(logits.square().sum())
-    site = report(found.sites, name, "qk")
+    site = report(found.sites, f"{name}.qk", "qk")
     assert site.held_out is not None
     assert site.held_out.error == pytest.approx(error, rel=1e-3)
     assert site.held_out.energy == pytest.approx(energy, rel=1e-5)
@@ -145,13 +138,11 @@ def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, 
     name, heads = "blocks.1.attn", 3
     given, out = heard(dense, f"{name}.qkv", held_out_images())
     _, wanted = heard(dense, f"{name}.proj", held_out_images())
-    small = doubled(found.model)
     q, k, _ = heads_of(out, heads, 16, 16)
-    with torch.inference_mode():
-        _, _, v = heads_of(small.get_submodule(f"{name}.qkv")(given), heads, 8, 8)
-        mixed = (q @ k.mT * 16**-0.5).softmax(dim=-1) @ v
-        new = small.get_submodule(f"{name}.proj")(mixed.transpose(1, 2).flatten(2))
-    site = report(found.sites, name, "v")
+    _, _, v = heads_of(linear(found.model, f"{name}.qkv", given), heads, 8, 8)
+    mixed = (q @ k.mT * 16**-0.5).softmax(dim=-1) @ v
+    new = linear(found.model, f"{name}.proj", mixed.transpose(1, 2).flatten(2))
+    site = report(found.sites, f"{name}.v", "v")
     assert site.held_out is not None
     error = float((new - wanted).flatten(0, 1).square().sum(1).mean())
     assert site.held_out.error == pytest.approx(error, rel=1e-3)
@@ -182,7 +173,7 @@ def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Mome
     foreign = replace(held_out, lineage={**held_out.lineage, "model": "other"})
     with pytest.raises(BadInput, match="taken on another model"):
         reduce(dense, fit, method, held_out=foreign)
-    fewer = replace(held_out, sites={name: site for name, site in held_out.sites.items() if name != "blocks.0.mlp"})
+    fewer = replace(held_out, sites={name: site for name, site in held_out.sites.items() if name != "blocks.0.mlp.fc2"})
     with pytest.raises(BadInput, match=r"blocks\.0\.mlp: the moments hold no statistics"):
         reduce(dense, fit, method, held_out=fewer)
 

@@ -48,7 +48,7 @@ def test_every_class_gives_what_transformers_gives(tmp_path: Path, name: str) ->
     assert (source["class"], source["output"]) == (name, expected)
     (port,) = output_ports(loaded.model)
     assert port.role == ("logits" if which == "logits" else "embedding")
-    assert len(sites_of(loaded.model).every) == (6 if name.startswith("DINOv3") else 4)
+    assert len(sites_of(loaded.model).every) == hf_towers.sites_in(name)
     assert not sites_of(loaded.model).refused
 
 

@@ -23,7 +23,7 @@ def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
     np.save(home / "held-out.npy", tiny.images(16, seed=5))
     model = ("--model", f"hf:{home / 'hf'}")
     result = invoked("calibrate", *model, "--images", home / "images.npy", "-o", home / "moments.safetensors")
-    assert f"{6 if name.startswith('DINOv3') else 4} sites" in result.output
+    assert f"{hf_towers.sites_in(name)} sites" in result.output
     return (*model, "--moments", str(home / "moments.safetensors"), "--align", "mlp=8,head=8")
 
 
@@ -86,7 +86,7 @@ def _theirs(directory: Path, name: str) -> Any:
         ("CLIPVisionModelWithProjection", ("--mlp", 0.5), {"intermediate_size": 40}),
         ("DINOv3ViTModel", ("--mlp", 0.5), {"intermediate_size": 40, "query_bias": True}),
         ("DINOv3ViTModel", ("--mlp", 0.5), {"intermediate_size": 40, "use_gated_mlp": True}),
-        ("SiglipVisionModel", ("--mlp", 0), {"intermediate_size": 80}),
+        ("SiglipVisionModel", ("--mlp", 0.5), {"intermediate_size": 40}),
     ],
 )
 def test_a_reduced_model_loads_in_transformers_itself(
@@ -126,7 +126,7 @@ def test_a_reduced_model_loads_in_transformers_itself(
             "heads of 8 instead of 16, and CLIPVisionModel reads",
         ),
         ("DINOv3ViTModel", ("--attn", 0.5, "--heads", "square"), "heads of 8 instead of 16, and DINOv3ViTModel reads"),
-        ("SiglipVisionModel", ("--mlp", 0.5), "blocks.0.mlp is 40 wide, and the pooling head's MLP, which stays 80"),
+        ("SiglipVisionModel", ("--attn", 0.5, "--heads", "square"), "heads of 8 instead of 16, and SiglipVisionModel"),
         ("Dinov2Model", ("--mlp", 0.25), "blocks.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
     ],
 )
@@ -149,17 +149,20 @@ def test_what_a_configuration_cannot_say_is_refused_before_any_work(
 def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
     from corp_deploy.families.hf_config import vision_model
     from corp_deploy.families.hf_saved import refuse_unsayable
-    from corp_deploy.families.widths import HeadWidths
     from corp_deploy.store.transformers_saved import origin_of
     from ground.errors import BadInput
 
     model = vision_model({"model_type": "vit", "architectures": ["ViTModel"]}, where="config.json")
-    full, half = HeadWidths(qk=64, v=64), HeadWidths(qk=32, v=32)
-    refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 64, "blocks.0.attn": half, "blocks.1.attn": half})
+    count = model.config.num_attention_heads
+
+    def of_heads(block: int, width: int) -> dict[str, int]:
+        return {f"blocks.{block}.attn.{part}": width * count for part in ("qk", "v")}
+
+    refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 64} | of_heads(0, 32) | of_heads(1, 32))
     with pytest.raises(BadInput, match=r"hf: blocks.1.mlp is 56 wide and blocks.0.mlp 64, and a configuration has one"):
         refuse_unsayable(model, {"blocks.0.mlp": 64, "blocks.1.mlp": 56})
     with pytest.raises(BadInput, match=r"blocks.1.attn has heads of 64 and blocks.0.attn of 32, expected one width"):
-        refuse_unsayable(model, {"blocks.0.attn": half, "blocks.1.attn": full})
+        refuse_unsayable(model, of_heads(0, 32) | of_heads(1, 64))
     with pytest.raises(BadInput, match=r"blocks.0.mlp is a constant"):
         refuse_unsayable(model, {"blocks.0.mlp": 0, "blocks.1.mlp": 0})
     with pytest.raises(BadInput, match=r"expected one read by --model hf:DIR"):

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 import corp_deploy
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_names import look_alikes
@@ -82,7 +81,7 @@ def test_a_snapshot_is_a_model_with_its_arguments_weights_and_preprocessing(snap
         taken = load(named)
         torch.testing.assert_close(dict(taken.model.state_dict()), dict(tiny.checkpoint().model.state_dict()))
         assert taken.architecture.name == NAME
-        found = vit.input_spec(taken.model).as_json()
+        found = image_spec(taken.model).as_json()
         assert {key: found[key] for key in PRETRAINED if key in found} == {
             key: PRETRAINED[key] for key in PRETRAINED if key in found
         }
@@ -94,7 +93,7 @@ def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
     ours = load(snapshot)
     torch.testing.assert_close(dict(ours.model.state_dict()), dict(theirs.state_dict()))
     config = timm.data.resolve_model_data_config(theirs)
-    assert vit.input_spec(ours.model).as_json() == json.loads(json.dumps(dict(sorted(config.items()))))
+    assert image_spec(ours.model).as_json() == json.loads(json.dumps(dict(sorted(config.items()))))
 
 
 @pytest.mark.slow("graph")
@@ -128,7 +127,7 @@ def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
     expected = load(snapshot).model(pixels)
     taken = load(change(snapshot, {"architecture": NAME, "model_args": MODEL_ARGS, **PRETRAINED}))
     torch.testing.assert_close(taken.model(pixels), expected)
-    assert vit.input_spec(taken.model).config["mean"] == (0.1, 0.2, 0.3)
+    assert tuple(image_spec(taken.model).as_json()["mean"]) == (0.1, 0.2, 0.3)
 
 
 @pytest.mark.parametrize("kind", ["shards", "pytorch_model.bin"])
@@ -144,7 +143,7 @@ def test_other_files_of_weights(kind: str, snapshot: Path) -> None:
 
 def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:
     taken = load_dense(str(snapshot), weights=None, kwargs={"img_size": 48})
-    assert vit.input_spec(taken.model).shape == (3, 48, 48)
+    assert image_spec(taken.model).shape == (3, 48, 48)
     assert "pos_embed resampled" in taken.notes[0]
     other = tiny.checkpoint(seed=5).model.state_dict()
     torch.save(other, tmp_path / "fine-tuned.pth")
@@ -190,12 +189,12 @@ def test_a_reduced_model_outlives_the_snapshot(prefix: str, snapshot: Path, tmp_
     assert done.exit_code == 0, done.output
     done = run("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", reduced)
     assert done.exit_code == 0, done.output
-    before = vit.input_spec(load(model).model).as_json()
+    before = image_spec(load(model).model).as_json()
     shutil.rmtree(snapshot)
     again = load_checkpoint(reduced)
     assert again.architecture.name == NAME
     assert str(tmp_path) not in (reduced / "config.json").read_text()
-    assert vit.input_spec(again.model).as_json() == before
+    assert image_spec(again.model).as_json() == before
     assert corp_deploy.load(reduced)(torch.from_numpy(tiny.images(2))).shape == (2, 7)
     assert run("inspect", "--model", reduced).exit_code == 0
 
@@ -205,7 +204,7 @@ def test_a_saved_model_keeps_its_preprocessing_whatever_timm_says_later(tmp_path
     config = json.loads((tmp_path / "config.json").read_text())
     config["input"]["preprocessing"]["crop_pct"] = 0.25
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert vit.input_spec(load_checkpoint(tmp_path).model).config["crop_pct"] == 0.25
+    assert image_spec(load_checkpoint(tmp_path).model).as_json()["crop_pct"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -256,7 +255,7 @@ def test_a_tags_size_and_classes_are_spelled_out_in_what_is_saved(tmp_path: Path
     assert record["kwargs"] == small | {"num_classes": 21843, "img_size": [224, 224]}
     again = load_checkpoint(tmp_path / "dense")
     torch.testing.assert_close(dict(again.model.state_dict()), dict(taken.model.state_dict()))
-    assert vit.input_spec(again.model) == vit.input_spec(taken.model)
+    assert image_spec(again.model) == image_spec(taken.model)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
@@ -268,9 +267,9 @@ def test_other_channels_come_back(channels: int, tmp_path: Path) -> None:
         taken = load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs=kwargs, preprocessing=given)
         save(taken, tmp_path / "dense")
         again = load_checkpoint(tmp_path / "dense")
-        assert vit.input_spec(again.model) == vit.input_spec(taken.model)
+        assert image_spec(again.model) == image_spec(taken.model)
         torch.testing.assert_close(dict(again.model.state_dict()), dict(state))
-    assert vit.input_spec(again.model).config["mean"] == (0.5,) * channels
+    assert tuple(image_spec(again.model).as_json()["mean"]) == (0.5,) * channels
 
 
 RECIPE = """

@@ -1,8 +1,12 @@
-"""At full width every method gives back the dense model, by its own code: a method that is wrong shows there."""
+"""At full width every method gives back the dense model, and at half of it one in which half is redundant: a method
+that is wrong shows there.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -13,20 +17,15 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy.algebra import queries_keys as recover_attention
-from corp_deploy.algebra import scores as select
+from corp_deploy.algebra import channels, queries_keys, scores
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths
-from corp_deploy.reduction import channels as reduce_mlp
-from corp_deploy.reduction import folded_channels, judged_folds
+from corp_deploy.families.family import sites_of
+from corp_deploy.reduction import traced_reads
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
-
-SHRINKING = ("grail", "grail-fold")  # their published ridge shrinks the whole layer, at full width too
 
 
 @pytest.fixture(scope="module")
@@ -45,34 +44,52 @@ def logits(model: nn.Module) -> Tensor:
     return out.double()
 
 
-def at_full_width(moments: Moments, images: Images, preset: str, geometry: str = "padded") -> nn.Module:
-    ridge_rel = 1e-12 if preset in SHRINKING else None
-    method = method_from_preset(
-        preset, mlp_sparsity=0.0, attention_sparsity=0.0, geometry=geometry, ridge_rel=ridge_rel
-    )
-    return reduce(tiny.checkpoint().model, moments, method, images=images).model
+def assert_same(reduced: nn.Module, dense: nn.Module, limit: float = 1e-5) -> None:
+    exact = logits(dense)
+    assert float((logits(reduced) - exact).norm() / exact.norm()) < limit
 
 
 def assert_identity(reduced: nn.Module) -> None:
-    dense = logits(tiny.checkpoint().model)
-    assert float((logits(reduced) - dense).norm() / dense.norm()) < 1e-5
+    assert_same(reduced, tiny.checkpoint().model)
 
 
 CASES = [*((preset, "padded") for preset in PRESETS), ("best", "square")]
 
 
 @pytest.mark.parametrize(("preset", "geometry"), CASES)
-def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: str) -> None:
-    reduced = at_full_width(moments, images, preset, geometry)
-    parts = vit.sites(reduced)
-    assert {part.width for part in parts.channels} == {192}
-    assert {(part.qk, part.v) for part in parts.heads} == {(16, 16)}
+def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: Any) -> None:
+    method = method_from_preset(preset, mlp_sparsity=0.0, attention_sparsity=0.0, geometry=geometry)
+    reduced = reduce(tiny.checkpoint().model, moments, method, images=images).model
+    assert {site.width for site in sites_of(reduced).every} == {192, 48}
     assert_identity(reduced)
 
 
+@cache
+def planted() -> tuple[Checkpoint, Moments]:
+    """The later half of channels and of queries' and keys' dimensions are copies of the first; less comes of them."""
+    dense = tiny.checkpoint()
+    with torch.no_grad():
+        for name, parameter in dense.model.named_parameters():
+            if ".attn.qkv." in name:
+                by_head = parameter.view(3, 3, 16, -1)
+                by_head[:2, :, 8:] = 0.01 * by_head[:2, :, :8]
+            elif ".mlp.fc1." in name:
+                parameter[96:] = parameter[:96]
+            elif name.endswith(".mlp.fc2.weight"):
+                parameter[:, 96:] *= 0.01
+    opened = tiny.opened(Path(mkdtemp()) / "images.npy", tiny.images(24))
+    return dense, calibrate(dense, opened, batch_size=8, statistics=Statistics(attention_system=True))
+
+
+def halved(preset: str, **changes: Any) -> nn.Module:
+    dense, taken = planted()
+    asked = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8, **changes}
+    return reduce(dense.model, taken, method_from_preset(preset, **asked)).model
+
+
 def of_recovery(field: str) -> Callable[[Any], Any]:
-    """The same result with one tensor a hundredth larger."""
-    return lambda recovery: replace(recovery, **{field: 1.01 * getattr(recovery, field)})
+    """The same result with one tensor a tenth larger."""
+    return lambda recovery: replace(recovery, **{field: 1.1 * getattr(recovery, field)})
 
 
 def another_channel(kept: Tensor) -> Tensor:
@@ -80,47 +97,35 @@ def another_channel(kept: Tensor) -> Tensor:
     return torch.cat((kept[..., :1], kept[..., :-1]), dim=-1)
 
 
-MUTANTS = [
-    *((preset, "padded", "mlp", of_recovery("weight_OK")) for preset in PRESETS if "fold" not in preset),
-    *((preset, "padded", "fold", of_recovery("weight_KI")) for preset in ("grail-fold", "fold")),
-    ("grail-fold", "padded", "recovered_from_gram", of_recovery("solution_OK")),
-    ("fold", "padded", "refit_toward", lambda refit: replace(refit, weight_OK=refit.weight_OK + torch.eye(48, 192))),
-    *((preset, "padded", "ranking", another_channel) for preset in ("corp", "corp-v1", "grail", "vbp", "none")),
-    ("best", "padded", "swap", lambda found: replace(found, kept_K=another_channel(found.kept_K))),
-    ("best", "padded", "lowrank", of_recovery("q_map_HRD")),
-    ("corp", "padded", "logit", of_recovery("k_map_HRD")),
-    ("corp-v1", "padded", "logit_v1", of_recovery("q_map_HRD")),
-    ("none", "padded", "select", of_recovery("k_map_HRD")),
+MUTANTS: list[tuple[str, Any, str, Callable[[Any], Any]]] = [
+    ("best", channels, "affine", of_recovery("weight_OK")),
+    ("corp", scores, "kept_from_scores", another_channel),
+    ("best", queries_keys, "lowrank", of_recovery("q_map_HRD")),
+    ("corp", queries_keys, "logit", of_recovery("k_map_HRD")),
+    ("best", traced_reads, "swap", lambda found: replace(found, kept_K=another_channel(found.kept_K))),
 ]
 
 
-@pytest.mark.parametrize(("preset", "geometry", "place", "mutated"), MUTANTS)
-def test_a_wrong_method_is_not_the_identity(
-    moments: Moments,
-    images: Images,
-    monkeypatch: pytest.MonkeyPatch,
-    preset: str,
-    geometry: str,
-    place: str,
-    mutated: Callable[[Any], Any],
-) -> None:
-    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: mutated(right(*args, **kwargs))
+@pytest.mark.parametrize("preset", ["best", "corp"])
+def test_redundancy_goes_at_no_loss(preset: str) -> None:
+    assert_same(halved(preset), planted()[0].model, 2e-3)
 
-    targets: dict[str, tuple[Any, str]] = {
-        **{name: (folded_channels, name) for name in ("fold", "recovered_from_gram")},
-        "refit_toward": (judged_folds, "refit_toward"),
-        "swap": (reduce_mlp, "swap"),
-        "ranking": (select, "kept_from_scores"),
-    }
-    if place == "mlp":
-        name = PRESETS[preset].mlp_recovery
-        monkeypatch.setitem(reduce_mlp.RECOVERIES, name, wrong(reduce_mlp.RECOVERIES[name]))
+
+@pytest.mark.parametrize(("preset", "room", "name", "mutated"), MUTANTS, ids=lambda each: str(each)[:12])
+def test_a_wrong_method_loses_something(
+    monkeypatch: pytest.MonkeyPatch, preset: str, room: Any, name: str, mutated: Callable[[Any], Any]
+) -> None:
+    right = getattr(room, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return mutated(right(*args, **kwargs))
+
+    if name == "affine":
+        monkeypatch.setattr(traced_reads, "_OF_VECTORS", {"affine": wrong})
     else:
-        module, function = targets.get(place, (recover_attention, place))
-        monkeypatch.setattr(module, function, wrong(getattr(module, function)))
+        monkeypatch.setattr(room, name, wrong)
     with pytest.raises(AssertionError):
-        assert_identity(at_full_width(moments, images, preset, geometry))
+        assert_same(halved(preset), planted()[0].model, 2e-3)
 
 
 def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
@@ -134,13 +139,10 @@ def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
 
 
 def test_full_widths_one_by_one_are_the_dense_model_too(moments: Moments) -> None:
-    widths: dict[str, int | HeadWidths] = {"blocks.0.mlp": 192, "blocks.1.attn": HeadWidths(qk=16, v=16)}
+    widths = {"blocks.0.mlp": 192, "blocks.1.attn.qk": 48, "blocks.1.attn.v": 48}
     reduction = reduce(tiny.checkpoint().model, moments, method_from_preset("best", geometry="square"), widths=widths)
-    assert [(site.site, site.part) for site in reduction.sites] == [
-        ("blocks.0.mlp", "mlp"),
-        ("blocks.1.attn", "qk"),
-        ("blocks.1.attn", "v"),
-    ]
+    parts = dict(zip(widths, ("mlp", "qk", "v"), strict=True))
+    assert {site.site: site.part for site in reduction.sites} == parts
     assert_identity(reduction.model)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.merging import Merging, tokens_after
+from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import latency as latency_grid
@@ -32,6 +33,8 @@ from tests import tiny
 
 from .test_corp_latency import CHOICES, cost_ms
 from .test_corp_latency_of_tokens import MERGE_MS, WHOLE_MS, Bench, bench
+
+pytestmark = pytest.mark.slow("models")
 
 __all__ = ["bench"]
 LOSSES = MergeCurves(tokens=17, protected=1, amounts_G=amounts_offered(17, 14), errors_LG=np.zeros((2, 15)))
@@ -84,12 +87,16 @@ def asked(share: float, where: LatencyTarget) -> ReductionRequest:
 
 
 def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:
-    """What the fake clock gives a model: its layers at their tokens, its merges, and what no layer explains."""
+    """What the fake clock gives a model: its segments at their tokens, its merges, and what no segment explains."""
     behind = tokens_after(Merging(schedule=schedule), 17, 1)
     tokens = {"blocks.0.attn": 17, "blocks.0.mlp": behind[0], "blocks.1.attn": behind[0], "blocks.1.mlp": behind[1]}
-    took = sum(cost_ms(model.get_submodule(name)) * count for name, count in tokens.items())
-    layers = sum(cost_ms(dense.model.get_submodule(name)) * 17 for name in tokens)
-    return WHOLE_MS - layers + took + MERGE_MS * sum(count > 0 for count in schedule)
+
+    def took(of: nn.Module, name: str, count: int) -> float:
+        return cost_ms(next(each.module for each in tracing(of).segments if each.name == name)) * count
+
+    layers = sum(took(dense.model, name, 17) for name in tokens)
+    now = sum(took(model, name, count) for name, count in tokens.items())
+    return WHOLE_MS - layers + now + MERGE_MS * sum(count > 0 for count in schedule)
 
 
 @pytest.mark.parametrize("schedule", [(0, 0), (3, 4), (0, 7), (8, 3), (6, 0)])
@@ -102,7 +109,7 @@ def test_a_few_measurements_price_every_schedule(
     expected = milliseconds(dense, dense.model, schedule)
     assert costs.of(picks) == pytest.approx(1e6 * expected, rel=2e-3)
     prices = prices_by_latencies(dense, [], LOSSES, latencies, where)
-    merged = vit.with_merging(dense.model, Merging(schedule=schedule))
+    merged = traced_model.with_merging(dense.model, Merging(schedule=schedule))
     _, cost = prices.priced(merged)
     assert cost == pytest.approx(costs.of(picks), rel=1e-6)
     assert prices.whole == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)

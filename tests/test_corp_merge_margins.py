@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.merge_margins import margins_of, merge_margins
 from corp_deploy.families.merging import Merging
@@ -82,13 +82,13 @@ def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
 def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None
-    merged = vit.with_merging(model, Merging(schedule=SCHEDULE, how=how, metric=metric))
+    merged = traced_model.with_merging(model, Merging(schedule=SCHEDULE, how=how, metric=metric))
     found = merge_margins(merged, images)
     assert found is not None
     each = []
     with torch.inference_mode():
-        walk = Walk.of(vit.embedded(merged, images), None)
-        for step in vit.steps(merged):
+        walk = Walk.of(traced_model.embedded(merged, images), None)
+        for step in traced_model.steps(merged):
             if isinstance(step, Merge):
                 beside = walk.beside_BNX
                 compared = walk.tokens.x if beside is None else beside
@@ -194,7 +194,7 @@ def other_runtime(model: nn.Module, *, fp16: bool = False) -> OtherRuntime:
 
 def merged_directory(folder: Path, pixels: Any) -> tuple[Checkpoint, nn.Module]:
     dense = tiny.checkpoint()
-    model = vit.with_merging(dense.model, Merging(schedule=SCHEDULE))
+    model = traced_model.with_merging(dense.model, Merging(schedule=SCHEDULE))
     save(Checkpoint(model=model, architecture=dense.architecture, lineage={}), folder / "merged")
     np.save(folder / "images.npy", pixels)
     return dense, model
@@ -220,7 +220,7 @@ def test_a_merged_model_is_proved_to_what_computes_it(tmp_path: Path) -> None:
 
 def test_another_schedule_is_a_fault_that_no_tie_excuses(tmp_path: Path) -> None:
     dense, _ = merged_directory(tmp_path, tiny.images(24))
-    other = vit.with_merging(dense.model, Merging(schedule=(3, 3)))
+    other = traced_model.with_merging(dense.model, Merging(schedule=(3, 3)))
     proof = proved(tmp_path, dense, other_runtime(other))
     assert proof.links[1].status == "FAIL", proof.line
 

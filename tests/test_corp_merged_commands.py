@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning.latency_of_tokens import tokens_of_sites
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.release.recipe_reduce import ReduceTable
@@ -63,20 +63,16 @@ def test_options_that_nothing_honours_are_refused(options: dict[str, Any], said:
 
 def test_inspect_counts_at_the_tokens_that_reach_a_site_and_what_merging_costs() -> None:
     dense, schedule = checkpoint().model, (3, 4)
-    model = vit.with_merging(dense, Merging(schedule=schedule))
+    model = traced_model.with_merging(dense, Merging(schedule=schedule))
     said = inspection_of_model(model)
     macs = {row["site"]: row["macs"] for row in said["sites"]} | {row["name"]: row["macs"] for row in said["fixed"]}
     assert said["merging"].items() >= (Merging(schedule=schedule).as_json() | {"schedule": schedule}).items()
     assert said["merging"]["tokens"] == (17, 14, 10)
     assert macs["blocks.0.mlp"] == 2 * 14 * 48 * 192
     assert macs["blocks.1.mlp"] == 2 * 10 * 48 * 192
-    assert macs["blocks.1.attn"] == 14 * 48 * 4 * 48 + 2 * 3 * 14 * 14 * 16
-    # Similarities of 8 even and 8 odd tokens, then 3 tokens into 8.
-    assert macs["blocks.0.merge"] == 8 * 8 * 48 + 8 * 3 * 48
+    assert macs["blocks.1.attn.qk"] + macs["blocks.1.attn.v"] == 14 * 48 * 4 * 48 + 2 * 3 * 14 * 14 * 16
+    # Similarities of 8 even and 8 odd tokens, then 3 tokens into 8; behind the next block of 7 and 6, 4 into 6.
+    assert said["merging"]["macs_of_merging"] == 48 * (8 * 8 + 8 * 3 + 7 * 6 + 6 * 4)
     assert sum(macs.values()) == said["macs"] < inspection_of_model(dense)["macs"]
-    assert site_costs(model, "macs").tokens == {
-        "blocks.0.mlp": 14,
-        "blocks.1.mlp": 10,
-        "blocks.0.attn": 17,
-        "blocks.1.attn": 14,
-    }
+    reach = {0: {"attn.qk": 17, "attn.v": 17, "mlp": 14}, 1: {"attn.qk": 14, "attn.v": 14, "mlp": 10}}
+    assert tokens_of_sites(model) == {f"blocks.{at}.{part}": n for at, own in reach.items() for part, n in own.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
@@ -24,7 +24,7 @@ SCHEDULE = (2, 4)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, dense = tmp_path_factory.mktemp("margins"), tiny.checkpoint()
     save(dense, folder / "dense")
-    model = vit.with_merging(dense.model, Merging(schedule=SCHEDULE))
+    model = traced_model.with_merging(dense.model, Merging(schedule=SCHEDULE))
     merged = Checkpoint(model=model, architecture=dense.architecture, lineage={})
     save(merged, folder / "merged")
     for precision in ("fp32", "fp16"):
@@ -54,7 +54,7 @@ def test_a_merged_model_is_proved_to_its_graphs(home: Path) -> None:
 def test_another_choice_in_the_graph_is_told_from_a_fault(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of another schedule merges other tokens everywhere, which no tie excuses."""
     dense = load_checkpoint(home / "dense")
-    other = vit.with_merging(dense.model, Merging(schedule=(3, 3)))
+    other = traced_model.with_merging(dense.model, Merging(schedule=(3, 3)))
     export_checkpoint(
         Checkpoint(model=other, architecture=dense.architecture, lineage={}), home / "other.onnx", precision="fp32"
     )

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.merging_cost import merging_record
@@ -28,7 +28,7 @@ MERGED = RECIPE.replace("attn = 0.5", 'merge_tokens = "2,4"')
 def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block() -> None:
     dense = tiny.checkpoint().model
     assert merging_record(dense) is None
-    model = vit.with_merging(dense, Merging(schedule=(3, 4)))
+    model = traced_model.with_merging(dense, Merging(schedule=(3, 4)))
     record = merging_record(model)
     assert record is not None
     assert record.tokens == (17, 14, 10)
@@ -56,7 +56,7 @@ def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block() -> None:
     ],
 )
 def test_every_way_of_merging_has_its_words(merging: Merging, words: str) -> None:
-    record = merging_record(vit.with_merging(tiny.checkpoint().model, merging))
+    record = merging_record(traced_model.with_merging(tiny.checkpoint().model, merging))
     assert record is not None
     assert words in " ".join(record.sentences())
 
@@ -100,11 +100,11 @@ def test_a_release_of_a_model_that_merges_ends_in_its_verdict(released: Path) ->
     links = {link["name"]: link for link in json.loads((released / "parity.json").read_text())["links"]}
     assert any(link.get("ties") is not None for link in links.values()), links
     reduced, dense = (load_checkpoint(released / name).model for name in ("reduced", "dense"))
-    assert vit.merging_of(reduced) == Merging(schedule=(2, 4))
-    assert vit.merging_of(dense) is None
+    assert traced_model.merging_of(reduced) == Merging(schedule=(2, 4))
+    assert traced_model.merging_of(dense) is None
     images = torch.from_numpy(tiny.images(4, seed=1))
     with torch.inference_mode():
-        assert not torch.equal(reduced(images), vit.with_merging(reduced, None)(images))
+        assert not torch.equal(reduced(images), traced_model.with_merging(reduced, None)(images))
 
 
 @pytest.mark.slow("graph")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.merging import How, Merging
 from corp_deploy.store.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -
     ways: tuple[How, ...] = ("merge", "drop")
     models: dict[How, nn.Module] = {}
     for how in ways:
-        models[how] = vit.with_merging(dense.model, Merging(schedule=(2, 4), how=how))
+        models[how] = traced_model.with_merging(dense.model, Merging(schedule=(2, 4), how=how))
         graph = tmp_path / f"{how}.onnx"
         export_checkpoint(
             Checkpoint(model=models[how], architecture=dense.architecture, lineage={}), graph, precision="fp32"

@@ -4,16 +4,15 @@ vision transformer without a classifier.
 
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families import family as families
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_model import traced
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import Proof, prove
@@ -39,6 +38,9 @@ OUTPUTS = (OutputPort(name="embedding", role="embedding"), OutputPort(name="scor
 class Tagger(nn.Module):
     """Scores every token and embeds the text: the mean of its own tokens."""
 
+    inputs: ClassVar = {name: torch.ones(LENGTH, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    outputs: ClassVar = {port.name: port.role for port in OUTPUTS}
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -46,31 +48,10 @@ class Tagger(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(self.mix(self.table(ids)))
-        kept = mask.unsqueeze(-1).to(x.dtype)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.mix(self.table(input_ids)))
+        kept = attention_mask.unsqueeze(-1).to(x.dtype)
         return (x * kept).sum(dim=1) / kept.sum(dim=1), self.head(x)
-
-
-class TaggerFamily:
-    """As much of a family as a proof asks for."""
-
-    NAME, FIXED_PARTS = "tagger", ()
-
-    def accepts(self, model: nn.Module) -> bool:
-        return isinstance(model, Tagger)
-
-    def input_spec(self, model: nn.Module) -> Any:
-        return SimpleNamespace(ports=INPUTS, medium="text")
-
-    def output_ports(self, model: nn.Module) -> tuple[OutputPort, ...]:
-        return OUTPUTS
-
-    def exportable(self, model: nn.Module, *, geometry: str | None = None) -> nn.Module:
-        return deepcopy(model).eval()
-
-    def merging_of(self, model: nn.Module) -> None:
-        return None
 
 
 def checkpoint(model: nn.Module) -> Checkpoint:
@@ -96,12 +77,11 @@ def texts() -> ProofInputs:
 
 
 @pytest.fixture
-def tagger(monkeypatch: pytest.MonkeyPatch) -> Tagger:
-    monkeypatch.setattr(families, "_FAMILIES", {**families._FAMILIES, "tagger": TaggerFamily()})
-    return Tagger(0).eval()
+def tagger() -> nn.Module:
+    return traced(Tagger(0).eval(), Architecture(name="tagger", family="module"))
 
 
-def changed(model: Tagger, module: str, factor: float) -> Tagger:
+def changed(model: nn.Module, module: str, factor: float) -> nn.Module:
     other = deepcopy(model)
     with torch.no_grad():
         other.get_submodule(module).weight.mul_(factor)  # type: ignore[operator]
@@ -117,7 +97,7 @@ def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
     return prove(checkpoint(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
 
 
-def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: Tagger, tmp_path: Path) -> None:
+def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: nn.Module, tmp_path: Path) -> None:
     reduced = changed(tagger, "mix", 1.02)
     graphs = [graph(reduced, tmp_path / f"m.{precision}.onnx", precision) for precision in ("fp32", "fp16")]
     found = proof(tagger, torch_step(reduced), *graphs, max_error=0.2, min_agreement=0.5)
@@ -137,17 +117,17 @@ def test_two_inputs_and_two_outputs_go_down_the_whole_chain(tagger: Tagger, tmp_
 
 @pytest.mark.parametrize(("module", "failing"), [("head", ["scores"]), ("mix", ["embedding", "scores"])])
 def test_a_fault_fails_the_outputs_that_it_reaches(
-    tagger: Tagger, tmp_path: Path, module: str, failing: list[str]
+    tagger: nn.Module, tmp_path: Path, module: str, failing: list[str]
 ) -> None:
     faulty = graph(changed(tagger, module, 1.01), tmp_path / "m.onnx", "fp32")
     links = proof(tagger, torch_step(tagger, "same"), faulty).parity.links
     assert [each.output for each in links if each.kind == "exact" and each.status == "FAIL"] == failing
 
 
-def test_a_step_of_other_outputs_is_refused(tagger: Tagger, tmp_path: Path) -> None:
+def test_a_step_of_other_outputs_is_refused(tagger: nn.Module, tmp_path: Path) -> None:
     class Alone(nn.Module):
-        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-            both: tuple[Tensor, Tensor] = tagger(ids, mask)
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            both: tuple[Tensor, Tensor] = tagger(input_ids, attention_mask)
             return both[0]
 
     save(onnx_from_model(Alone(), INPUTS, OUTPUTS[:1], precision="fp32", metadata={}), tmp_path / "m.onnx")
@@ -155,19 +135,19 @@ def test_a_step_of_other_outputs_is_refused(tagger: Tagger, tmp_path: Path) -> N
         proof(tagger, candidate_from_path(tmp_path / "m.onnx"))
 
 
-def test_inputs_that_miss_one_are_refused_by_name(tagger: Tagger) -> None:
+def test_inputs_that_miss_one_are_refused_by_name(tagger: nn.Module) -> None:
     given = texts()
     missing = ProofInputs(feeds={"input_ids": given.feeds["input_ids"]}, digest="")
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
         prove(checkpoint(tagger), [torch_step(tagger)], missing, batches=(4,), limits=ParityLimits())
 
 
-def test_random_whole_numbers_are_not_made_up(tagger: Tagger) -> None:
+def test_random_whole_numbers_are_not_made_up(tagger: nn.Module) -> None:
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
         random_inputs(checkpoint(tagger), 4, 0)
 
 
-def test_graphs_of_several_inputs_are_timed(tagger: Tagger, tmp_path: Path) -> None:
+def test_graphs_of_several_inputs_are_timed(tagger: nn.Module, tmp_path: Path) -> None:
     paths = [graph(tagger, tmp_path / f"{name}.onnx", "fp32").path for name in ("dense", "reduced")]
     plan = Plan(block_ms=1, min_rounds=6, max_rounds=6, noise_rounds=0, warm_up_min_s=0.0, warm_up_limit_s=0.2)
     record = measure(*paths, batches=[2], plan=plan, running=RunOptions(threads=1))

@@ -117,7 +117,7 @@ def test_a_convnexts_stages_go_through_closed_loop_graphs_proof_and_repository(t
     assert positions["tokens_compared"] == 1024
 
     invoked("package", tmp_path, "-o", tmp_path / "repository", "--name", "small")
-    invoked("lint-repo", tmp_path / "repository")
+    invoked("package", "lint", tmp_path / "repository")
     (config,) = (tmp_path / "repository").glob("small_cpu/config.pbtxt")
     assert "dims: [ 16, 16, 16 ]" in config.read_text().replace("[16, 16, 16]", "[ 16, 16, 16 ]")
 

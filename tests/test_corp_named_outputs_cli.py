@@ -101,7 +101,7 @@ def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
 @pytest.mark.slow("graph")
 def test_a_model_repository_carries_all_outputs(home: Path) -> None:
     invoked("package", home, "-o", home / "repository", "--name", "tiny")
-    invoked("lint-repo", home / "repository")
+    invoked("package", "lint", home / "repository")
     (config,) = (home / "repository").glob("tiny_cpu/config.pbtxt")
     text = config.read_text()
     for name in OUTPUTS:
@@ -130,7 +130,9 @@ def test_a_recipe_names_outputs_too(home: Path) -> None:
     assert [value.name for value in graph.graph.output] == ["class", "patches"]
     invoked("check", home / "release")
     (home / "recipe.toml").write_text(RECIPE.replace('"class", "patches"', '"class", "nose"'))
-    assert "model.outputs: 'nose' is none" in invoked("release", home / "recipe.toml", "-o", home / "x", code=2).stderr
+    assert (
+        "[model]: outputs: 'nose' is none" in invoked("release", home / "recipe.toml", "-o", home / "x", code=2).stderr
+    )
 
 
 @pytest.mark.slow("graph", "engine")

@@ -1,5 +1,5 @@
-"""Any module whose sites are named: what is said is tried, reductions are exact, and code runs only where it is
-trusted.
+"""Any module whose sites are named: of those in its program they alone are offered, what isn't there is refused, and
+code runs only where it is trusted.
 """
 
 import json
@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import corp_deploy
 from corp_deploy.families.family import family_of, image_spec, sites_of
+from corp_deploy.families.model_cost import macs
+from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.own_modules import architecture_of, build
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.traced_inspection import traced_rows
+from corp_deploy.families.traced_module import traced_module
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -42,7 +47,7 @@ def named(model: nn.Module, **changes: Any) -> nn.Module:
         "mlps": {"layers.0.ffn": ("0", "2"), "layers.1.ffn": ("0", "2")},
         "attentions": {f"layers.{i}.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3} for i in range(2)},
     }
-    return corp_deploy.sites(model, inputs=(3, 32, 32), **{**said, **changes})
+    return corp_deploy.sites(model, **{"inputs": (3, 32, 32), **said, **changes})
 
 
 def outputs(model: nn.Module, count: int = 6) -> Tensor:
@@ -59,10 +64,38 @@ def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
     assert torch.equal(outputs(model), before)
     assert type(model).__name__ == "Net"
     assert not any(module._forward_hooks for module in (*model.modules(), *ours.modules()))
-    assert [site.name for site in sites_of(ours).every] == [
-        "layers.0.ffn", "layers.1.ffn", "layers.0.mix", "layers.1.mix"
-    ]  # fmt: skip
+    assert [site.name for site in sites_of(ours).every] == EVERY
     assert family_of(ours).classes(ours) == 5
+
+
+EVERY = [f"layers.{i}.{part}" for i in range(2) for part in ("mix.qk", "mix.v", "ffn")]
+
+
+def test_those_named_alone_are_offered_and_reduced(tmp_path: Path) -> None:
+    """As they are where nothing is named; what else there is stays as it is."""
+    every, one = named(net()), named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
+    unnamed = Net()
+    unnamed.load_state_dict(net().state_dict())
+    unnamed.input_size = (3, 32, 32)  # type: ignore[assignment]
+    free = traced_module(unnamed, facts_of_module(unnamed, Preprocessing()))
+    assert [site.name for site in sites_of(free).every] == EVERY
+    assert [site.name for site in sites_of(one).every] == ["layers.1.ffn"]
+    assert [row["site"] for row in traced_rows(one, macs(one))[0]] == ["layers.1.ffn"]
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), free)
+    made = []
+    for model in (free, every, one):
+        moments = calibrate(checkpoint(model), inputs, batch_size=32)
+        half = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
+        made.append(reduce(model, moments, half).model)
+    assert {name: list(each.shape) for name, each in made[0].state_dict().items()} == {
+        name: list(each.shape) for name, each in made[1].state_dict().items()
+    }
+    assert torch.equal(outputs(made[0]), outputs(made[1]))
+    narrower = [name for name, each in one.state_dict().items() if made[2].state_dict()[name].shape != each.shape]
+    assert narrower == ["layers.1.ffn.0.weight", "layers.1.ffn.0.bias", "layers.1.ffn.2.weight"]
+    assert [site.name for site in sites_of(made[2]).every] == ["layers.1.ffn"], "a reduced one offers them alone, too"
+    again = named(one, mlps={}, attentions={"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3}})
+    assert [site.name for site in sites_of(again).every] == EVERY[:2]
 
 
 class Mixed(nn.Module):
@@ -80,37 +113,109 @@ class Shuffle(nn.Module):
         return x.roll(1, dims=-1)
 
 
+class Turning(nn.Module):
+    """Looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3072, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        out: Tensor = self.layers(x if float(x[0, 0]) > 0 else -x)
+        return out
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.idle = nn.Linear(3072, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.one(images.flatten(1)).relu()
+        return self.other(x), x
+
+
+class Twice(nn.Module):
+    """One MLP, one behind the other, and a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.ffn = (
+            nn.Conv2d(3, 16, 8, stride=8),
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+        )
+        self.idle = nn.Linear(32, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x: Tensor = self.cut(images).flatten(2).mT
+        for _ in range(2):
+            x = x + self.ffn(x)
+        return x.mean(1)
+
+
 REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "a name": (net(), {"mlps": {"layers.7.ffn": ("0", "2")}}, "the model has no module 'layers.7.ffn.0'"),
     "a layer": (net(), {"mlps": {"layers.0.ffn": ("0", "1")}}, "layers.0.ffn.1 is SiLU, expected a linear layer"),
     "names": (net(), {"mlps": {"layers.0.ffn": ("0",)}}, "expected the names of its linear layers inside it"),
-    "heads": (net(), {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 5}}}, "for 5 heads"),
+    "heads": (
+        net(),
+        {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 5}}},
+        "got 5 heads, the program has 3; say these",
+    ),
     "other heads": (
         net(),
         {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 4}}},
-        "is not the softmax attention of 4 heads",
+        "got 4 heads, the program has 3; say these",
     ),
     "a scale": (
         net(),
         {"attentions": {"layers.0.mix": {"qkv": "to_qkv", "proj": "out", "heads": 3, "scale": 3.0}}},
-        "is not the softmax attention of 3 heads",
+        "got scale 3.0, the program scales by 0.25",
     ),
     "nothing": (net(), {"mlps": {}, "attentions": {}}, "none named"),
     "a norm": (
         nn.Sequential(Mixed(nn.LayerNorm(16))),
         {"mlps": {"0": ("first", "last")}, "attentions": {}},
-        "channels are mixed",
+        r"no channels between 0.first and 0.last can be reduced: layer_norm in 0.between \(LayerNorm\) mixes it",
     ),
     "a norm without weights": (
         nn.Sequential(Mixed(nn.LayerNorm(16, elementwise_affine=False))),
         {"mlps": {"0": ("first", "last")}, "attentions": {}},
-        "channels are mixed",
+        r"no channels between 0.first and 0.last can be reduced: layer_norm in 0.between \(LayerNorm\) mixes it",
     ),
-    "another order": (
-        nn.Sequential(Mixed(Shuffle())),
-        {"mlps": {"0": ("first", "last")}, "attentions": {}},
-        "channels are mixed",
+    "no pair": (
+        net(),
+        {"mlps": {"layers": ("0.ffn.0", "1.ffn.2")}, "attentions": {}},
+        "can be reduced: layers.0.ffn.0 gives channels, which layers.0.ffn.2 reads; leave it out",
     ),
+    "no gate": (
+        net(),
+        {"mlps": {"layers": ("0.ffn.0", "0.ffn.2", "1.ffn.0")}, "attentions": {}},
+        "layers.0.ffn.0 gives channels, which layers.0.ffn.2 reads",
+    ),
+    "no attention": (
+        net(),
+        {"attentions": {"layers.0.ffn": {"qkv": "0", "proj": "2", "heads": 3}}},
+        "no values between layers.0.ffn.0 and layers.0.ffn.2 can be reduced: layers.0.ffn.0 gives channels",
+    ),
+    "another projection": (
+        net(),
+        {"attentions": {"layers": {"qkv": "0.mix.to_qkv", "proj": "1.mix.out", "heads": 3}}},
+        "layers.0.mix.to_qkv gives queries and keys and values, which layers.0.mix.out reads; leave it out",
+    ),
+    "never called": (Twice(), {"mlps": {"": ("ffn.0", "idle")}, "attentions": {}}, "idle is never called"),
+    "values": (
+        Turning(),
+        {"mlps": {"layers": ("0", "2")}, "attentions": {}},
+        "Turning can't be traced: it looks at values",
+    ),
+    "several tensors": (
+        Several(),
+        {"mlps": {"": ("one", "other")}, "attentions": {}},
+        "it gives output_0, output_1, expected one tensor",
+    ),
+    "another size": (net(), {"inputs": (4, 32, 32)}, r"Net can't be run on images \[4, 32, 32\]"),
 }
 
 
@@ -144,8 +249,94 @@ def test_reductions_are_repaired_and_nothing_removed_is_the_same(tmp_path: Path)
     assert errors["best"] < errors["corp-v1"] < errors["none"], errors
     whole = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)).model
     torch.testing.assert_close(outputs(whole), outputs(net()), rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadInput, match="is run whole, so no block can be followed; leave away --polish"):
-        reduce_closed_loop(model, inputs, method_from_preset("best", **half))
+
+
+class Fused(nn.Module):
+    """A gated MLP whose first layers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.last = nn.Linear(3072, 32), nn.Linear(16, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        gate, x = self.both(images.flatten(1)).chunk(2, dim=-1)
+        out: Tensor = self.last(gate.sigmoid() * x)
+        return out
+
+
+FOUND: dict[str, tuple[nn.Module, dict[str, tuple[str, ...]], str]] = {
+    "a fused gate": (Fused(), {"": ("both", "last")}, "gated channels 16"),
+    "twice": (Twice(), {"ffn": ("0", "2")}, "channels 32"),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) -> None:
+    """Groups that are zero behind their layer, or read by nobody, are removed without a trace."""
+    module, mlps, words = FOUND[case]
+    model = corp_deploy.sites(module.double().eval(), inputs=(3, 32, 32), mlps=mlps, output="embedding")
+    assert [each.dtype for each in model.parameters()][:1] == [torch.float32]
+    assert family_of(model).classes(model) == 0
+    (site,) = sites_of(model).every
+    assert site.words() == words
+    with torch.no_grad():
+        for name, (*_, last) in mlps.items():
+            model.get_parameter(f"{name}.{last}.weight".removeprefix("."))[:, ::2] = 0.0
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
+    moments = calibrate(checkpoint(model), inputs, batch_size=32)
+    half = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
+    reduced = reduce(model, moments, half).model
+    assert [each.size for each in sites_of(reduced).every] == [site.size // 2]
+    torch.testing.assert_close(outputs(reduced), outputs(model), rtol=1e-4, atol=1e-4)
+
+
+def test_channels_that_no_program_can_be_without_stay(tmp_path: Path) -> None:
+    model = corp_deploy.sites(Mixed(Shuffle()), inputs=(3, 32, 32), mlps={"": ("first", "last")})
+    with torch.no_grad():
+        model.get_parameter("last.weight")[:, ::2] = 0.0
+    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
+    moments = calibrate(checkpoint(model), inputs, batch_size=32)
+    reduction = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8))
+    assert [each.width for each in sites_of(reduction.model).every] == [16]
+    assert reduction.notes == ("first kept as it is: linear in last: an uneven part of it would be left",)
+
+
+class Attention(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.cut, self.norm = form, nn.Conv2d(3, 32, 8, stride=8), nn.LayerNorm(16)
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.cut(images).flatten(2).mT
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        if self.form == "normed":
+            q = self.norm(q)
+        if self.form == "before":
+            q, k = q * 0.2, k * 0.5
+        scale = {"said": 0.3, "before": 1.0}.get(self.form)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=self.form == "masked", scale=scale)
+        out: Tensor = self.proj(x.transpose(1, 2).flatten(2)).mean(1)
+        return out
+
+
+SCALES = {"plain": 0.25, "said": 0.3, "before": 0.1, "masked": 0.25, "normed": None}
+
+
+@pytest.mark.parametrize(("form", "scale"), SCALES.items())
+def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: float | None) -> None:
+    def sites(**more: object) -> nn.Module:
+        said = {"qkv": "qkv", "proj": "proj", "heads": 2, **more}
+        return corp_deploy.sites(Attention(form), inputs=(3, 32, 32), attentions={"": said})
+
+    assert [site.kind.removeprefix("traced ") for site in sites_of(sites()).every] == (
+        ["values"] if scale is None else ["queries and keys", "values"]
+    )
+    words = "otherwise than by one number" if scale is None else f"the program scales by {scale:g}; leave `scale` out"
+    with pytest.raises(BadInput, match=words):
+        sites(scale=0.26)
+    if scale is not None:
+        assert len(sites_of(sites(scale=scale)).every) == 2
 
 
 def test_planted_redundancy_is_removed_exactly(tmp_path: Path) -> None:
@@ -346,10 +537,10 @@ def test_a_grey_module_has_the_mean_that_is_said_and_no_other(tmp_path: Path) ->
 
 def test_a_preprocessing_that_would_be_ignored_or_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "grey.py").write_text(GREY)
-    given = ("--trust-code", "--mean", "0.1", "--crop-pct", "1")
-    said = invoked("inspect", "--model", f"module:{tmp_path / 'grey.py'}:timms", *given, code=2).stderr
-    assert "timms: the function gives a model of a known family, which has its preprocessing itself" in said
-    assert "drop --mean, --crop-pct" in said
+    with trusting_code(True):
+        timms = load_dense(f"module:{tmp_path / 'grey.py'}:timms", weights=None, kwargs={}).model
+    plain: Any = timm.create_model("test_vit")
+    assert image_spec(timms).as_json()["crop_pct"] == plain.pretrained_cfg["crop_pct"]
     colours = ("--trust-code", "--std", "0.1,0.2,0.3")
     said = invoked("inspect", "--model", f"module:{tmp_path / 'grey.py'}:build", *colours, code=2).stderr
     assert "std has 3 numbers, expected 1: one for each channel" in said

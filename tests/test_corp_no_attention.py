@@ -49,7 +49,7 @@ def test_nothing_is_said_of_attention(home: Path) -> None:
         invoked("inspect", "--model", "dense").output,
         invoked("calibrate", "--model", "dense", "--images", "images.npy", "-o", "other.safetensors").output,
         invoked("reduce", "--model", "dense", "--moments", "moments.safetensors", "--mlp", 0.5, "-o", "reduced").output,
-        invoked("redundancy", "--moments", "moments.safetensors", "-o", "redundancy.svg").output,
+        invoked("inspect", "redundancy", "--moments", "moments.safetensors", "-o", "redundancy.svg").output,
         invoked(*sweep, "--sparsity", 0.5, "--min-agreement", 0.01).output,
     ]
     printed.append((home / "redundancy.svg").read_text())

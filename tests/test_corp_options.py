@@ -4,12 +4,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import numpy as np
 import pytest
 from click.testing import Result
 
 from corp_deploy.cli import main
 from corp_deploy.commands.model_choice import ModelChoice
+from corp_deploy.commands.options import typed_name
 from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table
 from corp_deploy.invocation.honours import Axis, words_of
@@ -465,6 +467,16 @@ def test_sweep_takes_a_geometry_for_the_presets_that_have_one() -> None:
     refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), reduction_table.ATTENTION, "heads", "square")
 
 
+def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) -> None:
+    graphs = (home / "dense.onnx", home / "dense.onnx")
+    told = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json")
+    assert "--cached 8 is not honoured by models" in told.stderr
+    assert "graphs of decoders (directories of export-decoder)" in told.stderr
+    told = run("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json")
+    assert "--length 8 is not honoured by a model as REFERENCE" in told.stderr
+    assert told.exit_code == 2
+
+
 EVERY_AXIS = [*option_table.AXES, *reduction_table.REDUCE]
 
 
@@ -473,12 +485,13 @@ def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
     commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
         axis.command, (axis.command,)
     )
-    known = {parameter.name for name in commands for parameter in main.commands[name].params}
+    every = [each for name in commands for each in main.commands[name].params if isinstance(each, click.Option)]
+    known = set(map(typed_name, every))
     assert set(axis.options) <= known
     assert axis.picks <= set(axis.options)
 
 
 def test_help_tells_who_honours_an_option() -> None:
-    said = " ".join(run("bench", "--help").stdout.split())
+    said = " ".join(run("bench", "--help-all").stdout.split())
     assert BENCH.help("dtype") in said
     assert "For torch on the CPU, torch on a GPU, a package of AOTInductor, OpenVINO on the CPU." in said

@@ -226,18 +226,6 @@ def test_planes_that_others_stand_for_go_at_no_loss() -> None:
     assert planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-8).r2 > 1.0 - 1e-8
 
 
-@pytest.mark.parametrize("kind", ["random", "singular"])
-def test_the_spectrum_is_what_is_lost(kind: str) -> None:
-    q, k = turned_by(*raw(kind), angles())
-    lost_HD = planes.spectrum(planes.aggregated_loss(second(q), second(k)).gram_HXX, ridge_rel=1e-9)
-    assert lost_HD.shape == (HEADS, DIMS + 1)
-    for width in (2, 4, 6, 8):
-        residual_H = planes.eliminated(second(q), second(k), width // 2, ridge_rel=1e-9).residual_H
-        torch.testing.assert_close(lost_HD[:, width], residual_H, rtol=1e-5, atol=1e-7)
-    assert bool((lost_HD[:, :-1] >= lost_HD[:, 1:] - 1e-9).all())
-    assert torch.equal(lost_HD[:, 3], lost_HD[:, 2])
-
-
 def test_a_head_of_zeros_is_no_trouble() -> None:
     nothing = torch.zeros(1, DIMS, DIMS, dtype=torch.float64)
     recovery = planes.eliminated(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)

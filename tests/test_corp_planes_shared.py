@@ -91,8 +91,6 @@ def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMo
     torch.testing.assert_close(recovery.residual_H, exact)
     alone = planes.eliminated(*second, KEPT, ridge_rel=1e-6)
     assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
-    error_HD = planes.spectrum(planes.aggregated_loss(*second).gram_HXX, ridge_rel=1e-6, grouped=GROUPED)
-    assert float(error_HD[:, 2 * KEPT].sum()) == pytest.approx(float(recovery.residual_H.sum()), rel=1e-3)
 
 
 def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadMoments) -> None:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.distributed import joined_ranks
-from calib.images import Images, open_images
-from corp_deploy.families import timm_vit as vit
+from calib.images import Images
+from corp_deploy.families import traced_model as vit
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import Walk
 from corp_deploy.families.token_merging import Tokens
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.polish.descent import Adam, step_size
 from corp_deploy.polish.draws import Draw, drawn
 from corp_deploy.polish.held_out import parted
@@ -26,7 +26,7 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.teacher import Teacher, TeacherOfViews, view
-from corp_deploy.polish.walk import blocks
+from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
 from tests.ranks import exits_of
@@ -45,27 +45,16 @@ def perturbed(model: nn.Module, size: float = 0.3, seed: int = 1) -> nn.Module:
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for module in other.blocks.modules():  # type: ignore[union-attr]
-            if isinstance(module, nn.Linear):
-                noise = torch.randn(module.weight.shape, generator=generator)
-                module.weight.add_(noise * module.weight.square().mean().sqrt() * size)
+        for name, weight in other.named_parameters():
+            if name.startswith("blocks") and weight.ndim == 2:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.add_(noise * weight.square().mean().sqrt() * size)
     return other
 
 
 def narrowed(model: nn.Module) -> nn.Module:
     """The last half of every MLP's channels away, so that every block counts as reduced."""
-    other = copy.deepcopy(model)
-    for block in other.blocks:  # type: ignore[union-attr]
-        mlp: Any = block.mlp
-        half = mlp.fc1.out_features // 2
-        first, last = nn.Linear(mlp.fc1.in_features, half), nn.Linear(half, mlp.fc2.out_features)
-        with torch.no_grad():
-            first.weight.copy_(mlp.fc1.weight[:half])
-            first.bias.copy_(mlp.fc1.bias[:half])
-            last.weight.copy_(mlp.fc2.weight[:, :half])
-            last.bias.copy_(mlp.fc2.bias)
-        mlp.fc1, mlp.fc2 = first, last
-    return other
+    return at_widths(model, {f"blocks.{at}.mlp": 96 for at in (0, 1)})
 
 
 def options(how: str = "model", **changes: Any) -> PolishOptions:
@@ -264,15 +253,6 @@ def test_lessons_on_views_are_the_dense_models_own(images: Images) -> None:
     assert not torch.equal(expected[0], expected[1])
 
 
-def test_the_steps_of_a_model_are_grouped_into_its_blocks() -> None:
-    model = tiny.checkpoint().model
-    assert [block.name for block in blocks(model)] == ["blocks.0", "blocks.1"]
-    x = torch.randn(2, 17, 48)
-    with torch.no_grad():
-        for block, own in zip(blocks(model), model.blocks, strict=True):  # type: ignore[arg-type]
-            torch.testing.assert_close(block(Walk.of(x, None)).tokens.x, own(x))
-
-
 def test_errors_are_those_of_loops_over_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     mine, dense = (torch.randn(3, 5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -323,7 +303,7 @@ def test_a_model_that_merges_tokens_comes_closer_too(how: str, metric: dict[str,
 
 
 def test_steps_are_those_of_torchs_adam_times_each_matrixs_scale() -> None:
-    model = tiny.checkpoint().model
+    model = narrowed(tiny.checkpoint().model)
     matrices = chosen_(model)
     assert sorted({matrix.name.rpartition(".")[2] for matrix in matrices}) == ["fc1", "fc2", "proj", "qkv"]
     assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * len(matrices) == 16
@@ -398,8 +378,7 @@ def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Pa
 
 
 def one_of_several(path: str, folder: str) -> int:
-    spec = vit.input_spec(tiny.checkpoint().model)
-    source = open_images(Path(path), image_shape=spec.shape, transform=spec.transform())
+    source = images_for_model(tiny.checkpoint().model, Path(path))
     dense = tiny.checkpoint().model
     with joined_ranks("cpu", timeout_s=60) as ranks:
         states = {

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from calib.store import load
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.proof.chain import prove
@@ -141,7 +141,7 @@ def test_moments_of_another_preprocessing_are_refused_with_both_shown(home: Path
     other = tmp_path / "other.safetensors"
     photos = ("--images", home / "photos", "--samples", 4)
     assert run("calibrate", *named(home), *photos, "-o", other).exit_code == 0
-    merged = run("merge-moments", home / "m.safetensors", other, "-o", tmp_path / "both.safetensors")
+    merged = run("calibrate", "--merge", home / "m.safetensors", other, "-o", tmp_path / "both.safetensors")
     assert merged.exit_code == 2
     assert '"std": [0.25, 0.25, 0.25]' in merged.stderr
     assert '"std": [0.5, 0.5, 0.5]' in merged.stderr
@@ -225,7 +225,7 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     path.write_text(RECIPE)
     recipe = load_recipe(path)
     assert recipe.model.ema is False
-    assert recipe.model.preprocessing == Preprocessing(
+    assert recipe.model.source.preprocessing == Preprocessing(
         mean=(0.485, 0.456, 0.406), std=(0.25,), crop_pct=1.0, interpolation="bilinear", crop_mode="border"
     )
     kept = tomllib.loads(text_of_recipe(recipe, tmp_path))["model"]

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from calib.moments import ChannelMoments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import Branch
-from corp_deploy.families.widths import HeadWidths
 from corp_deploy.planning.apart import IN_LOOP, set_apart
 from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import eliminations
@@ -22,11 +19,10 @@ from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.channel_modules import layers_of
-from corp_deploy.reduction.channels import elimination, kept_channels
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.inputs import images_for_model
 
 from . import tiny
@@ -56,13 +52,9 @@ def two_threads() -> Iterator[None]:
 
 def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "square")
-    mlp, attention = vit.sites(probe.model).channels[0], vit.sites(probe.model).heads[1]
     trials: list[Trial] = [
-        (mlp.name, 16),
-        (mlp.name, 32),
-        (attention.name, HeadWidths(qk=8, v=attention.v)),
-        (attention.name, HeadWidths(qk=attention.qk, v=8)),
-    ]
+        ("blocks.0.mlp", 16), ("blocks.0.mlp", 32), ("blocks.1.attn.qk", 24), ("blocks.1.attn.v", 24)
+    ]  # fmt: skip
     effects = probe.effects(trials)
     assert set(effects) == set(trials)
     plain = replace(probe.method, geometry="ragged", mlp_swaps=False)
@@ -75,19 +67,14 @@ def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
             assert change > 1e-9
 
 
-def test_a_probe_runs_only_what_stands_behind_a_site(tmp_path: Path) -> None:
+def test_effects_to_first_order_are_found_inside_inference_mode_too(tmp_path: Path) -> None:
+    """And are about those of whole models."""
     probe = probe_of(tmp_path, "padded")
-    runs: list[str] = []
-    for name, block in probe.model.named_modules():
-        if name.endswith((".norm1", ".norm2")):
-            block.register_forward_hook(lambda *_, name=name: runs.append(name))
-    found = vit.sites(probe.model)
-    probe.effects(
-        [(part.name, 32) for part in found.channels] + [(part.name, HeadWidths(qk=8, v=part.v)) for part in found.heads]
-    )
-    branches = len([step for step in vit.steps(probe.model) if isinstance(step, Branch)])
-    # The dense outputs, the walk itself, and behind each site the branches that come after it, its own among them.
-    assert len(runs) == 2 * branches + branches * (branches + 1) // 2
+    trials: list[Trial] = [("blocks.0.mlp", 176), ("blocks.1.mlp", 176)]
+    outside, exact = probe.linear_effects(trials), probe.effects(trials)
+    assert all(0.3 < outside[each] / exact[each] < 3.0 for each in trials)
+    with torch.inference_mode():
+        assert replace(probe, inputs=probe.inputs.clone()).linear_effects(trials) == outside  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -132,26 +119,18 @@ def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) ->
         assert torch.equal(one, other)
 
 
-def test_a_probe_leaves_channels_as_elimination_does(tmp_path: Path) -> None:
-    probe = probe_of(tmp_path, "padded")
-    site = vit.sites(probe.model).channels[0]
-    plain = replace(probe.method, mlp_swaps=False)
-    moments = probe.moments.sites[site.name]
-    assert isinstance(moments, ChannelMoments)
-    order = elimination(moments, layers_of(site), plain)
-    for width in (8, 16, 32):
-        assert torch.equal(kept_channels(moments, layers_of(site), plain, width), order.kept(width))
-
-
 def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path) -> None:
     plain = probe_of(tmp_path, "padded")
     others = images_for_model(plain.model, tmp_path / "images.npy").subset(range(6, 30))
     probe = replace(plain, others=others, loop=Loop())
-    widths, merging = {site.name: 16 for site in vit.sites(probe.model).channels}, Merging(schedule=(2, 2))
+    widths, merging = (
+        {site.name: 16 for site in sites_of(probe.model).every if site.name.endswith("mlp")},
+        Merging(schedule=(2, 2)),
+    )
     ragged = replace(probe.method, geometry="ragged")
     for schedule in (None, merging):
-        model = probe.model if schedule is None else vit.with_merging(probe.model, schedule)
-        expected = reduce_closed_loop(model, others, ragged, widths=widths).model
+        model = probe.model if schedule is None else family_of(probe.model).with_merging(probe.model, schedule)
+        expected = reduce_by_closed_loop(model, others, ragged, widths=widths).model
         assert isinstance(probe.inputs, torch.Tensor)
         with torch.inference_mode():
             got = probe.carried_out(widths, merging=schedule)(probe.inputs)
@@ -174,7 +153,7 @@ def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) 
     assert apart.others.count == min(IN_LOOP, 48 - len(apart.inputs))
     assert planned.widths is not None
     ragged = replace(method, geometry="ragged")
-    model = reduce_closed_loop(dense.model, apart.others, ragged, widths=planned.widths).model
+    model = reduce_by_closed_loop(dense.model, apart.others, ragged, widths=planned.widths).model
     with torch.inference_mode():
         exact, got = dense.model(apart.inputs).double(), model(apart.inputs).double()
     error = float((got - exact).norm() / exact.norm())

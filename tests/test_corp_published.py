@@ -17,6 +17,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from tests import tiny
+from tests.test_corp_folded import linear, mlp
 
 Array = NDArray[np.floating[Any]]
 RIDGE = 1e-3
@@ -135,20 +136,19 @@ def test_the_mlp_of_a_preset_is_the_published_one(
 ) -> None:
     dense, others = tiny.checkpoint().model, tiny.images(6, seed=9)
     method = method_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(dense, moments, method).model)
+    reduced = reduce(dense, moments, method).model
     for site in SITES:
         x = heard(f"{site}.fc2", "input", tiny.images(COUNT)).reshape(-1, 192)
         new = published(x, layer(f"{site}.fc1")[0], *layer(f"{site}.fc2"))
         expected = new(heard(f"{site}.fc2", "input", others).reshape(-1, 192))
-        with torch.inference_mode():
-            found = reduced.get_submodule(site)(torch.from_numpy(heard(site, "input", others))).numpy()
+        found = mlp(reduced, site, torch.from_numpy(heard(site, "input", others))).numpy()
         np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_merged_channels_are_recovered_as_published(moments: Moments, images: Images) -> None:
     """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
     method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(tiny.checkpoint().model, moments, method, images=images).model)
+    reduced = reduce(tiny.checkpoint().model, moments, method, images=images).model.state_dict()
     for site in SITES:
         (first, first_bias), (second, bias) = layer(f"{site}.fc1"), layer(f"{site}.fc2")
         cluster = cluster_rows(torch.from_numpy(first), HIDDEN, seed=0).tolist()
@@ -157,11 +157,10 @@ def test_merged_channels_are_recovered_as_published(moments: Moments, images: Im
             merge[own, channel] = 1.0 / cluster.count(own)
         gram = gram_of(heard(f"{site}.fc2", "input", tiny.images(COUNT)).reshape(-1, 192))
         new = second @ gram @ merge.T @ np.linalg.inv(ridge_on(merge @ gram @ merge.T))
-        fc1, fc2 = reduced.get_submodule(f"{site}.fc1"), reduced.get_submodule(f"{site}.fc2")
-        np.testing.assert_allclose(fc1.weight.detach(), merge @ first, atol=1e-6)
-        np.testing.assert_allclose(fc1.bias.detach(), merge @ first_bias, atol=1e-6)
-        np.testing.assert_allclose(fc2.weight.detach(), new, atol=1e-4 * np.abs(new).max())
-        np.testing.assert_allclose(fc2.bias.detach(), bias, atol=1e-7)
+        np.testing.assert_allclose(reduced[f"{site}.fc1.weight"], merge @ first, atol=1e-6)
+        np.testing.assert_allclose(reduced[f"{site}.fc1.bias"], merge @ first_bias, atol=1e-6)
+        np.testing.assert_allclose(reduced[f"{site}.fc2.weight"], new, atol=1e-4 * np.abs(new).max())
+        np.testing.assert_allclose(reduced[f"{site}.fc2.bias"], bias, atol=1e-7)
 
 
 def heads_of(site: str, images: NDArray[np.float32]) -> tuple[Array, Array]:
@@ -175,13 +174,12 @@ def heads_of(site: str, images: NDArray[np.float32]) -> tuple[Array, Array]:
 def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments, select: Any) -> None:
     """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16."""
     method = method_from_preset("corp-v1", attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
-    reduced = doubled(reduce(tiny.checkpoint().model, moments, method).model)
+    reduced = reduce(tiny.checkpoint().model, moments, method).model
     others = tiny.images(5, seed=9)
     for site in ("blocks.0.attn", "blocks.1.attn"):
         weight = layer(f"{site}.qkv")[0].reshape(3, HEADS, DIM, -1)
         entering = torch.from_numpy(heard(site, "input", others))
-        with torch.inference_mode():
-            new = reduced.get_submodule(f"{site}.qkv")(entering).numpy()
+        new = linear(reduced, f"{site}.qkv", entering).numpy()
         new_q, new_k, _ = np.split(new, (HEADS * WIDTH, 2 * HEADS * WIDTH), axis=-1)
         for head in range(HEADS):
             q, k = (rows[head] for rows in heads_of(site, tiny.images(COUNT)))

@@ -1,6 +1,8 @@
-"""The tokens that a closed loop's last block is fitted to: those that move the outputs, by moving each one."""
+"""The tokens that a polish and a closed loop's last block are fitted to: those that move the outputs."""
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +12,37 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from calib.collect import collect
 from calib.images import Images
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.sites import calibration_taps
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
+from corp_deploy.families.family import family_of
+from corp_deploy.families.steps import Walk
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.read_tokens import named, tokens_read, tokens_to_fit
-from corp_deploy.store.checkpoint import save
-from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.read_tokens import tokens_to_fit
+from corp_deploy.store.checkpoint import Checkpoint, save
 from tests import tiny
 
-SMALL = tiny.ARCHITECTURE.kwargs
 PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"
-
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "class token": (PLAIN, {}, "class token"),
-    "distilled": (DISTILLED, {}, "class token and distillation token"),
-    "registers": (PLAIN, {"reg_tokens": 4}, "class token"),
-    "average": (PLAIN, {"global_pool": "avg"}, "16 patch tokens"),
-    "average beside registers": (PLAIN, {"global_pool": "avg", "reg_tokens": 2}, "16 patch tokens"),
-    "average and maximum": (PLAIN, {"global_pool": "avgmax"}, "16 patch tokens"),
-    "maximum": (PLAIN, {"global_pool": "max"}, "16 patch tokens"),
-    "attention pool": (PLAIN, {"global_pool": "map", "class_token": False}, "all 16 tokens"),
-    "no classifier": (PLAIN, {"num_classes": 0}, "class token"),
-    "tokens": (PLAIN, {"num_classes": 0, "global_pool": ""}, "all 17 tokens"),
-    "classified tokens": (PLAIN, {"global_pool": ""}, "all 17 tokens"),
+MODELS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
+    "class token": (PLAIN, {}, [0]),
+    "distilled": (DISTILLED, {}, [0, 1]),
+    "registers": (PLAIN, {"reg_tokens": 4}, [0]),
+    "average": (PLAIN, {"global_pool": "avg"}, range(1, 17)),
+    "average beside registers": (PLAIN, {"global_pool": "avg", "reg_tokens": 2}, range(3, 19)),
+    "average and maximum": (PLAIN, {"global_pool": "avgmax"}, range(1, 17)),
+    "maximum": (PLAIN, {"global_pool": "max"}, range(1, 17)),
+    "attention pool": (PLAIN, {"global_pool": "map", "class_token": False}, range(16)),
+    "no classifier": (PLAIN, {"num_classes": 0}, [0]),
+    "tokens": (PLAIN, {"num_classes": 0, "global_pool": ""}, range(17)),
+    "classified tokens": (PLAIN, {"global_pool": ""}, range(17)),
 }
 
 
 def model_of(name: str, **changes: Any) -> nn.Module:
-    model = tiny.timm_model(name, **{**SMALL, **changes})
+    model = tiny.timm_model(name, **{**tiny.ARCHITECTURE.kwargs, **changes})
     tiny.enliven(model, 0)
     return model
 
@@ -64,30 +64,25 @@ def moved(model: nn.Module, token: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_tokens_read_are_those_that_move_the_outputs(kind: str) -> None:
-    name, changes, words = MODELS[kind]
+def test_the_tokens_fitted_to_are_those_that_move_the_outputs(kind: str) -> None:
+    """Of a backbone all, unless its outputs alone are to count."""
+    name, changes, expected = MODELS[kind]
     model = model_of(name, **changes)
-    count, still = len(vit.token_kinds(model)), moved(model, None)
+    count, still = len(family_of(model).token_kinds(model)), moved(model, None)
     moving = [token for token in range(count) if not torch.equal(moved(model, token), still)]
-    assert tokens_read(model).tolist() == moving
-    assert named(model, tokens_to_fit(model, "pooled")) == words
+    read = tokens_to_fit(model, "pooled")
+    assert moving == list(expected)
+    assert (list(range(count)) if read is None else read.tolist()) == moving
+    assert tokens_to_fit(model, "all") is None
+    assert (tokens_to_fit(model) is None) == (len(moving) == count or changes.get("num_classes") == 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_all_are_taken_when_asked_for_or_when_there_is_no_classifier(kind: str) -> None:
-    name, changes, words = MODELS[kind]
-    model = model_of(name, **changes)
-    assert tokens_to_fit(model, "all") is None
-    every = f"all {len(vit.token_kinds(model))} tokens"
-    assert named(model, tokens_to_fit(model)) == (every if changes.get("num_classes") == 0 else words)
 
 
 def test_a_model_whose_outputs_nothing_moves_is_fitted_to_all_tokens() -> None:
     model = model_of(PLAIN)
     with torch.no_grad():
-        model.head.weight.zero_()  # type: ignore[union-attr, operator]
+        model.get_parameter("head.weight").zero_()
     assert tokens_to_fit(model) is None
 
 
@@ -95,10 +90,14 @@ def opened(model: nn.Module, directory: Path, count: int) -> Images:
     return tiny.opened(directory / "images.npy", tiny.images(count), model)
 
 
-def features(model: Any, count: int = 64) -> Tensor:
+def features(model: nn.Module) -> Tensor:
+    """The last stream."""
+    images, family = torch.from_numpy(tiny.images(64, seed=9)), family_of(model)
     with torch.inference_mode():
-        tokens: Tensor = model.forward_features(torch.from_numpy(tiny.images(count, seed=9)))
-    return tokens.double()
+        walk = Walk.of(family.embedded(model, images), None)
+        for step in family.steps(model):
+            walk = walk.behind(step)
+    return walk.tokens.x.double()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -109,22 +108,24 @@ HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, alig
 
 
 def test_both_heads_of_a_distilled_model_gain_by_the_loop(tmp_path: Path) -> None:
-    model: Any = model_of(DISTILLED, depth=4)
+    model = model_of(DISTILLED, depth=4)
     images = opened(model, tmp_path, 192)
-    lineage = {"model": model_digest(model), "preprocessing": preprocessing_text(model)}
-    moments = collect(
-        model, calibration_taps(model, vit.sites(model)), images.batches(32), device="cpu", lineage=lineage
-    )
-    reduced = {"open": reduce(model, moments, HALF).model, "closed": reduce_closed_loop(model, images, HALF).model}
+    dense = Checkpoint(model=model, architecture=tiny.ARCHITECTURE, lineage={})
+    moments = calibrate(dense, images, batch_size=32)
+    ways = {"open": reduce(model, moments, HALF).model, "closed": reduce_by_closed_loop(model, images, HALF).model}
 
-    def by_head(one: Any) -> list[Tensor]:
-        tokens = features(one).float()
+    def by_head(one: nn.Module, silent: str) -> Tensor:
+        other = copy.deepcopy(one).requires_grad_(False)
+        for kind in ("weight", "bias"):
+            other.get_parameter(f"{silent}.{kind}").zero_()
         with torch.inference_mode():
-            return [one.head(tokens[:, 0]), one.head_dist(tokens[:, 1])]
+            logits: Tensor = other(torch.from_numpy(tiny.images(64, seed=9)))
+        return logits
 
-    for place, dense in enumerate(by_head(model)):
-        errors = {name: relative_error(by_head(each)[place], dense) for name, each in reduced.items()}
-        assert errors["closed"] < 0.9 * errors["open"], (place, errors)
+    for silent in ("head", "head_dist"):
+        exact = by_head(model, silent)
+        errors = {name: relative_error(by_head(each, silent), exact) for name, each in ways.items()}
+        assert errors["closed"] < 0.9 * errors["open"], (silent, errors)
 
 
 def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> None:
@@ -132,9 +133,8 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
     images, dense = opened(model, tmp_path, 128), features(model)
     errors = {}
     for reads in (None, "all", "pooled"):
-        reduction = reduce_closed_loop(model, images, HALF, loop=Loop(reads=reads))
-        words = "class token" if reads == "pooled" else "all 19 tokens"
-        assert reduction.said == (f"closed loop fitted to: {words}",)
+        reduction = reduce_by_closed_loop(model, images, HALF, loop=Loop(reads=reads))
+        assert any("only places that outputs read" in said for said in reduction.said) == (reads == "pooled")
         found = features(reduction.model)
         errors[reads] = relative_error(found[:, 1:], dense[:, 1:]), relative_error(found[:, :1], dense[:, :1])
     assert errors[None] == errors["all"]
@@ -143,8 +143,7 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
 
 
 def test_the_command_says_which_tokens_and_writes_it_down(tmp_path: Path) -> None:
-    checkpoint = tiny.checkpoint()
-    save(checkpoint, tmp_path / "dense")
+    save(tiny.checkpoint(), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(8))
 
     def run(*words: object) -> Any:
@@ -153,9 +152,10 @@ def test_the_command_says_which_tokens_and_writes_it_down(tmp_path: Path) -> Non
     where = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
     assert run("calibrate", *where, "-o", tmp_path / "m.safetensors").exit_code == 0
     given = [*where, "--moments", tmp_path / "m.safetensors", "--mlp", "0.5", "--align", "mlp=8", "--closed-loop"]
-    for reads, words in ((["--reads", "all"], "all 17 tokens"), ([], "class token")):
+    for reads, is_said in ((["--reads", "all"], False), ([], True)):
         result = run("reduce", *given, *reads, "-o", tmp_path / "reduced")
         assert result.exit_code == 0, result.output
-        assert f"closed loop fitted to: {words}" in result.stdout
         lineage = json.loads((tmp_path / "reduced" / "config.json").read_text())["lineage"]
-        assert lineage["reduction"]["decided"] == [f"closed loop fitted to: {words}"]
+        decided = " ".join(lineage["reduction"]["decided"])
+        assert ("only places that outputs read count in the fits of blocks.1" in decided) == is_said
+        assert ("only places that outputs read" in " ".join(result.stdout.split())) == is_said

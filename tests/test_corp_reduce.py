@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.images import open_images
 from calib.moments import Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
+from corp_deploy.store.inputs import images_for_model
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
@@ -24,6 +24,7 @@ from tests import tiny
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 Array = NDArray[np.float64]
 RIDGE = 1e-4
+HEADS = 3
 
 
 @cache
@@ -35,8 +36,7 @@ def moments_of(
     checkpoint: Checkpoint, images: NDArray[np.float32], directory: Path, *, attention_system: bool = True
 ) -> Moments:
     np.save(directory / "images.npy", images)
-    spec = vit.input_spec(checkpoint.model)
-    source = open_images(directory / "images.npy", image_shape=spec.shape, transform=spec.transform())
+    source = images_for_model(checkpoint.model, directory / "images.npy")
     return calibrate(checkpoint, source, batch_size=16, statistics=Statistics(attention_system=attention_system))
 
 
@@ -141,7 +141,9 @@ def test_preset_corp_is_the_paper(tmp_path: Path) -> None:
     calibration, held_out = load("train").images[:64], load("held-out").images[:50]
     method = method_from_preset("corp", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduced = reduce(example().model, moments_of(example(), calibration, tmp_path), method).model
-    expected = paper_model(example().model, calibration, hidden=192, width=16)
+    dense = dense_from_architecture(example().architecture)
+    dense.load_state_dict(example().model.state_dict())
+    expected = paper_model(dense, calibration, hidden=192, width=16)
     with torch.inference_mode():
         reference = expected(torch.from_numpy(held_out).double())
     assert relative_error(logits(reduced, held_out), reference) < 1e-4
@@ -182,13 +184,13 @@ def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
     method = method_from_preset("best", mlp_sparsity=0.6, attention_sparsity=0.6)
     reduction = reduce(example().model, example_moments, method)
     mlp = next(site for site in reduction.sites if site.site == "blocks.2.mlp")
-    head = next(site for site in reduction.sites if site.site == "blocks.2.attn")
+    head = next(site for site in reduction.sites if site.site == "blocks.2.attn.qk")
     assert (mlp.width_dense, round(mlp.width_asked, 1), mlp.width) == (384, 153.6, 128)
     assert (head.width_dense, round(head.width_asked, 1), head.width) == (32, 12.8, 16)
-    parts = vit.sites(reduction.model)
-    assert {part.width for part in parts.channels} == {128}
-    assert {(part.qk, part.v, part.geometry) for part in parts.heads} == {(16, 32, "padded")}
-    assert all(part.scale == pytest.approx(32**-0.5) for part in parts.heads)
+    kept = {
+        site.name.rpartition("2.")[2]: site.width for site in sites_of(reduction.model).every if "s.2." in site.name
+    }
+    assert kept == {"attn.qk": 16 * HEADS, "attn.v": 32 * HEADS, "mlp": 128}
 
 
 def test_every_site_tells_what_was_lost(example_moments: Moments) -> None:
@@ -202,21 +204,10 @@ def test_every_site_tells_what_was_lost(example_moments: Moments) -> None:
 
 def test_only_what_is_asked_is_reduced(example_moments: Moments) -> None:
     reduced = reduce(example().model, example_moments, method_from_preset("best", mlp_sparsity=0.5)).model
-    assert {(part.qk, part.v) for part in vit.sites(reduced).heads} == {(32, 32)}
+    assert {site.width for site in sites_of(reduced).every if ".attn." in site.name} == {32 * HEADS}
     before = {name: tensor.clone() for name, tensor in example().model.state_dict().items()}
     reduce(example().model, example_moments, method_from_preset("best", attention_sparsity=0.5))
     assert all(torch.equal(tensor, before[name]) for name, tensor in example().model.state_dict().items())
-
-
-def test_geometries_compute_the_same(example_moments: Moments) -> None:
-    padded, ragged = (
-        reduce(
-            example().model, example_moments, method_from_preset("best", attention_sparsity=0.5, geometry=geometry)
-        ).model
-        for geometry in ("padded", "ragged")
-    )
-    images = load("held-out").images[:4]
-    assert relative_error(logits(padded, images), logits(ragged, images)) < 1e-5
 
 
 def test_moments_of_another_model_are_refused(example_moments: Moments) -> None:
@@ -227,7 +218,7 @@ def test_moments_of_another_model_are_refused(example_moments: Moments) -> None:
 def test_corp_without_the_attention_system_says_what_to_do(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint()
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
-    with pytest.raises(BadInput, match=r"blocks\.0\.attn: .* --attention-system"):
+    with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qk: .* --attention-system"):
         reduce(checkpoint.model, moments, method_from_preset("corp", attention_sparsity=0.5))
 
 
@@ -236,8 +227,8 @@ def test_qk_norm_keeps_q_and_k_and_says_so(tmp_path: Path) -> None:
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduction = reduce(checkpoint.model, moments, method)
-    assert [note.split(":")[0] for note in reduction.notes] == ["blocks.0.attn keeps Q/K", "blocks.1.attn keeps Q/K"]
-    assert {part.qk for part in vit.sites(reduction.model).heads} == {16}
+    assert list(reduction.coverage.refused) == ["blocks.0.attn.v", "blocks.1.attn.v"]
+    assert {len(reduction.model.get_parameter(f"blocks.{at}.attn.qkv.weight")) for at in (0, 1)} == {3 * 48}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -246,7 +237,7 @@ def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: 
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     reduced = reduce(checkpoint.model, moments, method).model
-    assert all(part.last.bias is not None for part in vit.sites(reduced).channels)
+    assert {"blocks.0.mlp.fc2.bias", "blocks.1.mlp.fc2.bias"} <= reduced.state_dict().keys()
     images = tiny.images(8)
     dense = logits(checkpoint.model, images)
     plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)

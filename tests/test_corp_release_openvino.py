@@ -102,8 +102,8 @@ def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
     out = home / "out"
     configs = [path.read_text() for path in (out / "repository").rglob("config.pbtxt")]
     assert any('backend: "openvino"' in text for text in configs)
-    for command, place in (("lint-repo", out / "repository"), ("check", out)):
-        done = run(command, place)
+    for command, place in ((["package", "lint"], out / "repository"), (["check"], out)):
+        done = run(*command, place)
         assert done.exit_code == 0, done.output
 
 

@@ -1,8 +1,9 @@
 """Ridges chosen on the other half of the images, against explicit loops in float64 over images and strengths."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,31 +11,28 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from calib.images import Images, open_images
-from calib.moments import ChannelMoments, HeadMoments, Moments
+from calib.combination import rest
+from calib.images import Images
+from calib.moments import ChannelMoments, Moments
 from calib.store import load
 from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.family import sites_of
-from corp_deploy.families.widths import HeadWidths, Width
-from corp_deploy.reduction import heads
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.channels import ChannelLayers, channels_at_site, kept_channels, ridge_by_halves
+from corp_deploy.reduction.channels import ChannelLayers
 from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import from_halves, overfitting
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import images_for_model
 from tests import tiny
 
 COUNT, CROPS = 24, 4
 
 
 def opened(path: Path) -> Images:
-    spec = vit.input_spec(tiny.checkpoint().model)
-    return open_images(path, image_shape=spec.shape, transform=spec.transform())
+    return images_for_model(tiny.checkpoint().model, path)
 
 
 def photographs() -> np.ndarray:
@@ -111,31 +109,21 @@ def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) 
     """Few tokens, fewer than channels (singular moments), and many."""
     one, other, layer = tokens_of(1, count, 20, rank), tokens_of(2, count + 3, 20, rank), layers(20, 6)
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=1)
-    kept = kept_channels(moments_of(torch.cat((one, other))), layer, method, 10)
-    halves = moments_of(one), moments_of(other)
+    kept = torch.arange(0, 20, 2)
     errors = {
         strength: 0.5 * share(ridge_fit(one, layer, kept, strength), other, layer, kept)
         + 0.5 * share(ridge_fit(other, layer, kept, strength), one, layer, kept)
         for strength in ridges_from(method.ridge_rel)
     }
-    choice = ridge_by_halves(halves, layer, method, kept)
+    choice = chosen_ridge(
+        (one, other),
+        ridges_from(method.ridge_rel),
+        lambda half, strength: ridge_fit(half, layer, kept, strength),
+        lambda fit, half: share(fit, half, layer, kept),
+    )
     assert choice.strength == min(errors, key=lambda each: errors[each])
     assert choice.error_held_out == pytest.approx(errors[choice.strength], rel=1e-6, abs=1e-12)
-    new = channels_at_site(moments_of(torch.cat((one, other))), layer, method, 10, halves=halves)
-    weight, bias = ridge_fit(torch.cat((one, other)), layer, kept, max(choice.strength / 2, 1e-4))
-    torch.testing.assert_close(new.recovery.weight_OK, weight, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(new.recovery.bias_O, bias, rtol=1e-6, atol=1e-6)
-
-
-def test_few_tokens_ask_for_more_than_many() -> None:
-    layer, method = layers(20, 6), method_from_preset("best", mlp_sparsity=0.5, align_hidden=1)
-    kept = torch.arange(10)
-    few, many = (
-        ridge_by_halves((moments_of(tokens_of(1, n, 20)), moments_of(tokens_of(2, n, 20))), layer, method, kept)
-        for n in (14, 4000)
-    )
-    assert few.strength > many.strength
-    assert few.error_held_out - few.error_fitted > many.error_held_out - many.error_fitted
+    assert choice.strength_whole == pytest.approx(max(choice.strength / 2, 1e-4))
 
 
 def test_an_endless_strength_keeps_the_dense_columns() -> None:
@@ -153,58 +141,36 @@ def test_ties_go_to_the_strongest() -> None:
     assert ridges_from(0.05) == (0.05, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def halves_at(moments: Moments, name: str) -> tuple[HeadMoments, HeadMoments]:
-    """Taken again, by images."""
-    assert moments.half is not None
-    own, half = moments.sites[name], moments.half.sites[name]
-    assert isinstance(own, HeadMoments)
-    assert isinstance(half, HeadMoments)
-    left = {
-        each.name: getattr(own, each.name) - getattr(half, each.name)
-        for each in fields(own)
-        if each.name != "kept_HK" and getattr(own, each.name) is not None
-    }
-    return half, replace(own, **left)
-
-
 def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) -> None:
-    dense = tiny.checkpoint().model
-    method = method_from_preset(
-        "best", mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square", align_hidden=8, align_head=8
-    )
-    reduction = reduce(dense, moments, method)
-    for report in reduction.sites:
-        assert (report.ridge_fit is None) == (report.part == "qk"), report
-    name = "blocks.1.attn"
-    projection = {site.name: site for site in sites_of(dense).heads}[name].last
-    assert projection.bias is not None
-    weight, bias = projection.weight.detach().double(), projection.bias.detach().double()
-    halves, errors = halves_at(moments, name), {}
+    dense, name = tiny.checkpoint().model, "blocks.1.attn.v"
+    half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    method = method_from_preset("best", geometry="square", **half)
+    fits = {report.site: report.ridge_fit for report in reduce(dense, moments, method).sites}
+    assert {site for site, fit in fits.items() if fit is None} == {"blocks.0.attn.qk", "blocks.1.attn.qk"}
+    assert moments.half is not None
+    halves, errors = (moments.half, replace(rest(moments, moments.half), half=None)), dict[float, float]()
     for strength in ridges_from(method.ridge_rel):
-        shares = []
+        tried, shares = replace(method, ridge_rel=strength), []
         for own, other in (halves, halves[::-1]):
-            fit = heads.values_at_site(own, replace(method, ridge_rel=strength), weight, bias, 3, 8).recovery
-            shares.append(heads.error_of(fit, weight, bias, other) / heads.output_energy(other, weight))
+            (judged,) = (each.held_out for each in reduce(dense, own, tried, widths={name: 24}, held_out=other).sites)
+            assert judged is not None
+            shares.append(judged.error / judged.energy)
         errors[strength] = sum(shares) / 2
-    report = next(each for each in reduction.sites if (each.site, each.part) == (name, "v"))
-    assert report.ridge_fit is not None
-    assert report.ridge_fit.strength == min(errors, key=lambda each: errors[each])
-    assert report.ridge_fit.share_held_out == pytest.approx(min(errors.values()))
+    fit = fits[name]
+    assert fit is not None
+    assert fit.strength == min(errors, key=lambda each: errors[each])
+    assert fit.share_held_out == pytest.approx(min(errors.values()))
 
 
 def test_corps_maps_choose_theirs(moments: Moments) -> None:
-    method = method_from_preset("corp", attention_sparsity=0.5, align_head=8)
-    reduction = reduce(tiny.checkpoint().model, moments, method)
+    dense, method = tiny.checkpoint().model, method_from_preset("corp", attention_sparsity=0.5, align_head=8)
+    reduction = reduce(dense, moments, method)
     for report in reduction.sites:
         assert report.ridge_fit is not None
-        own, other = halves_at(moments, report.site)
-        rows = sites_of(tiny.checkpoint().model).linear_by_name[report.site].first.weight.detach().double()
         tried = replace(method, ridge_rel=report.ridge_fit.strength_whole)
-        both = moments.sites[report.site]
-        assert isinstance(both, HeadMoments)
-        at_site = heads.qk_at_site(report.site, both, method, rows, 8, (own, other))
-        again = heads.qk_at_site(report.site, both, tried, rows, 8)
-        torch.testing.assert_close(at_site.recovery.q_map_HRD, again.recovery.q_map_HRD)
+        again = reduce(dense, replace(moments, half=None), tried).model
+        maps, own = (each.get_parameter(f"{report.site}v.weight")[:48] for each in (reduction.model, again))
+        torch.testing.assert_close(maps, own)
 
 
 @pytest.mark.parametrize("preset", ["corp-v1", "grail", "vbp", "none"])
@@ -220,7 +186,7 @@ def test_published_methods_stay_as_published(moments: Moments, preset: str) -> N
 
 def test_full_width_stays_what_it_is(moments: Moments) -> None:
     dense = tiny.checkpoint().model
-    widths: dict[str, Width] = {"blocks.0.mlp": 192, "blocks.0.attn": HeadWidths(qk=16, v=16)}
+    widths = {"blocks.0.mlp": 192, "blocks.0.attn.qk": 48, "blocks.0.attn.v": 48}
     method = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0, align_hidden=8, align_head=8)
     images = torch.from_numpy(tiny.images(4, seed=9))
     got = reduce(dense, moments, method, widths=widths).model

@@ -61,9 +61,11 @@ def test_places_are_those_of_a_copy_that_merges(probe: Probe) -> None:
     assert [place.before for place in places] == [f"blocks.{block}.attn" for block in range(DEPTH)]
     assert [place.protected for place in places] == [1] * DEPTH
     assert places[0].behind == ("blocks.0.mlp", "blocks.1.attn")
+    assert places[0].sites == ("blocks.0.mlp", "blocks.1.attn.qk", "blocks.1.attn.v")
     assert places[-1].behind == (f"blocks.{DEPTH - 1}.mlp",)
 
 
+@pytest.mark.slow("models")
 def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurves) -> None:
     """First order against the merged model itself, which merges at one block alone."""
     family = family_of(probe.model)

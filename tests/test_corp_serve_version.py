@@ -1,4 +1,4 @@
-"""`serve-version` on a running server from the command line: a release's samples, refusals, exit codes."""
+"""`package serve` on a running server from the command line: a release's samples, refusals, exit codes."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ REASON = lack()
 
 
 def run(*words: object) -> Result:
-    return CliRunner().invoke(main, ["serve-version", *(str(word) for word in words)])
+    return CliRunner().invoke(main, ["package", "serve", *(str(word) for word in words)])
 
 
 def release_of(graph: Path, folder: Path) -> Path:

@@ -29,7 +29,7 @@ def test_a_reduced_model_is_served_as_it_computes(tmp_path: Path) -> None:
     invoked("export", "--model", tmp_path / "reduced", "-o", tmp_path / "reduced" / "model.onnx")
     repository = tmp_path / "repository"
     invoked("package", tmp_path, "-o", repository, "--name", "tiny", "--labels", tmp_path / "labels.txt")
-    invoked("lint-repo", repository)
+    invoked("package", "lint", repository)
     with torch.inference_mode():
         expected = corp_deploy.load(tmp_path / "reduced")(torch.from_numpy(images)).numpy()
     (tmp_path / "server").mkdir()

@@ -235,7 +235,7 @@ def test_bad_numbers_are_refused_before_the_pass(home: Path, tmp_path: Path, cou
 def test_the_copy_that_a_snapshot_inside_a_batch_needs_is_counted(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statistics = Statistics(patterns=("blocks.0.mlp",))
+    statistics = Statistics(patterns=("blocks.0.mlp.*",))
     width = 192
     one = 8 * (width**2 + 2 * width)
     monkeypatch.setattr(memory, "bytes_available", lambda device: int(1.5 * one))

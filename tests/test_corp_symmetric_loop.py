@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.cli import main
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.named_loop import reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import save
 from tests import tiny
 
@@ -55,13 +54,13 @@ def test_it_is_grails_loop(images: Images) -> None:
         block.mlp.fc1.bias = nn.Parameter(block.mlp.fc1.bias[kept])
         block.mlp.fc2.weight = nn.Parameter(torch.from_numpy(new))
     method = method_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduction = reduce_symmetric_loop(tiny.checkpoint().model, images, method)
+    reduction = reduce_by_symmetric_loop(tiny.checkpoint().model, images, method)
     others = torch.from_numpy(tiny.images(6, seed=9))
     with torch.inference_mode():
         expected, found = by_hand(others.double()), reduction.model(others)
     assert float((found - expected).norm() / expected.norm()) < 1e-4
     assert [site.loop for site in reduction.sites] == [None, None]
-    assert "symmetric closed loop" in reduction.said[0]
+    assert "each to its dense weights" in reduction.said[0]
     # It can tell: the open loop's second MLP is another one.
     moments = calibrate(tiny.checkpoint(), images, batch_size=8)
     with torch.inference_mode():
@@ -72,24 +71,19 @@ def test_it_is_grails_loop(images: Images) -> None:
 @pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
 def test_every_method_walks_in_it(images: Images, preset: str) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    parts = vit.sites(reduce_symmetric_loop(tiny.checkpoint().model, images, method).model)
-    assert {part.width for part in parts.channels} == {96}
-    assert {part.qk for part in parts.heads} == {16 if "fold" in preset else 8}
+    sites = sites_of(reduce_by_symmetric_loop(tiny.checkpoint().model, images, method).model).by_name
+    pairs = 48 if "fold" in preset else 24
+    assert {(sites[f"blocks.{at}.mlp"].width, sites[f"blocks.{at}.attn.qk"].width) for at in (0, 1)} == {(96, pairs)}
 
 
-def test_the_first_site_is_the_open_loops_and_full_width_is_the_dense_model(images: Images) -> None:
+def test_the_first_site_is_the_open_loops(images: Images) -> None:
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    widths: dict[str, int | HeadWidths] = {"blocks.0.attn": HeadWidths(qk=8, v=16), "blocks.0.mlp": 96}
-    looped = reduce_symmetric_loop(model, images, method, widths=widths).sites
+    widths = {"blocks.0.attn.qk": 24, "blocks.0.mlp": 96}
+    looped = reduce_by_symmetric_loop(model, images, method, widths=widths).sites
     alone = {site.site: site for site in reduce(model, moments, method, widths=widths).sites}
-    assert looped[0].error == pytest.approx(alone["blocks.0.attn"].error, rel=1e-4)
+    assert looped[0].error == pytest.approx(alone["blocks.0.attn.qk"].error, rel=1e-4)
     assert looped[1].error != pytest.approx(alone["blocks.0.mlp"].error, rel=1e-4)
-    whole = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)
-    others = torch.from_numpy(tiny.images(4, seed=9))
-    with torch.inference_mode():
-        dense, same = model(others), reduce_symmetric_loop(model, images, whole).model(others)
-    assert float((same - dense).norm() / dense.norm()) < 1e-5
 
 
 def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
@@ -99,9 +93,9 @@ def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
     words += ["--images", tmp_path / "images.npy", "--align", "mlp=8"]
     for given, said, fitted in (
-        (("--closed-loop", "symmetric"), "symmetric closed loop", False),
-        (("--closed-loop",), "closed loop fitted to", True),
-        (("--closed-loop", "asymmetric"), "closed loop fitted to", True),
+        (("--closed-loop", "symmetric"), "in which they run, each to its dense weights", False),
+        (("--closed-loop",), "in which they run, fitted to", True),
+        (("--closed-loop", "asymmetric"), "in which they run, fitted to", True),
     ):
         result = CliRunner().invoke(main, [str(word) for word in (*words, *given, "-o", tmp_path / "r")])
         assert result.exit_code == 0, result.output

@@ -3,30 +3,25 @@ refits toward a prior against least squares on raw samples.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.images import Images
-from calib.moments import ChannelMoments
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
 from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.reduction.branch_sums import Halves, halves_of
-from corp_deploy.reduction.channel_target import refitted
-from corp_deploy.reduction.channels import ChannelLayers
-from corp_deploy.reduction.closed_loop import Loop, reduce_closed_loop
-from corp_deploy.reduction.correct import STRENGTHS, correct_
+from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.streams import entering_first, streams_of
-
-from . import tiny
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from tests import tiny
 
 Draw = tuple[Tensor, Tensor, Tensor]
 
@@ -139,77 +134,39 @@ def test_the_layer_is_fitted_by_the_strength_that_the_halves_choose(count: int) 
     best = min(errors, key=lambda each: errors[each])
     expected = none if best is None else fitted([one, other], best / 2)
 
-    sums = Halves(fit=summed(one[0], one[1]), held_out=summed(other[0], other[1]))
-    layers = ChannelLayers(first_FI=prior.T, first_bias_F=None, second_OF=prior, second_bias_O=bias)
-    got = refitted(layers, sums, scale, STRENGTHS, both_ways=True)
-    assert got.second_bias_O is not None
+    sums = summed(one[0], left(one)), summed(other[0], left(other))
+    (changes,), fit = group_corrections([sums], None, STRENGTHS, both_ways=True)
+    assert fit.strength == best
+    weight_OF, bias_O = (divided_by_scale(each, scale) for each in changes)
     for row in (0, 1):
-        torch.testing.assert_close(got.second_OF[row], prior[row] + expected[0][row] / scale[row], rtol=5e-3, atol=5e-3)
-        torch.testing.assert_close(
-            got.second_bias_O[row], bias[row] + expected[1][row] / scale[row], rtol=1e-4, atol=1e-4
-        )
-    assert torch.equal(got.second_OF[2], prior[2])
+        torch.testing.assert_close(weight_OF[row], expected[0][row] / scale[row], rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(bias_O[row], expected[1][row] / scale[row], rtol=1e-4, atol=1e-4)
+    assert not weight_OF[2].any()
 
 
-def test_one_layer_corrected_both_ways_reports_both() -> None:
-    one, other = draw(1, count=14), draw(2, count=14)
-    layer = nn.Linear(8, 3)
-    with torch.no_grad():
-        layer.weight.zero_()
-        layer.bias.zero_()
-    fit = correct_(
-        layer, summed(*one[:2]), summed(*other[:2]), scale_C=None, energy=1.0, strengths=STRENGTHS, both_ways=True
+def test_corrected_both_ways_reports_both() -> None:
+    one, other = (summed(*draw(seed, count=14)[:2]) for seed in (1, 2))
+    (_, fit), (_, swapped) = (
+        group_corrections([pair], 1.0, STRENGTHS, both_ways=True) for pair in ((one, other), (other, one))
     )
-    swapped = correct_(
-        nn.Linear(8, 3), summed(*other[:2]), summed(*one[:2]), scale_C=None, energy=1.0, strengths=STRENGTHS,
-        both_ways=True,
-    )  # fmt: skip
     assert fit.strength == swapped.strength
     assert fit.error_held_out == pytest.approx(swapped.error_held_out)
     assert fit.error_held_out >= fit.error
-    plain = (one[1].square().sum() / 14 + other[1].square().sum() / 14) / 2
-    assert fit.error_recovered == pytest.approx(float(plain), rel=1e-6)
+    plain = sum(float(draw(seed, count=14)[1].square().sum()) / 14 for seed in (1, 2)) / 2
+    assert fit.error_recovered == pytest.approx(plain, rel=1e-6)
 
 
 def opened(path: Path, count: int) -> Images:
     return tiny.opened(path, tiny.images(count, seed=3))
 
 
-def test_streams_are_parted_as_the_halves_are(tmp_path: Path) -> None:
-    model, images = tiny.checkpoint().model.eval(), opened(tmp_path / "images.npy", 13)
-    second = torch.tensor([n % 3 == 0 for n in range(13)])
-    with torch.inference_mode():
-        streams = streams_of(entering_first(model), images, 4, half_ids=images.ids[second], held_out_every=4)
-        whole = torch.cat([vit.embedded(model, batch) for batch in images.batches(13)])
-        held = torch.cat([pair.dense for pair in streams if pair.held_out])
-        rest = torch.cat([pair.dense for pair in streams if not pair.held_out])
-        torch.testing.assert_close(held, whole[second])
-        torch.testing.assert_close(rest, whole[~second])
-        assert streams.in_halves
-        unknown = streams_of(entering_first(model), images, 4, half_ids=torch.tensor([5]), held_out_every=4)
-    assert not unknown.in_halves
-    assert sum(len(pair.dense) for pair in unknown if pair.held_out) == 3
-
-
-def test_halves_of_streams_are_those_of_their_sums() -> None:
-    one, other = draw(1, count=9), draw(2, count=6)
-    sums = Halves(fit=summed(*one[:2]), held_out=summed(*other[:2]))
-    both = torch.cat((one[0], other[0]))
-    zeros = torch.zeros(8, dtype=torch.float64)
-    moments = ChannelMoments(tokens=15, eps=0.0, sum_F=both.sum(0), gram_FF=both.T @ both, active_F=zeros)
-    for part, half in zip((one, other), halves_of(moments, sums), strict=True):
-        torch.testing.assert_close(half.mean_F, part[0].mean(0), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(half.covariance_FF, torch.cov(part[0].T, correction=0), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("geometry", ["padded", "square"])
-def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path, geometry: str) -> None:
+def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path) -> None:
     model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 24)
-    method = method_from_preset(
-        "best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8, geometry=geometry
+    half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
+    method = method_from_preset("best", geometry="square", **half)
+    halved, mirrored = (
+        reduce_by_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[first::2])) for first in (0, 1)
     )
-    halved = reduce_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[::2]))
-    mirrored = reduce_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[1::2]))
     for one, other in zip(halved.sites, mirrored.sites, strict=True):
         assert (one.ridge_fit is None) == (one.part == "qk")
         assert (one.loop is None) == (other.loop is None)
@@ -270,3 +227,13 @@ def test_strength_goes_from_least_squares_to_the_prior() -> None:
     torch.testing.assert_close(refit_toward(prior, regression, strength=1e12).weight_OK, prior)
     free = np.linalg.lstsq(np.hstack((x.numpy(), np.ones((80, 1)))), t.numpy(), rcond=None)[0].T
     np.testing.assert_allclose(refit_toward(prior, regression, strength=0.0).weight_OK, free[:, :6], rtol=1e-8)
+
+
+def test_ids_that_are_none_of_the_images_make_no_halves(tmp_path: Path) -> None:
+    """Then some images are held out, which don't choose ridges."""
+    model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 12)
+    method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
+    unknown = reduce_by_closed_loop(model, images, method, loop=Loop(half_ids=torch.tensor([5])))
+    assert [site.ridge_fit for site in unknown.sites] == [None, None]
+    plain = reduce_by_closed_loop(model, images, method)
+    assert [site.loop for site in unknown.sites] == [site.loop for site in plain.sites]

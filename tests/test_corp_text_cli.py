@@ -85,7 +85,7 @@ def _exported_verified_and_timed(home: Path, directory: Path) -> None:
     invoked("bench", graph, graph, *short)
     assert "has no tokenizer" in invoked("bench", graph, graph, *text, *short, code=2).stderr
     invoked("package", home, "-o", home / "repository", "--name", "encoder")
-    assert "0 findings" in invoked("lint-repo", home / "repository").output
+    assert "0 findings" in invoked("package", "lint", home / "repository").output
     (configuration, *_) = sorted((home / "repository").rglob("config.pbtxt"))
     assert "attention_mask" in configuration.read_text()
 

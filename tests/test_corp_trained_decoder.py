@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,8 @@ def test_a_limit_is_judged_by_the_interval(value: tuple[float, float, float], ve
     )
     assert LanguageLimits(max_ratio=1.05).judged(row)[0] == verdict
     assert LanguageLimits().judged(row)[0] == "UNJUDGED"
-    assert LanguageLimits(max_ratio=1.05, min_agreement=1.5).judged(row)[0] == "FAIL"
+    apart = replace(row, agreement=Range(value=0.8, low=0.8, high=0.8))
+    assert LanguageLimits(max_ratio=1.05, min_agreement=0.9).judged(apart)[0] == "FAIL"
 
 
 def test_an_open_limit_says_what_would_decide_and_few_sequences_decide_nothing() -> None:

@@ -14,10 +14,10 @@ import torch
 from click.testing import Result
 
 from calib.store import load
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.families.widths import Width, aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
 from corp_deploy.planning.curves import cost_curves, eliminations
@@ -119,7 +119,8 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     assert evenly(probe.model, less, sites, dense).share > 0.7, "the least sparsity that meets the budget"
     asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
-    assert {part.name: part.width for part in vit.sites(even).channels}.items() <= uniform.widths.items()
+    narrower = {site.name: site.width for site in sites_of(even).every if site.kind != "traced values"}
+    assert narrower.items() <= uniform.widths.items()
     assert found.predicted_error <= uniform.predicted_error
     images = torch.from_numpy(tiny.images(24))
     (reference,) = outputs(probe.model, images, 8)
@@ -158,6 +159,12 @@ def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path
     assert "of the dense macs used" in record["decided"][0]
 
 
+def widths_of(directory: Path) -> set[tuple[str, Width]]:
+    """Of all blocks, by the last word of sites' names."""
+    every = sites_of(load_checkpoint(directory).model).every
+    return {(site.name.rpartition(".")[2], site.width) for site in every}
+
+
 @pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "fold", "vbp", "none"])
 def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset: str) -> None:
     keeps_heads = preset in ("grail", "grail-fold", "fold", "vbp")
@@ -165,10 +172,7 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
     looked = ["--images", home / "images.npy"] if "fold" in preset else []
     words = ["--preset", preset, "--mlp", 0.5, *attention, "--align", "mlp=8,head=8", *looked]
     directory = reduced(home, tmp_path / preset, *words)
-    parts = vit.sites(load_checkpoint(directory).model)
-    assert {part.width for part in parts.channels} == {96}
-    expected = 16 if keeps_heads else 8
-    assert {part.qk for part in parts.heads} == {expected}
+    assert widths_of(directory) == {("mlp", 96), ("qk", 3 * (16 if keeps_heads else 8)), ("v", 3 * 16)}
 
 
 def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Path) -> None:
@@ -192,8 +196,7 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
 
 def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
     directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
-    parts = vit.sites(load_checkpoint(directory).model)
-    assert {(part.qk, part.v, part.geometry) for part in parts.heads} == {(8, 8, "square")}
+    assert widths_of(directory) == {("mlp", 192), ("qk", 3 * 8), ("v", 3 * 8)}
 
 
 # Sweep
@@ -247,13 +250,15 @@ def test_merged_moments_are_those_of_all_images(home: Path, tmp_path: Path) -> N
     np.save(both, np.concatenate([np.load(home / "images.npy"), np.load(home / "more.npy")]))
     for name, images in (("b", home / "more.npy"), ("all", both)):
         done("calibrate", "--model", home / "dense", "--images", images, "-o", tmp_path / f"{name}.safetensors")
-    done("merge-moments", home / "m.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "c.safetensors")
+    done("calibrate", "--merge", home / "m.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "c.safetensors")
     merged, whole = load(tmp_path / "c.safetensors"), load(tmp_path / "all.safetensors")
     for site in whole.sites:
         ours, theirs = merged.sites[site], whole.sites[site]
-        name = "gram_FF" if site.endswith("mlp") else "zz_CC"
+        name = "qq_HDD" if site.endswith("qk") else "gram_FF"
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-9, atol=1e-9)
-    again = run("merge-moments", home / "m.safetensors", tmp_path / "c.safetensors", "-o", tmp_path / "d.safetensors")
+    again = run(
+        "calibrate", "--merge", home / "m.safetensors", tmp_path / "c.safetensors", "-o", tmp_path / "d.safetensors"
+    )
     assert again.exit_code == 2
     assert "count twice" in again.stderr
 
@@ -261,11 +266,11 @@ def test_merged_moments_are_those_of_all_images(home: Path, tmp_path: Path) -> N
 def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
     done("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
-    assert list(load(tmp_path / "s.safetensors").sites) == ["blocks.1.mlp"]
+    assert "blocks.1.mlp.fc2" in load(tmp_path / "s.safetensors").sites
     assert "fits no site" in run("calibrate", *words, "--sites", "layers.*").stderr
-    done("redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
-    record = json.loads(done("redundancy", "--moments", home / "m.safetensors", "--json").stdout)
-    assert [site["site"] for site in record["sites"]][:2] == ["blocks.0.attn", "blocks.0.mlp"]
+    done("inspect", "redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
+    record = json.loads(done("inspect", "redundancy", "--moments", home / "m.safetensors", "--json").stdout)
+    assert [site["site"] for site in record["sites"]][:2] == ["blocks.0.attn.qk", "blocks.0.attn.proj"]
 
 
 def test_asking_for_a_gpu_that_is_not_there_exits_with_4(home: Path, tmp_path: Path) -> None:
@@ -348,9 +353,9 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
     faulty = replaced(dense.model, {})
-    fc1 = vit.sites(faulty).channels[1].first
+    weight = faulty.get_parameter("blocks.1.mlp.fc1.weight")
     with torch.no_grad():
-        fc1.weight[[0, 1]] = fc1.weight[[1, 0]]
+        weight[[0, 1]] = weight[[1, 0]]
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
     done("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
@@ -394,11 +399,9 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
     hot = replaced(dense.model, {})
-    part = vit.sites(hot).channels[1]
     with torch.no_grad():
-        part.first.weight.mul_(3e4)
-        part.first.bias.mul_(3e4)
-        part.last.weight.div_(3e4)
+        for name, factor in (("fc1.weight", 3e4), ("fc1.bias", 3e4), ("fc2.weight", 1 / 3e4)):
+            hot.get_parameter(f"blocks.1.mlp.{name}").mul_(factor)
     save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
     result = done(
         "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",
@@ -541,4 +544,4 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     done("gate", tmp_path / "parity.json", code=1)
     assert "nothing to judge" in run("gate", bench).stderr
     assert run("gate", *files, "--fail-if", "speed is good").exit_code == 2
-    assert "no difference" in done("compare", bench, bench).stdout
+    assert "no difference" in done("bench", "compare", bench, bench).stdout

@@ -126,7 +126,19 @@ def test_other_precisions_are_measured(
 ) -> None:
     invoked("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
     assert graph_of_directory(tmp_path / "g").cache.value_bytes == value_bytes
-    words = ("verify-decoder", home / "llama", tmp_path / "g", "-o", tmp_path / "p.json", "--length", 8, "-q", "--json")
+    words = (
+        "verify",
+        "--random",
+        2,
+        home / "llama",
+        tmp_path / "g",
+        "-o",
+        tmp_path / "p.json",
+        "--length",
+        8,
+        "-q",
+        "--json",
+    )
     links = json.loads(invoked(*words).stdout)["links"]
     assert [link["status"] for link in links] == ["MEASURED"] * 2
     assert all(1e-5 < link["measures"]["relative_error"] < most for link in links), links
@@ -136,14 +148,14 @@ def test_other_precisions_are_measured(
 def test_what_a_cpu_has_no_kernel_for(home: Path, tmp_path: Path) -> None:
     """Norms of queries and keys are inside of FP16's attention."""
     invoked("export-decoder", home / "qwen3", "-o", tmp_path / "g", "--precision", "fp16", "-q")
-    told = invoked("verify-decoder", home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
+    told = invoked("verify", "--random", 2, home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
     assert "a graph in fp16 is for provider cuda" in told
 
 
 def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     """A graph of the same widths and other weights; positions that turn at another pace are found too."""
     words = ("-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
-    good = json.loads(invoked("verify-decoder", home / "llama", home / "onnx" / "llama", *words).stdout)
+    good = json.loads(invoked("verify", "--random", 2, home / "llama", home / "onnx" / "llama", *words).stdout)
     assert good == json.loads((tmp_path / "p.json").read_text())
     assert [(link["name"], link["status"]) for link in good["links"]] == [
         ("prefill", "PASS"),
@@ -151,18 +163,20 @@ def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     ]
     assert all(link["measures"]["relative_error"] < 1e-5 for link in good["links"])
     decoders.write_decoder(tmp_path / "other", "llama", rope_theta=100.0)
-    found = json.loads(invoked("verify-decoder", tmp_path / "other", home / "onnx" / "llama", *words, code=1).stdout)
+    found = json.loads(
+        invoked("verify", "--random", 2, tmp_path / "other", home / "onnx" / "llama", *words, code=1).stdout
+    )
     assert [link["status"] for link in found["links"]] == ["FAIL"] * 2
-    told = invoked("verify-decoder", home / "llama-narrow", home / "onnx" / "llama", *words, code=2).stderr
+    told = invoked("verify", "--random", 2, home / "llama-narrow", home / "onnx" / "llama", *words, code=2).stderr
     assert "give the directory that the graph was built of" in told
-    long = invoked("verify-decoder", home / "llama", home / "onnx" / "llama", *words[:2], "--length", 65, code=2)
+    long = invoked("verify", "--random", 2, home / "llama", home / "onnx" / "llama", *words[:2], "--length", 65, code=2)
     assert "65 tokens" in long.stderr
 
 
 def test_bench_times_both(home: Path, tmp_path: Path) -> None:
     """Every length and batch has both, in turns, from graphs and from plain directories alike."""
     words = (home / "onnx" / "llama", home / "llama-narrow", "--length", 4, "--batch", 2, "--cached", 16)
-    told = json.loads(invoked("bench-decoder", *words, *QUICK, "-o", tmp_path / "b.json", "--json", "-q").stdout)
+    told = json.loads(invoked("bench", *words, *QUICK, "-o", tmp_path / "b.json", "--json", "-q").stdout)
     record = load_decoder_bench(tmp_path / "b.json")
     assert record.caches["dense"].token_bytes == 2 * record.caches["reduced"].token_bytes == 512
     assert [each.length for each in record.prefill] == [4] == [each["length"] for each in told["prefill"]]
@@ -186,11 +200,23 @@ def test_bench_times_both(home: Path, tmp_path: Path) -> None:
         ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own form"),
         ("export-decoder {changed} -o {out}", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own"),
         ("export-decoder {changed} -o {out}", {"intermediate_size": 96}, "mlp"),
-        ("verify-decoder {home}/llama {home}/llama -o {out}", {}, "no genai_config.json"),
-        ("bench-decoder {home}/onnx/llama {home}/opt -o {out}", {}, "model_type is 'opt'"),
-        ("bench-decoder {home}/onnx/llama {home}/onnx/qwen3 --cached 64 -o {out}", {}, "places 64 tokens"),
+        ("verify {home}/llama {home}/onnx/llama -o {out}", {}, "say of how many sequences: --random 2"),
         (
-            "bench-decoder {home}/onnx/llama {home}/onnx/llama --provider cuda --cached 8 --length 8 -o {out}",
+            "verify {home}/llama {home}/onnx/llama --random 2 --batch 4 -o {out}",
+            {},
+            "--batch 4 is not honoured by a dec",
+        ),
+        (
+            "verify hf:{home}/llama {home}/onnx/llama --images x -o {out}",
+            {},
+            "--images x is not honoured by a decoder's",
+        ),
+        ("bench {home}/onnx/llama {home}/onnx/llama --names a,b -o {out}", {}, "--names a,b is not honoured by graphs"),
+        ("bench {home}/llama {home}/llama --device cpu -o {out}", {}, "a GPU with --provider cuda"),
+        ("bench {home}/onnx/llama {home}/opt -o {out}", {}, "model_type is 'opt'"),
+        ("bench {home}/onnx/llama {home}/onnx/qwen3 --cached 64 -o {out}", {}, "places 64 tokens"),
+        (
+            "bench {home}/onnx/llama {home}/onnx/llama --provider cuda --cached 8 --length 8 -o {out}",
             {},
             "fp16",
         ),

@@ -36,10 +36,11 @@ def test_there_are_such_commands() -> None:
 
 @pytest.mark.parametrize(("page", "words"), unrun(), ids=lambda each: " ".join(each)[:70] if each else "")
 def test_a_command_parses(page: str, words: list[str]) -> None:
-    name, *rest = words
-    main.commands[name].make_context(name, list(rest))  # raises what a wrong option or value is refused with
+    name, command, rest = main.resolve_command(click.Context(main), words)
+    assert command is not None
+    command.make_context(name, rest)  # raises what a wrong option or value is refused with
     if name == "gate":
-        assert all(rule_from_text(rule) for option, rule in pairwise(rest) if option == "--fail-if")
+        assert all(rule_from_text(rule) for option, rule in pairwise(words) if option == "--fail-if")
 
 
 def test_every_option_stands_on_a_page_that_somebody_wrote() -> None:

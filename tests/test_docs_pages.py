@@ -60,9 +60,9 @@ def test_every_option_that_a_page_names_is_one() -> None:
     """In running text too."""
     ours = {
         option
-        for command in main.commands.values()
-        for each in command.params
-        for option in (*each.opts, *each.secondary_opts)
+        for name, command in main.commands.items()
+        for options in (name.split(), *((*each.opts, *each.secondary_opts) for each in command.params))
+        for option in options
     }
     others = {
         "--gpus",
@@ -70,6 +70,7 @@ def test_every_option_that_a_page_names_is_one() -> None:
         "--nnodes",
         "--max-restarts",
         "--help",
+        "--help-all",
         "--version",
         "--check",
         "--output",

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from benchmarks.pages import recipe
-from benchmarks.pages.commands import pages_of_commands
+from benchmarks.pages.commands import anchor, pages_of_commands
 from benchmarks.pages.exit_codes import CODES
 from benchmarks.pages.installed import installed
 from benchmarks.pages.root_pages import led_anew
@@ -75,7 +75,7 @@ def test_every_command_is_shown_once_with_all_its_options(site: Path) -> None:
     for page, names in pages_of_commands().items():
         built = text_of(site / "reference" / "commands" / page.replace(".md", ".html")) if names else ""
         for name in names:
-            assert f'id="corp-deploy-{name}"' in built
+            assert f'id="{anchor(name)}"' in built
             for option in main.commands[name].params:
                 assert all(html.escape(each) in built for each in option.opts if each.startswith("--")), (name, option)
 

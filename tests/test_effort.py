@@ -14,9 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from corp_deploy.algebra import scores
-from corp_deploy.algebra import whole_heads as algebra_of_heads
 from corp_deploy.cli import main
-from corp_deploy.reduction import channels
+from corp_deploy.reduction import traced_reads as reads
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -167,7 +166,7 @@ def told(*words: object) -> dict[str, Any]:
 def test_whatever_ranks_is_selecting(
     tmp_path: Path, preset: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that only what ranks channels, heads or dimensions moves on."""
+    """On a clock that only what ranks channels moves on."""
     ranked: list[str] = []
 
     def counted(room: Any, name: str) -> None:
@@ -179,10 +178,8 @@ def test_whatever_ranks_is_selecting(
 
         monkeypatch.setattr(room, name, moved_on)
 
-    for room, name in ((channels, "obs"), (channels, "swap"), (scores, "energy"), (scores, "wanda")):
+    for room, name in ((reads, "eliminate_channels"), (reads, "swap"), (scores, "energy_patches"), (scores, "wanda")):
         counted(room, name)
-    counted(scores, "logit_energy")
-    counted(algebra_of_heads, "output_energy")
     checkpoint = tiny.checkpoint()
     moments = calibrate(checkpoint, tiny.opened(tmp_path / "i.npy", tiny.images(8), checkpoint.model), batch_size=8)
     watch = Stopwatch(host=None, clock=lambda: float(len(ranked)))
@@ -191,7 +188,7 @@ def test_whatever_ranks_is_selecting(
         timed = reduce(checkpoint.model, moments, method, watch=watch)
     assert watch.efforts["select"].seconds == len(ranked) > 0
     assert watch.efforts["recover"].seconds == 0.0
-    expected = {"best": {"obs", "swap"}, "corp-v1": {"energy", "logit_energy"}, "grail": {"wanda", "output_energy"}}
+    expected = {"best": {"eliminate_channels", "swap"}, "corp-v1": {"energy_patches"}, "grail": {"wanda"}}
     assert expected[preset] <= set(ranked)
     plain = reduce(checkpoint.model, moments, method).model.state_dict()
     assert all(value.equal(plain[name]) for name, value in timed.model.state_dict().items())

@@ -72,7 +72,7 @@ def test_a_release(home: Path) -> None:
 def test_the_functions_of_python(home: Path) -> None:
     held_out = home / "held-out.npz"
     moments = corp_deploy.calibrate(home / "dense", home / "calibration.npy", home / "m.safetensors", hold_out=4)
-    assert (moments.inputs, len(moments.moments.sites)) == (10, 2)
+    assert (moments.inputs, len(moments.moments.sites)) == (10, 3)
     reduced = corp_deploy.reduce(
         home / "dense", moments, home / "reduced", mlp=0.5, attn=0.5, held_out=moments.held_out
     )

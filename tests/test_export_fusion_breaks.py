@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from torch import nn
 
 from corp_deploy.cli import main
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.proof.engine_search import Mended, fewest, offered
 from corp_deploy.proof.mixed_precision import mended_mixed
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -92,6 +94,14 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
             assert laps.calls == 2
     assert list(answers["broken"]) == ["logits"]
     np.testing.assert_array_equal(answers["plain"]["logits"], answers["broken"]["logits"])
+
+
+def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Checkpoint) -> None:
+    """Of a reduced one keys are turned by shapes that are read of them."""
+    exported = traced_model.exportable(at_widths(checkpoint.model, {"blocks.1.attn.qk": 16, "blocks.1.mlp": 64}))
+    ports = [image_port((3, 32, 32))], [LOGITS]
+    broken = with_fusion_breaks(onnx_from_model(exported, *ports, precision="fp16", metadata={}), ["*.attn/Softmax"])
+    assert [port.shape for port in breaks_of_graph(broken)] == [("batch", 2, 17, 17)] * 2
 
 
 @pytest.mark.parametrize(

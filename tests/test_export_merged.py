@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
@@ -28,13 +28,13 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @cache
 def model_of(way: str) -> nn.Module:
     kwargs, options = WAYS[way]
-    return vit.with_merging(checkpoint(**kwargs).model, Merging(schedule=(3, 4), **options))
+    return traced_model.with_merging(checkpoint(**kwargs).model, Merging(schedule=(3, 4), **options))
 
 
 @cache
 def graph(way: str, precision: str = "fp32") -> onnx.ModelProto:
     model = model_of(way)
-    ports = vit.input_spec(model).ports, vit.output_ports(model)
+    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
     return onnx_from_model(family_of(model).exportable(model), *ports, precision=precision, metadata={})
 
 
@@ -57,8 +57,8 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bou
 @pytest.mark.slow("graph")
 def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
-    model = vit.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
-    ports = vit.input_spec(model).ports, vit.output_ports(model)
+    model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
+    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
     proto = onnx_from_model(family_of(model).exportable(model), *ports, precision="fp32", metadata={})
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
     with torch.inference_mode():

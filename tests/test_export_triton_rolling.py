@@ -320,7 +320,7 @@ def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monk
 def test_serve_version_says_what_stays_and_refuses_a_bound_for_no_samples(packaged: Path) -> None:
     for path in (packaged / "vit_onnx/2", packaged / "vit_onnx/configs/2.pbtxt"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    words = ["serve-version", str(packaged), "--model-version", "2"]
+    words = ["package", "serve", str(packaged), "--model-version", "2"]
     said = CliRunner().invoke(main, words)
     assert said.exit_code == 0, said.output
     assert f"{packaged}: vit_cpu serves version 2" in said.output

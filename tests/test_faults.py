@@ -44,7 +44,7 @@ from tests.export_served import write_onnx
 
 ROOT = Path(__file__).parents[1]
 FOUR = {"release", "reduce", "calibrate", "package"}
-TOGETHER = {"release", "reduce", "package", "serve-version"}
+TOGETHER = {"release", "reduce", "package", "package serve"}
 RECIPE = """
 [model]
 model = "dense"

@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
 from corp_deploy.cli import main
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.heads import HeadRequest, opened_heads
+from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_input import NORMALISED
 from corp_deploy.store.onnx_file import facts_of_onnx
@@ -559,7 +559,7 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
     with candidate_from_path(path).opened(ports) as run, pytest.raises(BadInput, match=expected):
         run(feeds)
     backbone = [OutputPort(name="x", role="embedding")]
-    with opened_heads(HeadRequest(paths=(path,)), backbone) as heads:
+    with opened_heads((path,), backbone) as heads:
         whole = heads.behind(lambda fed: {"x": fed["x"]}, 3)
         with pytest.raises(BadInput, match=expected):
             whole(feeds)

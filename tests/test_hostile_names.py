@@ -255,7 +255,7 @@ def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
     (folder / f"{NAME}.png").write_bytes(b"no picture")
     calls: list[list[object]] = [
         ["inspect", "--model", folder],
-        ["lint-repo", folder],
+        ["package", "lint", folder],
         ["check", folder],
         ["report", folder, "-o", tmp_path / "r.html"],
         ["verify", folder, folder / "m.onnx", "--random", 2, "-o", tmp_path / "p.json"],

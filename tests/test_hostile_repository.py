@@ -1,4 +1,4 @@
-"""Repositories of other people: whatever would run code in the server or lead it elsewhere is an error of lint-repo."""
+"""Repositories of other people: whatever would run code in the server or lead it elsewhere is an error of the lint."""
 
 import os
 import sys
@@ -142,7 +142,7 @@ def test_a_config_without_end_is_not_read(repository: Path) -> None:
 
 def test_an_old_server_is_warned_of(repository: Path) -> None:
     run: Callable[..., object] = CliRunner().invoke
-    done = run(main, ["lint-repo", str(repository), "--server", "26.05"])
+    done = run(main, ["package", "lint", str(repository), "--server", "26.05"])
     told = " ".join(done.stdout.split())  # type: ignore[attr-defined]
     assert done.exit_code == 0, "a warning"  # type: ignore[attr-defined]
     assert "tritonserver:26.05-py3 has published holes, closed in 26.07" in told
@@ -159,5 +159,5 @@ def test_an_old_server_is_warned_of(repository: Path) -> None:
 def test_nothing_of_a_repository_is_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (repository / "vit_cpu/1/model.py").write_text("raise SystemExit('run')\n")
     before = set(sys.modules)
-    assert CliRunner().invoke(main, ["lint-repo", str(repository)]).exit_code == 1
+    assert CliRunner().invoke(main, ["package", "lint", str(repository)]).exit_code == 1
     assert not {name for name in set(sys.modules) - before if "model" in name and "triton" not in name}

@@ -86,8 +86,8 @@ def shown(*items: Any) -> str:
 EVERY: dict[str, Callable[[], str]] = {
     "bench": lambda: shown(speed_table(record()), *repeat_lines(record()), *best_batch(record())),
     "bench --json": lambda: json.dumps(speed_record(record()), allow_nan=False),
-    "bench-decoder": lambda: shown(prefill_table(decoders()), decode_table(decoders())),
-    "bench-decoder --json": lambda: json.dumps(decoder_record(decoders()), allow_nan=False),
+    "decoders": lambda: shown(prefill_table(decoders()), decode_table(decoders())),
+    "decoders --json": lambda: json.dumps(decoder_record(decoders()), allow_nan=False),
     "sweep": lambda: shown(sweep_speeds(swept())),
     "sweep.csv": lambda: csv_of_sweep(swept()),
     "sweep.html": lambda: sweep_page(swept(), DensePoint(macs=20, parameters=2, inputs=4), title="t"),
@@ -113,17 +113,17 @@ def test_no_infinity_is_printed(what: str) -> None:
     assert not INFINITY.search(visible), INFINITY.search(visible)
 
 
-@pytest.mark.parametrize("what", ["bench", "bench-decoder", "report.html", "report.md", "report.csv"])
+@pytest.mark.parametrize("what", ["bench", "decoders", "report.html", "report.md", "report.csv"])
 def test_what_there_was_no_time_for_is_named(what: str) -> None:
     assert "out of time" in EVERY[what]()
 
 
-@pytest.mark.parametrize("what", ["bench --json", "bench-decoder --json", "sweep", "gate.md", "report.md"])
+@pytest.mark.parametrize("what", ["bench --json", "decoders --json", "sweep", "gate.md", "report.md"])
 def test_the_time_that_it_takes_is_shown(what: str) -> None:
     assert WHY in EVERY[what]()
 
 
-@pytest.mark.parametrize("what", ["bench", "bench-decoder", "sweep", "gate.md", "compare", "report.html", "report.md"])
+@pytest.mark.parametrize("what", ["bench", "decoders", "sweep", "gate.md", "compare", "report.html", "report.md"])
 def test_a_value_of_too_few_rounds_says_that_it_has_no_interval(what: str) -> None:
     assert "(no interval)" in EVERY[what]()
 

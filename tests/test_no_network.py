@@ -25,7 +25,7 @@ WAYS_OUT = {"aiohttp", "ftplib", "http", "httpx", "huggingface_hub", "requests",
 ASKS_A_SERVER = "export/triton/server.py"
 # They take longer, or need what may be absent: their own tests run behind the guard that conftest puts before every
 # test.
-TRIED_ELSEWHERE = {"demo", "latency-table", "export-decoder", "verify-decoder", "bench-decoder", "perplexity"}
+TRIED_ELSEWHERE = {"demo", "latency-table", "export-decoder", "perplexity"}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,8 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
         "completion": (["completion", "bash"], 0),
         "inspect": (["inspect", "--model", dense], 0),
         "calibrate": (["calibrate", "--model", dense, *images, "-o", moments], 0),
-        "merge-moments": (["merge-moments", moments, home / "other.safetensors", "-o", home / "two.safetensors"], 0),
-        "redundancy": (["redundancy", "--moments", moments], 0),
+        "calibrate --merge": (["calibrate", "--merge", moments, home / "other.safetensors", "-o", home / "two"], 0),
+        "inspect redundancy": (["inspect", "redundancy", "--moments", moments], 0),
         "reduce": (["reduce", "--model", dense, "--moments", moments, "--mlp", 0.5, "-o", reduced], 0),
         "sweep": (["sweep", "--model", dense, "--moments", moments, *images, "--sparsity", 0.5, "--preset", "none",
                    "-o", home / "sweep"], 0),
@@ -68,11 +68,11 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
         "audit": (["audit", graph, graph, "--backend", "tensorrt"], 4),
         "bench": (["bench", graph, graph, "--batch", 1, *quick, "-o", bench], 0),
         "gate": (["gate", bench, "--fail-if", "size_bytes > dense"], 0),
-        "compare": (["compare", bench, bench], 0),
+        "bench compare": (["bench", "compare", bench, bench], 0),
         "report": (["report", home, "-o", home / "r.html"], 0),
         "package": (["package", home, "-o", home / "repository"], 0),
-        "lint-repo": (["lint-repo", home / "repository"], 0),
-        "serve-version": (["serve-version", home / "repository", "--model-version", 1], 0),
+        "package lint": (["package", "lint", home / "repository"], 0),
+        "package serve": (["package", "serve", home / "repository", "--model-version", 1], 0),
         "release": (["release", home / "r.toml", "--init", dense], 0),
         "check": (["check", home], 2),
     }  # fmt: skip

@@ -11,9 +11,11 @@ from click.testing import CliRunner
 
 import export.engine.options
 from corp_deploy.cli import main
-from corp_deploy.commands.options import JSON, OUTPUT_NAMES, PROFILE, Paths, Words
+from corp_deploy.commands.options import Paths
 from corp_deploy.commands.value import Value
+from corp_deploy.invocation.engine import PROFILE
 from corp_deploy.invocation.method_choice import MULTIPLES
+from corp_deploy.invocation.source import JSON, OUTPUT_NAMES
 from corp_deploy.invocation.values import ListOf, Values
 from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe, schema_of, typed_value
 from ground import errors, quantities
@@ -21,7 +23,7 @@ from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
 
-WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths, Words)
+WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths)
 # fmt: off
 TEXTS = {
     "metric", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer", "keep_fp32",
@@ -41,7 +43,7 @@ def form_of(values: Values) -> str | None:
         return "{}"
     if isinstance(values, ListOf):
         return "1,{}"
-    return "mlp={}" if values is MULTIPLES else "1:{}:8" if values is PROFILE.values else None
+    return "mlp={}" if values is MULTIPLES else "1:{}:8" if values is PROFILE else None
 
 
 def form(parameter: click.Parameter) -> str | None:
@@ -59,7 +61,7 @@ NUMBERED = [(name, each) for name, each in parameters() if form(each)]
 
 def test_every_parameter_is_a_number_of_a_quantity_or_no_number() -> None:
     others = [(name, each) for name, each in parameters() if not form(each) and not isinstance(each.type, WORDED)]
-    others = [(name, each) for name, each in others if each.type not in (JSON, OUTPUT_NAMES)]
+    others = [(name, each) for name, each in others if getattr(each.type, "values", None) not in (JSON, OUTPUT_NAMES)]
     free = [f"{name} {each.name}" for name, each in others if each.name not in TEXTS]
     assert not free, f"{free}: give numbers a quantity; words that are none go into TEXTS here"
 
@@ -72,7 +74,7 @@ def test_what_is_no_number_is_refused_by_every_option(command: str, option: clic
     for text in NO_NUMBERS:
         if signed and text in ("-0", "-1e-3"):
             continue
-        result = CliRunner().invoke(main, [command, f"{option.opts[0]}={form_of_option.format(text)}"])
+        result = CliRunner().invoke(main, [*command.split(), f"{option.opts[0]}={form_of_option.format(text)}"])
         assert result.exit_code == 2, (text, result.output)
         assert option.opts[0] in result.stderr, (text, result.stderr)
         assert len(result.stderr) < 1000, "what was typed is not echoed whole"

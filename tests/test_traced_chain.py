@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from calib.moments import Moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
@@ -476,11 +475,6 @@ def test_a_recipe_is_carried_out(home: Path) -> None:
     assert len(config["sparsity"]) == 10
     assert len(config["sites"]["stages.1.blocks.0.attn.qk"]["kept"]) == 12
     assert "2:4" in (home / "release/MODEL_CARD.md").read_text()
-
-
-def test_a_name_that_is_known_is_built_as_before() -> None:
-    model = dense_from_architecture(Architecture(name="vit_tiny_patch16_224", kwargs={"num_classes": 3, "depth": 1}))
-    assert {site.kind for site in sites_of(model).every} == {"channels", "heads"}
 
 
 def test_every_site_saves_what_is_counted() -> None:

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
@@ -58,11 +57,6 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
     assert widths[:3] == ["queries and keys 16", "values 16", "channels 64"]
     assert widths[3:] == ["queries and keys 32, 16 in each of 2", "values 32, 16 in each of 2", "channels 128"]
     assert inspected("--model", "vit_tiny_patch16_224")["depth"] == 12
-
-
-def test_a_known_model_is_not_traced() -> None:
-    assert family_of(dense_from_architecture(Architecture(name="vit_tiny_patch16_224"))).NAME == "timm"
-    assert family_of(dense_from_architecture(PVT)).NAME == "traced"
 
 
 def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(

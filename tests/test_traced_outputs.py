@@ -20,9 +20,9 @@ from corp_deploy.families.traced_model import traced
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -82,44 +82,6 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
     for got, wanted, was in zip(given, expected, before, strict=True):
         assert np.abs(got - wanted.numpy()).max() < 1e-4 * wanted.abs().max()
         assert 1e-4 < (wanted - was).norm() / was.norm() < 0.7
-
-
-TOKENS = (
-    "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens,map,"
-    "block1_map_norm"
-)
-
-
-def test_tokens_in_front_and_norms_are_what_timm_has_there() -> None:
-    """Of a ViT with registers, traced."""
-    made: Any = timm.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0, "reg_tokens": 2}).eval()
-    tiny.enliven(made, 0)
-    model = with_outputs(
-        traced(made, Architecture(name="vit_tiny_patch16_224", kwargs=SMALL)), outputs_from_text(TOKENS)
-    )
-    pixels: Any = torch.from_numpy(images(3, seed=1))
-    with torch.no_grad():
-        given = dict(zip(TOKENS.split(","), model(pixels), strict=True))
-        streams: list[Any] = []
-        for block in made.blocks:
-            block.register_forward_hook(lambda _, __, out: streams.append(out))
-        tokens = made.forward_features(pixels)
-        wanted = {
-            "pooled": made(pixels),
-            "class": tokens[:, 0],
-            "registers": tokens[:, 1:3],
-            "patches": tokens[:, 3:],
-            "tokens": tokens,
-            "block0": streams[0][:, 3:],
-            "block1_norm": made.norm(streams[1])[:, 3:],
-            "block0_class": streams[0][:, 0],
-            "block1_registers_norm": made.norm(streams[1])[:, 1:3],
-            "block1_tokens": streams[1],
-            "map": tokens[:, 3:].mT.unflatten(2, (4, 4)),
-            "block1_map_norm": made.norm(streams[1])[:, 3:].mT.unflatten(2, (4, 4)),
-        }
-    for name, expected in wanted.items():
-        torch.testing.assert_close(given[name], expected, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +176,7 @@ def test_levers_that_walk_serve_several_outputs(tmp_path: Path) -> None:
     half = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4, align_head=4)
     moments = calibrate(Checkpoint(model=model, architecture=Architecture(name="x"), lineage={}), inputs, batch_size=16)
     opened = reduce(model, moments, half).model
-    closed = reduce_closed_loop(model, inputs, half).model
+    closed = reduce_by_closed_loop(model, inputs, half).model
     sharper = polished(model, opened, inputs, PolishOptions(how="layer")).model
     pixels = torch.from_numpy(images(64, seed=2))
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """A tiny trained-looking ViT and images for the tests of corp_deploy."""
 
-import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,6 @@ def checkpoint(seed: int = 0, **kwargs: object) -> Checkpoint:
     return Checkpoint(model=model, architecture=architecture, lineage={})
 
 
-def traced(dense: Checkpoint) -> Checkpoint:
-    """The same model as one that no family reads."""
-    return replace(dense, model=traced_model.traced(copy.deepcopy(dense.model), dense.architecture))
-
-
 @torch.no_grad()
 def enliven(model: nn.Module, seed: int) -> None:
     """Spread weights and biases so that nothing is near zero by initialisation."""
@@ -62,9 +55,9 @@ def opened(path: Path, pixels: NDArray[np.float32], model: nn.Module | None = No
 
 
 def timm_model(name: str, **kwargs: Any) -> nn.Module:
-    """A timm model with its initial weights, in eval mode."""
-    model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
-    return model.eval()
+    """A timm model with its initial weights, in eval mode, with its program."""
+    architecture = Architecture(name=name, kwargs=kwargs)
+    return traced_model.traced(timm.create_model(name, pretrained=False, **kwargs).eval(), architecture)
 
 
 def last_block(model: nn.Module) -> nn.Module:

@@ -51,11 +51,11 @@ FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "one layer for all": ("vit_base_patch16_xp_224", SMALL),
     "one layer for all, a difference": ("vit_dpwee_patch16_reg1_gap_256", SMALL),
 }
-NOTHING = ("one layer for all", "one layer for all, a difference")
-"""Forms of which nothing can be reduced."""
-KINDS = {"side by side": 8, "difference of softmaxes": 2, "norms inside": 2} | dict.fromkeys(NOTHING, 0)
-"""How many sites a form has, 4 unless it stands here."""
-REDUCED = tuple(form for form in FORMS if form not in NOTHING)
+SITES = {
+    "attention pool": 9, "q/k norm": 4, "gate behind a norm": 12, "side by side": 12, "norms inside": 2,
+    "difference of softmaxes": 8, "one layer for all": 4, "one layer for all, a difference": 8,
+}  # fmt: skip
+"""How many sites a form has, 6 unless it stands here."""
 
 
 def architecture(form: str, **changes: Any) -> Architecture:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import named, pieces
 from calib.moments import Moments
-from corp_deploy.families.family import example_of, family_of, input_ports, sites_of
+from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import TracedModule, Tracing
+from corp_deploy.families.traced_module import Tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -76,26 +76,7 @@ class Subject:
         return away(outputs(candidate, self.judged.batches(BATCH)), exact)
 
 
-def needed(model: nn.Module) -> int:
-    """How many inputs to calibrate on: `CALIBRATION`, or more where an MLP has more channels than those have rows."""
-    if isinstance(model, TracedModule):
-        return needed_by_program(tracing(model))
-    inputs_by_site: dict[str, float] = {}
-    handles = [
-        site.last.register_forward_pre_hook(
-            lambda _, given, site=site: inputs_by_site.__setitem__(site.name, site.width / given[0].shape[:-1].numel())
-        )
-        for site in sites_of(model).channels
-    ]
-    try:
-        outputs(model, iter([example_of(model)]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return max([CALIBRATION, *(math.ceil(each) for each in inputs_by_site.values())])
-
-
-def needed_by_program(found: Tracing) -> int:
+def needed(found: Tracing) -> int:
     """How many inputs to calibrate on: as many as give each layer half as many rows again as it has columns, within
     bounds.
     """
@@ -111,8 +92,8 @@ def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes:
     """Calibrated; `seed` draws weights and inputs. Raises BadInput where no family takes the model."""
     directory.mkdir(parents=True)
     checkpoint = dense(instance, directory, seed=seed, **changes)
-    fitted = inputs(instance, checkpoint.model, needed(checkpoint.model), 2 * seed + 1, directory)
-    has_heads = any(site.kind in ("heads", PAIRS) for site in sites_of(checkpoint.model).every)
+    fitted = inputs(instance, checkpoint.model, needed(tracing(checkpoint.model)), 2 * seed + 1, directory)
+    has_heads = any(site.kind == PAIRS for site in sites_of(checkpoint.model).every)
     statistics = Statistics(attention_system=has_heads)
     taken = calibrate(checkpoint, fitted, batch_size=BATCH, statistics=statistics)
     return Subject(
@@ -198,14 +179,10 @@ def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
     errors, draws = errors_of(instance, subject, directory)
     return row | {
         "class": type(subject.model).__name__,
-        "room": family_of(subject.model).NAME,
         "mlps": kinds["channels"],
-        "attentions": own["heads"] + own[VALUES],
+        "attentions": max(own[PAIRS], own[VALUES]),
         "rows": kinds[CONVOLUTIONS],
-        "kept": {
-            "qk": sum(site.keeps_qk for site in sites.heads) + max(own[VALUES] - own[PAIRS], 0),
-            "v": sum(site.keeps_v for site in sites.heads),
-        },
+        "kept": {"qk": max(own[VALUES] - own[PAIRS], 0), "v": max(own[PAIRS] - own[VALUES], 0)},
         "reasons": sorted({refusal.reason for refusal in sites.refused}),
         "identity": identities(instance, subject, directory),
         "inputs": subject.moments.images,

@@ -31,7 +31,7 @@ from corp_deploy.store.inputs import inputs_for_model
 from corp_deploy.traced.programs.tracing import trace
 
 from .alone import Row, alone
-from .chain import BATCH, DRAWS, JUDGED, PRESETS, Subject, graph_errors, needed_by_program
+from .chain import BATCH, DRAWS, JUDGED, PRESETS, Subject, graph_errors, needed
 from .small import Small, dense, drawn, smalls
 
 KIND, KEY = "benchmarks/coverage-classes", ("source", "class")
@@ -53,7 +53,7 @@ def measured(small: Small) -> Row:
         "sites": dict(Counter(site.groups.kind for site in offered.every if isinstance(site, TracedSite))),
         "refused": dict(Counter(refusal.reason for refusal in offered.refused)),
         "unknown": found.unknown,
-        "inputs": needed_by_program(own),
+        "inputs": needed(own),
     }
     with tempfile.TemporaryDirectory() as scratch:
         return row | _chained(small, model, row["inputs"], Path(scratch))

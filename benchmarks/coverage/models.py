@@ -16,6 +16,7 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, run_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, sites_of
+from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, texts_for_model
@@ -61,14 +62,17 @@ def strengthen_planes_(model: nn.Module, seed: int) -> None:
     whatever is done.
     """
     generator = torch.Generator().manual_seed(seed)
-    for site in sites_of(model).heads:
-        if site.in_planes:
-            planes = site.qk // 2
-            strong = torch.rand(site.heads, planes, generator=generator).argsort(dim=1) < -(-planes // 4)
-            factor = torch.where(strong, 1.5, 0.5).repeat(1, 2).flatten().repeat(2)
-            with torch.no_grad():
-                for parameter in site.first.parameters():
-                    parameter[: len(factor)] *= factor.view(-1, *[1] * (parameter.ndim - 1))
+    for site in sites_of(model).every:
+        if not isinstance(site, TracedPairs) or site.repair.mixing != "planes":
+            continue
+        heads, planes = len(site.groups_HP), site.dims // 2
+        strong = torch.rand(heads, planes, generator=generator).argsort(dim=1) < -(-planes // 4)
+        factor_HD = torch.where(strong, 1.5, 0.5).repeat(1, 2)
+        for side in site.repair.sides:
+            for parameter in map(site.program.tensor, (side.weight, side.bias)):
+                if isinstance(parameter, nn.Parameter):  # no constant that is made of some
+                    with torch.no_grad():
+                        parameter[side.rows_HTD] *= factor_HD.view(len(factor_HD), 1, -1, *[1] * (parameter.ndim - 1))
 
 
 def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:

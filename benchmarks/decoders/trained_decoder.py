@@ -29,9 +29,10 @@ from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate
 from corp_deploy.proof.perplexity import LanguageLimits, perplexities
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import write_json
 from ground.precision import FLOAT32
@@ -74,7 +75,7 @@ def _batches(ids_n: Tensor, steps: int, draw: torch.Generator) -> Iterator[Tenso
 def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
     """On the first 80 % of the text; the same weights for the same number of steps."""
     torch.manual_seed(0)
-    model = TextDecoder(own, Tokenization(length=LENGTH, sha256="0" * 64))
+    model = TextDecoder(own)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.05)
@@ -107,7 +108,9 @@ class Trained:
     @classmethod
     def of(cls, model: TextDecoder) -> "Trained":
         arguments = DecoderArguments(decoder=model.architecture, text=Tokenization(length=LENGTH, sha256="0" * 64))
-        checkpoint = Checkpoint(model=model, architecture=decoder.architecture_of("llama", arguments), lineage={})
+        architecture = decoder.architecture_of("llama", arguments)
+        traced = decoder.traced_decoder(model, arguments.text)
+        checkpoint = Checkpoint(model=traced, architecture=architecture, lineage={})
         own = sequences(0.8, 0.9, CALIBRATED)
         moments = calibrate(checkpoint, own, batch_size=16, statistics=Statistics(attention_system=True))
         return cls(checkpoint=checkpoint, moments=moments, calibrated=own)
@@ -117,7 +120,7 @@ class Trained:
         asked: dict[str, Any] = {f"{part}_sparsity": sparsity for part in parts}
         method = method_from_preset(preset, align_hidden=8, align_head=4, aligned=True, **asked)
         if closed_loop:
-            return reduce_closed_loop(self.checkpoint.model, self.calibrated, method, batch_size=16).model
+            return reduce_traced(self.checkpoint.model, self.calibrated, method, loop=Loop()).model
         return reduce(self.checkpoint.model, self.moments, method).model
 
     def judged(self, models: dict[str, nn.Module]) -> list[dict[str, Any]]:

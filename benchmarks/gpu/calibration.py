@@ -22,8 +22,7 @@ from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.family import example_of
+from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
 from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
 
@@ -67,7 +66,8 @@ def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
     from benchmarks.speed.calibration import multiply_adds_per_image
     from calib.memory import shapes_of_sites
 
-    seen = shapes_of_sites(model, calibration_taps(model, vit.sites(model)), example=example_of(model), device=device)
+    taps = calibration_taps(model, sites_of(model))
+    seen = shapes_of_sites(listened(model), taps, example=example_of(model), device=device)
     return 2 * models.facts(model)["macs"], 2 * sum(map(multiply_adds_per_image, seen.values()))
 
 
@@ -75,21 +75,21 @@ def calibrated(name: str, precision: Precision, setting: Setting) -> Row:
     """The row of one model with one precision of the forward pass."""
     size, load, device = sizes(setting), LOADS[name], setting.device
     model = models.dense(name, setting)
-    sites = list(calibration_taps(model, vit.sites(model)))
+    heard, taps = listened(model), calibration_taps(model, sites_of(model))
     held = held_images(size["images"], setting.image_size, device)
 
     def bare(images: Tensor) -> None:
         with forward_in(precision, device):
             model(images)
 
-    with Collector(model, sites, device=device, precision=precision) as first:
+    with Collector(heard, taps, device=device, precision=precision) as first:
         timed_s(device, held[: 2 * size["batch"]], size["batch"], first.add)
     timed_s(device, held[: 2 * size["batch"]], size["batch"], bare)
     del first
     gauge = gauge_of(device)
     if gauge is not None:
         gauge.reset_peak()
-    collector = Collector(model, sites, device=device, precision=precision)
+    collector = Collector(heard, taps, device=device, precision=precision)
     parts_s: list[float] = []
     bare_s: dict[int, float] = {}
     for index, part in enumerate(held.split(size["images"] // PARTS)):

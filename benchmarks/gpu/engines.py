@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu import models
 from benchmarks.gpu.record import Record, Row, Task, reason_of
 from benchmarks.gpu.setting import GEOMETRIES, Setting
-from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing
@@ -44,8 +44,7 @@ def checkpoint_of(variant: str, setting: Setting) -> Checkpoint:
     if variant != "dense":
         geometry = next(each for each in GEOMETRIES if each == variant)
         model = models.reduced(model, SPARSITY, geometry, at_cpu)
-    architecture = Architecture(name=setting.models[name], kwargs=setting.kwargs)
-    return Checkpoint(model=model, architecture=architecture, lineage={})
+    return Checkpoint(model=model, architecture=models.architecture(name, setting), lineage={})
 
 
 @contextmanager
@@ -55,7 +54,8 @@ def graph_of(variant: str, setting: Setting, precision: str = "fp16") -> Iterato
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{variant}.onnx"
-        export_checkpoint(checkpoint_of(variant, setting), path, precision=precision)
+        geometry: HeadGeometry | None = "ragged" if variant == "ragged" else None
+        export_checkpoint(checkpoint_of(variant, setting), path, precision=precision, geometry=geometry)
         yield path
 
 

@@ -4,10 +4,8 @@ Weights are random, which costs the same time.
 """
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +17,7 @@ from benchmarks.gpu.race import DENSE, estimate_s, plan_of, raced
 from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Mode, Subject, compile_blocks
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.widths import HeadGeometry
 from perf.runners.module import DTYPES
 from perf.timing.watch import Watch
 
@@ -36,7 +33,7 @@ class Case:
     mode: Mode
     sparsity: float
     batch: int
-    geometries: tuple[Geometry, ...] = GEOMETRIES
+    geometries: tuple[HeadGeometry, ...] = GEOMETRIES
 
     @property
     def key(self) -> str:
@@ -50,43 +47,45 @@ class Case:
 
 @dataclass(slots=True)
 class Shelf:
-    """Modules in use: every dense one, and the reduced ones of the latest model, way of calling and sparsity."""
+    """Forms in use: every dense model, and what runs of the latest model, way of calling and sparsity."""
 
     setting: Setting
     dense: dict[str, nn.Module] = field(default_factory=dict)
     latest: tuple[str, bool, float] | None = None
-    modules: dict[str, nn.Module] = field(default_factory=dict)
+    forms: dict[str, models.Form] = field(default_factory=dict)
 
     @property
     def compiler(self) -> str:
         return "eager" if self.setting.small else "inductor"
 
-    def modules_of(self, case: Case) -> dict[str, nn.Module]:
+    def forms_of(self, case: Case) -> dict[str, models.Form]:
         """By subject name."""
         if case.model not in self.dense:
-            self.dense[case.model] = models.dense(case.model, self.setting, self.setting.precision)
-        dense, compiled = self.dense[case.model], case.mode == "compiled"
+            self.dense[case.model] = models.dense(case.model, self.setting)
+        dense, precision, compiled = self.dense[case.model], self.setting.precision, case.mode == "compiled"
         if self.latest != (case.model, compiled, case.sparsity):
-            self.latest = case.model, compiled, case.sparsity
-            self.modules = {DENSE: compile_blocks(deepcopy(dense), self.compiler) if compiled else dense}
-        for geometry in case.geometries:
-            if geometry not in self.modules:
-                module = models.reduced(dense, case.sparsity, geometry, self.setting)
-                self.modules[geometry] = compile_blocks(module, self.compiler) if compiled else module
-        return {name: self.modules[name] for name in (DENSE, *case.geometries)}
+            self.latest, self.forms = (case.model, compiled, case.sparsity), {}
+        missing = [each for each in case.geometries if each not in self.forms]
+        new = {} if self.forms else {DENSE: models.form(dense, precision)}
+        new |= models.forms(dense, case.sparsity, missing, precision, self.setting)
+        if compiled:
+            for form in new.values():
+                compile_blocks(form.module, self.compiler)
+        self.forms |= new
+        return {name: self.forms[name] for name in (DENSE, *case.geometries)}
 
 
 def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
     """The row of one case."""
     setting = shelf.setting
-    modules = shelf.modules_of(case)
+    forms = shelf.forms_of(case)
     subjects = {
-        name: Subject(module=module, mode=case.mode, precision=setting.precision, device=setting.device)
-        for name, module in modules.items()
+        name: Subject(module=form.module, mode=case.mode, precision=setting.precision, device=setting.device)
+        for name, form in forms.items()
     }
-    shape = (case.batch, *vit.input_spec(modules[DENSE]).shape)
+    shape = case.batch, 3, setting.image_size, setting.image_size
     images = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    widths = {name: models.facts(module) for name, module in modules.items()}
+    widths = {name: form.facts for name, form in forms.items()}
     macs = {name: facts["macs"] for name, facts in widths.items()}
     return {
         **{key: value for key, value in asdict(case).items() if key != "geometries"},
@@ -100,13 +99,11 @@ def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
 
 def attention(name: str, setting: Setting, batch: int, sparsity: float) -> Row:
     """The row that says which attention kernel each geometry of a model runs."""
-    dense = models.dense(name, setting, setting.precision)
-    shape, dtype = (batch, *vit.input_spec(dense).shape), DTYPES[setting.precision]
-    images = torch.randn(shape, device=setting.device, dtype=dtype)
-    found: dict[str, Any] = {DENSE: {**models.facts(dense), **profiled(dense, images)}}
-    for geometry in GEOMETRIES:
-        module = models.reduced(dense, sparsity, geometry, setting)
-        found[geometry] = {**models.facts(module), **profiled(module, images)}
+    dense, precision = models.dense(name, setting), setting.precision
+    forms = {DENSE: models.form(dense, precision), **models.forms(dense, sparsity, GEOMETRIES, precision, setting)}
+    shape = batch, 3, setting.image_size, setting.image_size
+    images = torch.randn(shape, device=setting.device, dtype=DTYPES[precision])
+    found = {each: {**form.facts, **profiled(form.module, images)} for each, form in forms.items()}
     return {"row": "attention", "model": name, "batch": batch, "sparsity": sparsity, "kernels": found}
 
 

@@ -1,34 +1,43 @@
 """Dense models with random but lively weights, and the same models at reduced widths, made on the device."""
 
+import re
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
-import timm
 import torch
+from timm.layers import LayerScale
 from torch import nn
 
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.head_attention import Geometry
+from benchmarks.quality.timm_sites import first_widths
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import count
+from corp_deploy.families.family import family_of, input_ports
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.steps import Branch
 from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.families.widths import aligned_width
+from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
+from corp_deploy.store.checkpoint import dense_from_architecture
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3
 
 
-def dense(name: str, setting: Setting, precision: Precision = "fp32") -> nn.Module:
+def architecture(name: str, setting: Setting) -> Architecture:
+    """Of the model of this name."""
+    return Architecture(name=setting.models[name], kwargs=setting.kwargs)
+
+
+def dense(name: str, setting: Setting) -> nn.Module:
     """The model of this name in evaluation mode."""
     torch.manual_seed(0)
     with torch.device(setting.device):
-        model: nn.Module = timm.create_model(setting.models[name], pretrained=False, **setting.kwargs)
+        model = dense_from_architecture(architecture(name, setting))
     enliven(model)
-    return model.eval().requires_grad_(False).to(setting.device, DTYPES[precision])
+    return model.requires_grad_(False).to(setting.device)
 
 
 @torch.no_grad()
@@ -41,23 +50,45 @@ def enliven(model: nn.Module) -> None:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:
                 nn.init.normal_(module.bias, std=0.1)
-    for step in vit.steps(model):
-        if isinstance(step, Branch) and step.scale_C is not None:
-            step.scale_C.fill_(LAYER_SCALE)
+        if isinstance(module, LayerScale):
+            module.gamma.fill_(LAYER_SCALE)
 
 
-def reduced(model: nn.Module, sparsity: float, geometry: Geometry, setting: Setting) -> nn.Module:
-    """The model with that share of hidden channels and of q/k (and, square, v) taken away; new random weights there."""
-    share, modules = 1.0 - sparsity, dict[str, nn.Module]()
-    found = vit.sites(model)
-    for mlp in found.channels:
-        hidden = aligned_width(mlp.width, share, setting.align_hidden)
-        modules |= mlp.empty(hidden, output_bias=mlp.last.bias is not None)
-    for part in found.heads:
-        width = aligned_width(part.qk, share, ALIGN_HEAD)
-        v = width if geometry == "square" else part.v
-        modules[part.name] = part.empty(qk=width, v=v, geometry="square" if width == v else geometry)
-    return replaced(model, modules).eval().requires_grad_(False)
+def reduced(model: nn.Module, sparsity: float, geometry: HeadGeometry, setting: Setting) -> nn.Module:
+    """The model with that share of hidden channels and of q/k (and, square, v) taken away, and nothing repaired."""
+    method = method_from_preset(
+        "best",
+        qk_recovery="select",
+        mlp_sparsity=sparsity,
+        attention_sparsity=sparsity,
+        geometry=geometry,
+        align_hidden=setting.align_hidden,
+        align_head=ALIGN_HEAD,
+    )
+    return at_widths(model, uniform_widths(model, method))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A module as it is run, in its precision, and its facts."""
+
+    module: nn.Module
+    facts: dict[str, int]
+
+
+def form(model: nn.Module, precision: Precision, geometry: HeadGeometry = "ragged") -> Form:
+    """The model in evaluation mode, with zeros in its graph where the geometry is padded."""
+    exported, told = family_of(model).exportable(model, geometry=geometry), facts(model)
+    if geometry == "padded":
+        told = told | {"macs": count(exported, input_ports(model)).macs}
+    return Form(module=exported.to(DTYPES[precision]), facts=told)
+
+
+def forms(
+    model: nn.Module, sparsity: float, geometries: Sequence[HeadGeometry], precision: Precision, setting: Setting
+) -> dict[str, Form]:
+    """By geometry the model reduced."""
+    return {each: form(reduced(model, sparsity, each, setting), precision, each) for each in geometries}
 
 
 def at_macs_share(model: nn.Module, share: float, align: int) -> tuple[nn.Module, float]:
@@ -81,18 +112,16 @@ def at_macs_share(model: nn.Module, share: float, align: int) -> tuple[nn.Module
 
 def facts(model: nn.Module) -> dict[str, int]:
     """MACs of an image and the widths of the first block; all blocks have the same here."""
-    found = vit.sites(model)
-    first = found.heads[0]
-    return {"macs": macs(model), "hidden": found.channels[0].width, "qk": first.qk, "v": first.v}
+    return {"macs": macs(model), **first_widths(model)}
 
 
 @cache
 def macs_of(name: str, setting: Setting) -> int:
     """Of the dense model for one image, without making its weights."""
     with torch.device("meta"):
-        return macs(timm.create_model(setting.models[name], pretrained=False, **setting.kwargs))
+        return macs(dense_from_architecture(architecture(name, setting)))
 
 
-def block_names(model: nn.Module) -> list[str]:
-    """The blocks that hold the sites, in order."""
-    return list(dict.fromkeys(part.name.rpartition(".")[0] for part in vit.sites(model).channels))
+def block_names(module: nn.Module) -> list[str]:
+    """The blocks of a model of timm's or of what is exported of it, in order."""
+    return [name for name, _ in module.named_modules() if re.fullmatch(r"blocks\.\d+", name)]

@@ -1,11 +1,13 @@
 """The time that a reduction at 50 % by preset best takes after a calibration, on the GPU and on the CPU."""
 
+from dataclasses import replace
+
 from benchmarks.gpu import models
 from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import family_of, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
 
 SPARSITY = 0.5
@@ -23,12 +25,13 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
 
     size, device = sizes(setting), setting.device
     model = models.dense(name, setting)
-    depth = vit.depth(model)
+    depth = family_of(model).depth(model)
     blocks = depth if where == "cuda" else min(LOADS[name].cpu_blocks, depth)
-    chosen = {f"blocks.{index}" for index in range(blocks)}
-    sites = [site for site in calibration_taps(model, vit.sites(model)) if site.name.rpartition(".")[0] in chosen]
+    chosen, found = tuple(f"blocks.{index}." for index in range(blocks)), sites_of(model)
+    sites = replace(found, every=tuple(site for site in found.every if site.name.startswith(chosen)))
     held = held_images(size["images"], setting.image_size, device)[: size["reduction_images"]]
-    with Collector(model, sites, device=device, precision="bfloat16") as collector:
+    taps = calibration_taps(model, sites)
+    with Collector(listened(model), taps, device=device, precision="bfloat16") as collector:
         timed_s(device, held, size["batch"], collector.add)
         moments = collector.moments(lineage_of_model(model))
     del collector
@@ -39,9 +42,8 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
         align_hidden=setting.align_hidden,
         align_head=ALIGN_HEAD,
     )
-    named = {site.name for site in sites}
-    widths = {site: width for site, width in uniform_widths(model, method).items() if site in named}
     model = model.to(where)
+    widths = {site: width for site, width in uniform_widths(model, method).items() if site in sites.by_name}
     finished_s: list[float] = []
     begun_s = clock_s(where)
     reduction = reduce(model, moments, method, widths=widths, done=lambda _: finished_s.append(clock_s(where)))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.procedural_images import CLASSES
-from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.widths import HeadGeometry
 from perf.runners.module import Precision
 
 MODELS = {
@@ -15,7 +15,7 @@ MODELS = {
     "DeiT-L": "deit3_large_patch16_224",
     "DeiT-H": "deit3_huge_patch14_224",
 }
-GEOMETRIES: tuple[Geometry, ...] = ("padded", "square", "ragged")
+GEOMETRIES: tuple[HeadGeometry, ...] = ("padded", "square", "ragged")
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 

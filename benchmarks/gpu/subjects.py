@@ -1,6 +1,6 @@
 """A model bound to one batch for timing, its output held against a plain call's before any time is believed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -24,11 +24,9 @@ Images = NDArray[np.float32]
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
 
-def compile_blocks(module: nn.Module, compiler: str, names: Sequence[str] = ()) -> nn.Module:
-    """Has the module's blocks compiled one by one: all are alike, so that the code of one serves all of them. `names`
-    of the blocks, where its layers are no longer those that sites are found by.
-    """
-    for name in names or block_names(module):
+def compile_blocks(module: nn.Module, compiler: str) -> nn.Module:
+    """Has the module's blocks compiled one by one: all are alike, so that the code of one serves all of them."""
+    for name in block_names(module):
         module.get_submodule(name).compile(backend=compiler, dynamic=False)
     return module
 

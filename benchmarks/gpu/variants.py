@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -86,33 +85,29 @@ def captured(
 
 def in_bf16(variant: Variant, setting: Setting) -> Race:
     """The three geometries at half the widths, in bfloat16."""
-    modules = {DENSE: models.dense(variant.model, setting, "bf16")}
-    for geometry in GEOMETRIES:
-        modules[geometry] = models.reduced(modules[DENSE], SPARSITY, geometry, setting)
+    dense = models.dense(variant.model, setting)
+    forms = {DENSE: models.form(dense, "bf16"), **models.forms(dense, SPARSITY, GEOMETRIES, "bf16", setting)}
     return Race(
-        subjects=captured(modules, "bf16", setting),
-        macs={name: macs(module) for name, module in modules.items()},
-        images=images_of(modules[DENSE], variant.batch),
+        subjects=captured({name: form.module for name, form in forms.items()}, "bf16", setting),
+        macs={name: form.facts["macs"] for name, form in forms.items()},
+        images=images_of(dense, variant.batch),
         facts={"precision": "bf16", "sparsity": SPARSITY},
     )
 
 
 def merged(variant: Variant, setting: Setting) -> Race:
     """Merged and dropped tokens beside narrower layers, all of them at the same share of the MACs."""
-    with torch.device("meta"):
-        shape = timm.create_model(setting.models[variant.model], pretrained=False, **setting.kwargs)
-    share = 0.9 if setting.small else SHARE
-    tokens = Schedules(shape).of("each", share)
-    sparsity = Sparsities(shape).of("joint", share)
-    dense = models.dense(variant.model, setting, setting.precision)
-    modules = {DENSE: dense}
+    share, dense = 0.9 if setting.small else SHARE, models.dense(variant.model, setting)
+    tokens, sparsity = Schedules(dense).of("each", share), Sparsities(dense).of("joint", share)
+    narrower = {DENSE: dense}
     for how in ("merge", "drop"):
         chosen = merging_from_choice(MergingChoice(merge_tokens=tokens, merge_how=how), dense)
-        modules[f"{how} {tokens} tokens in each block"] = family_of(dense).with_merging(dense, chosen)
-    modules["square"] = models.reduced(dense, sparsity, "square", setting)
+        narrower[f"{how} {tokens} tokens in each block"] = family_of(dense).with_merging(dense, chosen)
+    narrower["square"] = models.reduced(dense, sparsity, "square", setting)
+    forms = {name: models.form(module, setting.precision) for name, module in narrower.items()}
     return Race(
-        subjects=captured(modules, setting.precision, setting),
-        macs={name: macs(module) for name, module in modules.items()},
+        subjects=captured({name: form.module for name, form in forms.items()}, setting.precision, setting),
+        macs={name: form.facts["macs"] for name, form in forms.items()},
         images=images_of(dense, variant.batch),
         facts={"precision": setting.precision, "sparsity": sparsity, "share": share},
     )
@@ -128,27 +123,28 @@ def in_eight_bits(variant: Variant, setting: Setting) -> Race:
     """FP8 and INT8 products, dense and with square heads at half the widths, beside half precision; blocks compiled, as
     rounding to eight bits is to be part of what stands before it.
     """
-    dense = models.dense(variant.model, setting, setting.precision)
-    plain = {DENSE: dense, "square": models.reduced(dense, SPARSITY, "square", setting)}
+    dense, precision = models.dense(variant.model, setting), setting.precision
+    plain = {DENSE: models.form(dense, precision), **models.forms(dense, SPARSITY, ("square",), precision, setting)}
     images = images_of(dense, variant.batch)
-    seen = torch.from_numpy(images).to(setting.device, DTYPES[setting.precision])
-    modules, counts = dict(plain), {name: macs(module) for name, module in plain.items()}
-    for name, module in plain.items():
-        wanted = answer(module, seen)
+    seen = torch.from_numpy(images).to(setting.device, DTYPES[precision])
+    modules = {name: form.module for name, form in plain.items()}
+    counts = {name: form.facts["macs"] for name, form in plain.items()}
+    for name, form in plain.items():
+        wanted = answer(form.module, seen)
         for how in ("fp8", "int8"):
-            made = quantised(module, models.block_names(module), seen, how)
+            made = quantised(form.module, models.block_names(form.module), seen, how)
             away = float((answer(made, seen) - wanted).norm() / wanted.norm())
             if not away < EIGHT_BITS_NEAR:
-                raise Refused(f"{name} in {how} is {away:.2g} of the norm away from {setting.precision}")
+                raise Refused(f"{name} in {how} is {away:.2g} of the norm away from {precision}")
             modules[f"{name}, {how}"], counts[f"{name}, {how}"] = made, counts[name]
-    compiler, blocks = "eager" if setting.small else "inductor", models.block_names(dense)
+    compiler = "eager" if setting.small else "inductor"
     for module in modules.values():
-        compile_blocks(module, compiler, blocks)
+        compile_blocks(module, compiler)
     return Race(
-        subjects=captured(modules, setting.precision, setting, mode="compiled", tolerance=EIGHT_BITS_TOLERANCE),
+        subjects=captured(modules, precision, setting, mode="compiled", tolerance=EIGHT_BITS_TOLERANCE),
         macs=counts,
         images=images,
-        facts={"precision": setting.precision, "sparsity": SPARSITY, "compiler": compiler},
+        facts={"precision": precision, "sparsity": SPARSITY, "compiler": compiler},
     )
 
 

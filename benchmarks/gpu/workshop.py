@@ -13,7 +13,7 @@ from benchmarks.gpu.record import NotYet, Row, reason_of
 from benchmarks.gpu.setting import Setting
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.planning.curves import eliminations
@@ -100,8 +100,8 @@ class Workshop:
             dense = models_copy(self.model(), device)
             batches = (pictures.images_from_bytes(piece, device) for piece in held.split(50))
             lineage = lineage_of_model(dense)
-            sites = calibration_taps(dense, vit.sites(dense))
-            found = collect(dense, sites, batches, device=device, attention_system=True, lineage=lineage)
+            taps = calibration_taps(dense, sites_of(dense))
+            found = collect(listened(dense), taps, batches, device=device, attention_system=True, lineage=lineage)
             self.latest = Calibrated(seed, count, found)
         return self.latest
 

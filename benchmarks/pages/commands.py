@@ -11,9 +11,10 @@ import click
 
 from benchmarks.pages.markdown import table
 from corp_deploy.cli import main
+from corp_deploy.commands.help import Command, by_heading
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference" / "commands"
-_SHOWN = re.compile(r"^<!-- made: command ([\w-]+) -->$", re.MULTILINE)
+_SHOWN = re.compile(r"^<!-- made: command ([\w -]+) -->$", re.MULTILINE)
 _LITERAL = re.compile(
     r"(?<![\w`-])(--[a-z][\w-]*|[\w./-]+\.(?:safetensors|onnx|plan|json|npy|npz|toml|html|pt2?|pth)\b)"
 )
@@ -28,10 +29,15 @@ def commands() -> str:
     """The table of all commands, in the order in which `corp-deploy --help` has them."""
     at = {command: page for page, shown in pages_of_commands().items() for command in shown}
     rows = [
-        (f"[`{name}`]({at[name]}#corp-deploy-{name})", command.get_short_help_str(150))
+        (f"[`{name}`]({at[name]}#{anchor(name)})", command.get_short_help_str(150))
         for name, command in main.commands.items()
     ]
     return table(("command", "what it does"), rows)
+
+
+def anchor(name: str) -> str:
+    """Of a command's section on its page."""
+    return f"corp-deploy-{name}".replace(" --", "-").replace(" ", "-")
 
 
 def _prose(text: str) -> str:
@@ -62,8 +68,9 @@ def command(name: str) -> str:
     parts = [f"## corp-deploy {name}"]
     parts += map(_paragraph, (shown.help or "").split("\n\n"))
     parts.append("```text\n" + shown.get_usage(context).removeprefix("Usage: ") + "\n```")
-    for parameter in shown.get_params(context):
-        if isinstance(parameter, click.Option) and (record := parameter.get_help_record(context)) is not None:
+    for heading, options in by_heading(shown.get_params(context)).items():
+        parts += [f"**{heading}**"] * isinstance(shown, Command)
+        for record in filter(None, (option.get_help_record(context) for option in options)):
             spelled = ", ".join(f"`{each.strip()}`" for each in record[0].split(" / "))
             parts.append(f"{spelled}\n:   {_prose(record[1])}")
     return "\n\n".join(parts)

@@ -8,7 +8,6 @@ from corp_deploy.families.decoder_builder import CLASSES
 from corp_deploy.families.decoder_config import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.decoder_saved import hidden_entry, refuse_unsayable
 from corp_deploy.families.text_decoder import DecoderArchitecture
-from corp_deploy.families.widths import HeadWidths
 from ground.errors import BadInput
 
 NAMES = {"opt": "OPT", "gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -29,9 +28,8 @@ def _queries(decoder: DecoderArchitecture) -> str:
 def _saved(config: Mapping[str, Any], decoder: DecoderArchitecture) -> str:
     """What a plain directory of the class can say."""
     entry = f"`{hidden_entry(str(config['model_type']))}`"
-    fewer = HeadWidths(qk=decoder.head, v=decoder.head, heads=decoder.heads // 2)
     try:
-        refuse_unsayable(config, {"blocks.0.attn": fewer})
+        refuse_unsayable(config, {"blocks.0.attn.v": decoder.groups // 2 * decoder.head})
     except BadInput:
         return entry
     return f"{entry}, fewer groups"

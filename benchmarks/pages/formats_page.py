@@ -180,8 +180,8 @@ a test fails when a kind or a version is not in it.
   0.x and 1.x, whatever becomes of their versions. Where 0.1 had a family and models are traced now, directories become
   programs as they are read. Two kinds are refused, where 0.1 wrote results of a network or a table alone: MaxViTs and
   CoAtNets with `rmlp` in their names, and models with one table of positions for all blocks (`vit_srelpos_*`) whose
-  blocks have lost heads of their own. Reduce the dense model again. Moments of such models are refused as of another
-  model.
+  blocks have lost heads of their own. Reduce the dense model again. Of moments those of timm's ViTs and of decoders are
+  read; those of other such models are refused as of another model.
 * What the tool keeps only for itself (**state** in the table) is not worth a refusal where it can be made again
   unasked: there a file of another version counts as none. Where hours of work stand in it, it is refused, and the
   message says which file to remove.

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from benchmarks.coverage.page import beside, classes, coverage, names
+from benchmarks.coverage.page import classes, coverage, names
 from benchmarks.gpu import page as gpu_page
 from benchmarks.pages import (
     accuracy_page,
@@ -51,7 +51,6 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "levers.json": ("Levers and kinds of sites", levers_page.levers),
         "coverage_names.json": ("Timm's names", names),
         "coverage_classes.json": ("Classes without a family", classes),
-        "coverage_beside.json": ("Families and programs", beside),
     },
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),

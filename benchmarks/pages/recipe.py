@@ -13,6 +13,7 @@ from msgspec import NODEFAULT, inspect, json
 
 from benchmarks.pages.markdown import table
 from corp_deploy.cli import main
+from corp_deploy.invocation.honours import spelled
 from corp_deploy.release.recipe import Recipe
 
 MEANINGS = Path(__file__).with_name("recipe.toml")
@@ -41,7 +42,7 @@ def meaning(section: str, key: str) -> str:
         return own[key]
     command = main.commands[COMMANDS[section]] if section in COMMANDS else None
     for option in command.params if command is not None else ():
-        if option.name == key and isinstance(option, click.Option) and option.help:
+        if (option.name == key or spelled(key) in option.opts) and isinstance(option, click.Option) and option.help:
             return option.help
     raise KeyError(f"{section}.{key}: no option of that name; say in {MEANINGS.name} what it does")
 

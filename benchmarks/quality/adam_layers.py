@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import sites_of
-from corp_deploy.families.steps import Branch, Passage
+from corp_deploy.families.steps import Passage
 from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.linearised import counts
+from corp_deploy.polish.newton import Sublayer
+from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.streams import Pair
 
 JUDGED = 4  # times on the way that the held-out inputs are looked at; the best that was met stays
@@ -26,36 +27,36 @@ class Adam:
     tokens: int = 2048
 
 
-def _square(branch: Branch, pairs: Sequence[Pair]) -> Tensor:
+def _square(own: Sublayer, pairs: Sequence[Pair]) -> Tensor:
     """The mean square of what the stream lacks behind the branch, over the tokens that count."""
     sums, weights = list[Tensor](), list[Tensor]()
     for pair in pairs:
-        counts_BN = counts(branch, pair)
-        behind_BNC = branch.through(branch.layer, pair.reduced, pair.present_BN)
+        counts_BN = counts(own.read, pair)
+        behind_BNC = own.step(pair.reduced, pair.present_BN)
         sums.append(((pair.target - behind_BNC).square().sum(dim=-1) * counts_BN).sum())
         weights.append(counts_BN.sum())
     return torch.stack(sums).sum() / torch.stack(weights).sum()
 
 
-def fit_by_adam_(branch: Branch, layers: Sequence[nn.Linear], pairs: Sequence[Pair], how: Adam) -> None:
-    """All weights of the sublayer's two layers, in place; never worse on the pairs held out."""
+def fit_by_adam_(own: Sublayer, layers: Sequence[nn.Module], pairs: Sequence[Pair], how: Adam) -> None:
+    """All weights of the sublayer's layers, in place; never worse on the pairs held out."""
     fitted, held_out = ([pair for pair in pairs if pair.held_out == which] for which in (False, True))
     at_once = -(-how.tokens // fitted[0].reduced.shape[:2].numel())
     parameters = [parameter.requires_grad_() for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=how.step_size)
     generator = torch.Generator().manual_seed(0)
-    best, least = [parameter.detach().clone() for parameter in parameters], float(_square(branch, held_out))
+    best, least = [parameter.detach().clone() for parameter in parameters], float(_square(own, held_out))
     for step in range(how.steps):
         order = torch.randperm(len(fitted), generator=generator)[:at_once].tolist()
         with torch.enable_grad():
-            loss = _square(branch, [fitted[index] for index in order])
+            loss = _square(own, [fitted[index] for index in order])
             optimizer.zero_grad()
             loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = how.step_size * 0.5 * (1.0 + math.cos(math.pi * step / how.steps))
         optimizer.step()
         if (step + 1) * JUDGED // how.steps > step * JUDGED // how.steps and (
-            now := float(_square(branch, held_out))
+            now := float(_square(own, held_out))
         ) < least:
             best, least = [parameter.detach().clone() for parameter in parameters], now
     for parameter, value in zip(parameters, best, strict=True):
@@ -65,12 +66,12 @@ def fit_by_adam_(branch: Branch, layers: Sequence[nn.Linear], pairs: Sequence[Pa
 @torch.no_grad()
 def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam, read: Tensor | None) -> float:
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
-    sites, seconds = sites_of(model).linear_by_name, [0.0]
+    seconds = [0.0]
 
-    def fit(branch: Branch | Passage, name: str, both: list[Pair]) -> None:
-        assert isinstance(branch, Branch), name
-        start = time.process_time()
-        fit_by_adam_(branch, (sites[name].first, sites[name].last), both, how)
+    def fit(step: Passage, name: str, both: list[Pair]) -> None:
+        assert isinstance(step, Passage), name
+        start, own = time.process_time(), segment_sublayer(model, step)
+        fit_by_adam_(own, [each.layer for each in own.matrices], both, how)
         seconds.append(time.process_time() - start)
 
     walk_layers(dense, model, pairs, read, fit)

@@ -29,6 +29,7 @@ from benchmarks.quality.procedural_vit import trained
 from benchmarks.real.record import Record
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.machine import versions
 from corp_deploy.planning.budget import allocate
@@ -93,6 +94,8 @@ def _of_before(probe: Probe, own: SiteCurves, curves: list[CostCurve]) -> list[C
     """
     sites, plain = sites_of(probe.model).by_name, list[CostCurve]()
     for curve in curves:
+        if probe.method.geometry != "square" and isinstance(sites[curve.site], TracedValues):
+            continue
         one_number = set(kind_of(sites[curve.site]).widths(sites[curve.site], probe.method))
         places = [place for place, width in enumerate(curve.widths) if width in one_number]
         errors = [sum(part.errors[part.places[place]] for part in own.of_parts[curve.site]) for place in places]

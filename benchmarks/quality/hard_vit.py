@@ -33,9 +33,9 @@ from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
@@ -102,7 +102,7 @@ class Subject:
             asked = ReductionRequest(preset=way.preset, method=method, budget=budget)
             widths = plan(self.dense, self.moments, asked, self.images).widths
         if way.closed_loop:
-            reduced = reduce_closed_loop(model, self.images, method, widths=widths, batch_size=BATCH).model
+            reduced = reduce_by_closed_loop(model, self.images, method, widths=widths).model
         else:
             reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
         if way.polish == "none":

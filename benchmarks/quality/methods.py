@@ -12,7 +12,7 @@ import argparse
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,16 @@ from benchmarks.pages.methods_page import page
 from benchmarks.quality import procedural_vit
 from benchmarks.quality.methods_variants import KINDS, VARIANTS, Kind, Variant
 from benchmarks.quality.procedural_images import made
+from benchmarks.quality.timm_sites import first_widths
 from calib.collect import collect
 from calib.images import Images
-from calib.moments import ChannelMoments, Moments
-from corp_deploy.families import timm_vit
+from calib.moments import Moments
+from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.sites import calibration_taps
-from corp_deploy.families.widths import HeadWidths, Widths
-from corp_deploy.reduction.channel_modules import layers_of
-from corp_deploy.reduction.channels import elimination
-from corp_deploy.reduction.closed_loop import reduce_closed_loop
-from corp_deploy.reduction.kind import Order
+from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.symmetric_loop import reduce_symmetric_loop
+from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, lineage_for_moments
 from examples.digits.images import load
@@ -107,22 +104,15 @@ def procedural(cache: Path, count: int) -> Subject:
     )
 
 
-def kept(dense: int, sparsity: float, align: int) -> int:
-    """The width kept, to the nearest multiple of `align`."""
-    return max(int(dense * (1.0 - sparsity) / align + 0.5), 1) * align
-
-
-def widths_of(model: nn.Module, kind: Kind, sparsity: float, *, square: bool) -> dict[str, int | HeadWidths]:
-    """The same share of every site of this kind."""
-    found = timm_vit.sites(model)
-    widths: dict[str, int | HeadWidths] = {}
-    if kind != "attention":
-        widths |= {part.name: kept(part.width, sparsity, ALIGN_HIDDEN) for part in found.channels}
-    if kind != "mlp":
-        for part in found.heads:
-            width = kept(part.qk, sparsity, ALIGN_HEAD)
-            widths[part.name] = HeadWidths(qk=width, v=width if square else part.v)
-    return widths
+def method_of(variant: Variant, kind: Kind, sparsity: float) -> Method:
+    """Which removes the same share of every site of this kind."""
+    return replace(
+        variant.choices(),
+        mlp_sparsity=None if kind == "attention" else sparsity,
+        attention_sparsity=None if kind == "mlp" else sparsity,
+        align_hidden=ALIGN_HIDDEN,
+        align_head=ALIGN_HEAD,
+    )
 
 
 def logits(model: nn.Module, images: Tensor) -> Tensor:
@@ -139,39 +129,30 @@ class Bench:
         if not path.is_file():
             np.save(path, subject.calibration)
         self.images: Images = images_for_model(subject.checkpoint.model, path, samples=calibration_images, seed=seed)
+        model = subject.checkpoint.model
         self.moments: Moments = collect(
-            subject.checkpoint.model,
-            calibration_taps(subject.checkpoint.model, timm_vit.sites(subject.checkpoint.model)),
+            listened(model),
+            calibration_taps(model, sites_of(model)),
             self.images.batches(32),
             device="cpu",
             attention_system=True,
             lineage=lineage_for_moments(subject.checkpoint, self.images),
         )
-        self.dense = logits(subject.checkpoint.model, subject.images)
-        self.eliminations = dict(self._eliminations())
+        self.dense = logits(model, subject.images)
+        self.eliminations = eliminations(model, self.moments, method_from_preset("best"))
 
-    def _eliminations(self) -> Iterator[tuple[str, Order]]:
-        for part in timm_vit.sites(self.subject.checkpoint.model).channels:
-            moments = self.moments.sites[part.name]
-            assert isinstance(moments, ChannelMoments), part.name
-            yield part.name, elimination(moments, layers_of(part), method_from_preset("best"))
-
-    def _reduced(self, method: Variant, choices: Method, widths: Widths) -> nn.Module:
+    def _reduced(self, variant: Variant, method: Method) -> nn.Module:
         model = self.subject.checkpoint.model
-        if method.loop == "symmetric":
-            return reduce_symmetric_loop(model, self.images, choices, widths=widths).model
-        if method.loop is not None:
-            return reduce_closed_loop(model, self.images, choices, widths=widths, loop=method.loop).model
-        return reduce(
-            model, self.moments, choices, widths=widths, eliminations=self.eliminations, images=self.images
-        ).model
+        if variant.loop == "symmetric":
+            return reduce_by_symmetric_loop(model, self.images, method).model
+        if variant.loop is not None:
+            return reduce_by_closed_loop(model, self.images, method, loop=variant.loop).model
+        return reduce(model, self.moments, method, eliminations=self.eliminations, images=self.images).model
 
     def row(self, method: Variant, kind: Kind, sparsity: float) -> Row:
         """Reduce and judge."""
-        model, choices = self.subject.checkpoint.model, method.choices()
-        widths = widths_of(model, kind, sparsity, square=choices.geometry == "square")
-        reduced = self._reduced(method, choices, widths)
-        found, answers = timm_vit.sites(reduced), logits(reduced, self.subject.images)
+        reduced = self._reduced(method, method_of(method, kind, sparsity))
+        answers = logits(reduced, self.subject.images)
         top = answers.argmax(dim=1)
         return Row(
             model=self.subject.name,
@@ -180,9 +161,7 @@ class Bench:
             sparsity=sparsity,
             method=method.name,
             component=method.component,
-            hidden=found.channels[0].width,
-            qk=found.heads[0].qk,
-            v=found.heads[0].v,
+            **first_widths(reduced),
             accuracy=float((top.numpy() == self.subject.labels).mean()),
             agreement=float((top == self.dense.argmax(dim=1)).double().mean()),
             relative_error=float((answers - self.dense).norm() / self.dense.norm()),

@@ -9,25 +9,38 @@ from types import ModuleType
 from typing import Any, Literal
 
 from corp_deploy.algebra import channels as algebra_channels
-from corp_deploy.algebra import fold, obs, quadratic, queries_keys, regression, regression_sums, scores, swap, values
+from corp_deploy.algebra import (
+    fold,
+    obs,
+    patch_elimination,
+    quadratic,
+    queries_keys,
+    regression,
+    regression_sums,
+    scores,
+    swap,
+    values,
+)
 from corp_deploy.reduction import (
-    branch_sums,
-    channel_kind,
-    channel_modules,
-    closed_loop,
     correct,
-    folded,
-    folded_channels,
-    head_kind,
     head_modules,
     heads,
     judged_folds,
     read_tokens,
-    streams,
-    symmetric_loop,
+    traced_folds,
+    traced_kind,
+    traced_layer_sums,
+    traced_loop,
+    traced_order,
+    traced_pairs_kind,
+    traced_read_tokens,
+    traced_reads,
+    traced_reduction,
+    traced_streams,
+    traced_targets,
+    traced_values_kind,
 )
-from corp_deploy.reduction import channels as reduction_channels
-from corp_deploy.reduction.closed_loop import Loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 
 Kind = Literal["mlp", "attention", "joint"]
@@ -52,18 +65,20 @@ class Variant:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
         yield from (quadratic, scores, algebra_channels, queries_keys)
-        yield from (reduction_channels, heads, channel_modules, head_modules)
+        yield from (traced_kind, traced_reads, traced_pairs_kind, traced_values_kind, traced_reduction)
+        yield from (heads, head_modules)
         if choices.mlp_selection == "obs":
-            yield from (obs, swap)
+            yield from (obs, patch_elimination, swap)
         if choices.geometry == "square":
             yield values
         if choices.merges:
-            yield from (fold, folded_channels, folded, judged_folds)
+            yield from (fold, traced_folds, judged_folds)
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:
-            yield from (channel_kind, head_kind, branch_sums, streams)
-            yield from (symmetric_loop,) if self.loop == "symmetric" else (closed_loop, correct, read_tokens)
+            yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
+        if self.loop not in (None, "symmetric"):
+            yield from (traced_targets, correct, read_tokens, traced_read_tokens)
 
     def digest(self) -> str:
         """Of what is chosen and of the code that carries it out."""

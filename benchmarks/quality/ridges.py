@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.real.measures import normed
 from calib.groups import group_ids
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load, save
-from corp_deploy.families.family import sites_of
 from corp_deploy.machine import versions
+from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.halves import in_halves
-from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.moments import site_moments
 from corp_deploy.reduction.overfitting import overfitting
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import load_dense
@@ -56,18 +55,12 @@ def moments_of(dense: Checkpoint, images: Images, groups: Tensor, cache: Path | 
     return moments
 
 
-def features_of(model: Any, batch: Tensor) -> Tensor:
-    """All tokens behind the last norm, float64."""
-    features: Tensor = model.forward_features(batch).double()
-    return features
-
-
 @torch.inference_mode()
 def errors(dense: nn.Module, reduced: nn.Module, images: Images) -> dict[str, float]:
     """Root of the mean squared error over that of the dense tokens: the class token, the patch tokens."""
     sums = torch.zeros(2, 2, dtype=torch.float64)
-    for batch in images.batches(BATCH):
-        own, other = (features_of(model, batch) for model in (dense, reduced))
+    for both in zip(*(normed(model, images.batches(BATCH)) for model in (dense, reduced)), strict=True):
+        own, other = (tokens.double() for tokens in both)
         for row, part in enumerate((slice(0, 1), slice(1, None))):
             sums[row, 0] += (own[:, part] - other[:, part]).square().sum()
             sums[row, 1] += own[:, part].square().sum()
@@ -77,15 +70,7 @@ def errors(dense: nn.Module, reduced: nn.Module, images: Images) -> dict[str, fl
 
 def compared(dense: Checkpoint, moments: Moments, method: Method, held: Images) -> dict[str, Any]:
     """Fixed ridge and chosen ones, on one elimination."""
-    orders = {}
-    for site in sites_of(dense.model).every:
-        kind = kind_of(site)
-        if kind.eliminates and kind.uniform(site, method) is not None:
-            own = site_moments(site, moments, torch.device("cpu"))
-            order = kind.elimination(site, own, method)
-            assert order is not None, site.name
-            orders[site.name] = order
-            click.echo(f"eliminated at {site.name}", err=True)
+    orders = eliminations(dense.model, moments, method)
     row: dict[str, Any] = {}
     for name, given in (("fixed", replace(moments, half=None)), ("chosen", moments)):
         reduction = reduce(dense.model, given, method, eliminations=orders)

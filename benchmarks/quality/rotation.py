@@ -11,7 +11,6 @@ in FP32: of each head's logits (all sites together) and of the model's outputs.
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -22,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
+from benchmarks.quality.timm_sites import Attention, attentions
 from calib.input_set import InputSet
 from calib.inputs import each, run_model
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import sites_of
-from corp_deploy.families.head_site import HeadSite
+from corp_deploy.families.family import family_of
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -46,49 +45,40 @@ def relative(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
-def parts_of(site: HeadSite, rows: Tensor) -> Parts:
+def parts_of(attention: Attention, rows: Tensor) -> Parts:
     """Queries, keys and values of all heads among the rows that the fused projection gives."""
-    qk, v = site.heads * site.qk, site.heads * site.v
+    qk, v = attention.heads * attention.qk, attention.heads * attention.v
     return dict(zip("qkv", rows.split((qk, qk, v), -1), strict=True))
 
 
-@contextmanager
-def hearing(
-    sites: Sequence[HeadSite],
-    rows: Callable[[HeadSite, Tensor], Tensor | None],
-    entering: Callable[[HeadSite, Tensor], Tensor | None],
-) -> Iterator[None]:
-    """What each fused projection gives, and what enters each output projection; a tensor given back replaces it."""
+Hear = Callable[[Attention, Tensor], Tensor | None]
 
-    def given(site: HeadSite) -> Callable[..., Tensor | None]:
-        return lambda _, __, y: rows(site, y)
 
-    def entered(site: HeadSite) -> Callable[..., Tensor | None]:
-        return lambda _, inputs: entering(site, inputs[0])
-
-    handles = [site.first.register_forward_hook(given(site)) for site in sites]
-    handles += [site.last.register_forward_pre_hook(entered(site)) for site in sites]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def heard(model: nn.Module, inputs: InputSet, rows: Hear, entering: Hear) -> Tensor:
+    """The outputs where what each fused projection gives, and what enters each output projection, is heard; a tensor
+    given back replaces it.
+    """
+    running = family_of(model).exportable(model)
+    for attention in attentions(model):
+        first, last = (running.get_submodule(f"{attention.name}.{layer}") for layer in ("qkv", "proj"))
+        first.register_forward_hook(lambda _, __, y, of=attention: rows(of, y))
+        last.register_forward_pre_hook(lambda _, given, of=attention: entering(of, given[0]))
+    return outputs(running, inputs)
 
 
 def ranges(model: nn.Module, inputs: InputSet) -> dict[str, float]:
-    """The largest magnitude of each tensor that is made INT8, by site and part."""
+    """The largest magnitude of each tensor that is made INT8, by attention and part."""
     found: dict[str, float] = {}
 
-    def hear(site: HeadSite, name: str, x: Tensor) -> None:
-        key = f"{site.name}.{name}"
+    def hear(attention: Attention, name: str, x: Tensor) -> None:
+        key = f"{attention.name}.{name}"
         found[key] = max(found.get(key, 0.0), float(x.abs().max()))
 
-    def rows(site: HeadSite, y: Tensor) -> None:
-        for name, part in parts_of(site, y).items():
-            hear(site, name, part)
+    def rows(attention: Attention, y: Tensor) -> None:
+        for name, part in parts_of(attention, y).items():
+            hear(attention, name, part)
 
-    with hearing(sites_of(model).heads, rows, lambda site, x: hear(site, "z", x)):
-        outputs(model, inputs)
+    heard(model, inputs, rows, lambda attention, x: hear(attention, "z", x))
     return found
 
 
@@ -101,36 +91,34 @@ def rounded(x: Tensor, largest: float) -> Tensor:
 def outputs_in_int8(model: nn.Module, inputs: InputSet, largest: Mapping[str, float], parts: str) -> Tensor:
     """With these parts of every attention in INT8."""
 
-    def rows(site: HeadSite, y: Tensor) -> Tensor:
-        by_part = parts_of(site, y)
-        new = [rounded(x, largest[f"{site.name}.{name}"]) if name in parts else x for name, x in by_part.items()]
+    def rows(attention: Attention, y: Tensor) -> Tensor:
+        by_part = parts_of(attention, y)
+        new = [rounded(x, largest[f"{attention.name}.{name}"]) if name in parts else x for name, x in by_part.items()]
         return torch.cat(new, -1)
 
-    def entering(site: HeadSite, x: Tensor) -> Tensor | None:
-        return rounded(x, largest[f"{site.name}.z"]) if "z" in parts else None
+    def entering(attention: Attention, x: Tensor) -> Tensor | None:
+        return rounded(x, largest[f"{attention.name}.z"]) if "z" in parts else None
 
-    with hearing(sites_of(model).heads, rows, entering):
-        return outputs(model, inputs)
+    return heard(model, inputs, rows, entering)
 
 
 def logit_error(model: nn.Module, inputs: InputSet, largest: Mapping[str, float]) -> float:
-    """Of q k' with both in INT8, on the activations of FP32; the mean over the sites."""
+    """Of q k' with both in INT8, on the activations of FP32; the mean over the attentions."""
     lost, energy = dict[str, float](), dict[str, float]()
 
-    def rows(site: HeadSite, y: Tensor) -> None:
-        parts = parts_of(site, y)
+    def rows(attention: Attention, y: Tensor) -> None:
+        parts, name = parts_of(attention, y), attention.name
         exact, got = (
-            torch.einsum("bnhd,bmhd->bhnm", *(x.double().unflatten(-1, (site.heads, -1)) for x in pair))
+            torch.einsum("bnhd,bmhd->bhnm", *(x.double().unflatten(-1, (attention.heads, -1)) for x in pair))
             for pair in (
                 (parts["q"], parts["k"]),
-                tuple(rounded(parts[name], largest[f"{site.name}.{name}"]) for name in "qk"),
+                tuple(rounded(parts[side], largest[f"{name}.{side}"]) for side in "qk"),
             )
         )
-        lost[site.name] = lost.get(site.name, 0.0) + float((got - exact).square().sum())
-        energy[site.name] = energy.get(site.name, 0.0) + float(exact.square().sum())
+        lost[name] = lost.get(name, 0.0) + float((got - exact).square().sum())
+        energy[name] = energy.get(name, 0.0) + float(exact.square().sum())
 
-    with hearing(sites_of(model).heads, rows, lambda _, __: None):
-        outputs(model, inputs)
+    heard(model, inputs, rows, lambda _, __: None)
     return mean(float((lost[name] / energy[name]) ** 0.5) for name in lost)
 
 
@@ -151,7 +139,7 @@ def rows_of(subject: Subject, moments: Moments, share: float) -> Iterator[dict[s
         row = {
             "model": subject.name,
             "share": share,
-            "width": sites_of(model).heads[0].qk,
+            "width": attentions(model)[0].qk,
             "rotates": rotates,
             "fp32": relative(exact, plain),
             "fp16": relative(in_fp16(model, subject.judging), exact),

@@ -96,11 +96,9 @@ class Subject:
     def at_macs(self, share: float) -> Method:
         """The least sparsity, in steps of 1 %, that leaves no more of the multiply-adds."""
         model, costs = self.dense.model, site_costs(self.dense.model, "macs")
-        every = sites_of(model).by_name
         for percent in range(1, 97):
             method = self.method(percent / 100)
-            widths = uniform_widths(model, method)
-            saved = sum(costs.now[name] - costs.of(every[name], width, "square") for name, width in widths.items())
+            saved = costs.saved(sites_of(model).every, uniform_widths(model, method))
             if (self.macs - saved) / self.macs <= share:
                 return method
         raise click.ClickException(f"no widths leave {share:.0%} of the multiply-adds")

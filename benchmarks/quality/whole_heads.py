@@ -20,12 +20,15 @@ from torch import nn
 
 from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
 from benchmarks.quality.rotation import NAMES, relative
+from benchmarks.quality.timm_sites import attentions, graph_macs
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.widths import HeadWidths
+from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.families.widths import Widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -47,43 +50,42 @@ class Variant:
 
     name: str
     method: Method
-    width: HeadWidths | None = None
+    widths: Widths | None = None
 
 
 def attention_macs(model: nn.Module) -> int:
     """Multiply-adds of all attentions, as `inspect` tells them."""
-    sites = {site.name for site in sites_of(model).heads}
+    sites = {name for each in attentions(model) for name in each.widths()}
     return sum(int(row["macs"]) for row in inspection_of_model(model)["sites"] if row["site"] in sites)
 
 
-def tokens_of(subject: Subject) -> int:
-    """How many tokens an attention sees."""
-    seen: list[int] = []
-    site = sites_of(subject.dense).heads[0]
-    handle = site.last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
-    outputs(subject.dense, subject.judging.subset([0]))
-    handle.remove()
-    return seen[0]
+def everywhere(model: nn.Module, **widths: int) -> dict[str, int]:
+    """Every attention at these widths."""
+    return {name: width for each in attentions(model) for name, width in each.widths(**widths).items()}
 
 
-def variants(model: nn.Module, left: int, tokens: int) -> Iterator[Variant]:
+def padded_macs(model: nn.Module, size: int) -> int:
+    """With queries and keys of this size, padded in the graph."""
+    return graph_macs(at_widths(model, everywhere(model, qk=size)))
+
+
+def variants(model: nn.Module, left: int) -> Iterator[Variant]:
     """Those at about the multiply-adds of so many heads left."""
-    site = sites_of(model).heads[0]
-    share = 1.0 - left / site.heads
-    heads = {"heads_sparsity": share}
+    first = attentions(model)[0]
+    heads = {"heads_sparsity": 1.0 - left / first.heads}
     yield Variant(name="whole heads", method=method_from_preset("best", **heads))
     yield Variant(name="whole heads, grail", method=method_from_preset("grail", **heads))
     square = method_from_preset("best", attention_sparsity=0.0, geometry="square", align_head=STEP)
-    below = int(site.qk * left / site.heads) // STEP * STEP
-    exact = below * site.heads == site.qk * left
+    below = int(first.qk * left / first.heads) // STEP * STEP
+    exact = below * first.heads == first.qk * left
     for size in (below,) if exact else (below, below + STEP):
         if size:
-            yield Variant(name="square", method=square, width=HeadWidths(qk=size, v=size))
-    aimed = site.macs(HeadWidths(qk=site.qk, v=site.v, heads=left), "square", tokens)
-    offers = [HeadWidths(qk=size, v=site.v) for size in range(STEP, site.qk, STEP)]
-    nearest = min(offers, key=lambda width: abs(site.macs(width, "padded", tokens) - aimed))
+            yield Variant(name="square", method=square, widths=everywhere(model, qk=size, v=size))
+    saved = site_costs(model, "macs").saved(sites_of(model).every, everywhere(model, heads=left))
+    aimed = macs(model) - saved
+    nearest = min(range(STEP, first.qk, STEP), key=lambda size: abs(padded_macs(model, size) - aimed))
     padded = method_from_preset("best", attention_sparsity=0.0, align_head=STEP)
-    yield Variant(name="padded Q/K", method=padded, width=nearest)
+    yield Variant(name="padded Q/K", method=padded, widths=everywhere(model, qk=nearest))
 
 
 def engine(model: nn.Module, scratch: Path) -> dict[str, Any] | None:
@@ -102,17 +104,15 @@ def engine(model: nn.Module, scratch: Path) -> dict[str, Any] | None:
 
 def row_of(subject: Subject, moments: Moments, variant: Variant, left: int, scratch: Path) -> dict[str, Any]:
     """One model: made, judged, built."""
-    names = [site.name for site in sites_of(subject.dense).heads]
-    widths = None if variant.width is None else dict.fromkeys(names, variant.width)
-    model = reduce(subject.dense, moments, variant.method, widths=widths).model
-    site = sites_of(model).heads[0]
+    model = reduce(subject.dense, moments, variant.method, widths=variant.widths).model
+    first = attentions(model)[0]
     return {
         "model": subject.name,
         "left": left,
         "way": variant.name,
-        "heads": site.heads,
-        "qk": site.qk,
-        "v": site.v,
+        "heads": first.heads,
+        "qk": first.qk,
+        "v": first.v,
         "attention_macs": attention_macs(model) / attention_macs(subject.dense),
         "macs": macs(model) / macs(subject.dense),
         "error": relative(outputs(model, subject.judging), outputs(subject.dense, subject.judging)),
@@ -139,9 +139,9 @@ def main(output: Path, names: Sequence[str], crops: int) -> None:
             dense = subject.dense.requires_grad_(False)
             checkpoint = Checkpoint(model=dense, architecture=Architecture(name=name, kwargs={}), lineage={})
             moments = calibrate(checkpoint, subject.inputs, batch_size=BATCH)
-            heads = sites_of(dense).heads[0].heads
+            heads = attentions(dense)[0].heads
             for left in sorted({round(heads * 2 / 3), round(heads / 2 - 0.1)}, reverse=True):
-                for variant in variants(dense, left, tokens_of(subject)):
+                for variant in variants(dense, left):
                     rows.append(row_of(subject, moments, variant, left, Path(scratch)))
                     click.echo(str(rows[-1]))
                     write_json(output, record | {"absent": absent, "rows": rows})

@@ -3,7 +3,7 @@
 B images, N patches, C channels, S pixels a side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,18 +43,22 @@ def at_cpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cpu()
 
 
+def normed(model: nn.Module, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """All tokens behind the last norm of one of timm's ViTs, dense or reduced, batch by batch."""
+    running, seen, where = family_of(model).exportable(model), list[Tensor](), device(model)
+    running.get_submodule("norm").register_forward_hook(lambda _, __, tokens: seen.append(tokens))
+    for batch in batches:
+        running(batch.to(where))
+        yield seen.pop()
+
+
 def outputs(model: nn.Module, images: Tensor, head: SaliencyHead) -> Outputs:
     """Of all images [B,3,S,S], a few at a time where the model and the head are; merged tokens stand in for the patches
     that they came from.
     """
     whole, every = _with_every_token(model)
-    normed, where = list[Tensor](), device(model)
-    hook = whole.get_submodule("norm").register_forward_hook(lambda _, __, tokens: normed.append(tokens))
     with torch.inference_mode():
-        for batch in images.split(BATCH):
-            whole(batch.to(where))
-        hook.remove()
-        tokens = torch.cat(normed)
+        tokens = torch.cat(list(normed(whole, images.split(BATCH))))
         patches = tokens[:, 1:] if every else None
         saliency = None if patches is None else torch.cat([head(part) for part in patches.split(BATCH)])
     return Outputs(class_BC=tokens[:, 0].cpu(), patches_BNC=at_cpu(patches), saliency_BSS=at_cpu(saliency))

@@ -135,10 +135,7 @@ class Sparsities:
         """The share of the dense MACs that stays."""
         method = method_from_preset("none", mlp_sparsity=mlp, attention_sparsity=attention)
         widths = uniform_widths(self.model, method)
-        sites = [site for site in sites_of(self.model).every if site.name in widths]
-        now = sum(self.costs.now[site.name] for site in sites)
-        kept = sum(self.costs.of(site, widths[site.name], method.geometry) for site in sites)
-        return 1.0 - (now - kept) / self.dense
+        return 1.0 - self.costs.saved(sites_of(self.model).every, widths) / self.dense
 
     def of(self, which: Literal["joint", "mlp"], share: float) -> float:
         """Raises BadInput for a share that no sparsity reaches."""

@@ -157,7 +157,7 @@ def _effort(output: Path) -> Mapping[str, Effort]:
 
 def table_9(subject: Subject) -> MadeTable:
     """Redundancy of MLP activations."""
-    found = command("redundancy", "--moments", subject.moments)["sites"]
+    found = command("inspect", "redundancy", "--moments", subject.moments)["sites"]
     rows = tuple(
         (
             each["site"], each["dim"], round(each["effective_rank"], 1), round(each["effective_rank"] / each["dim"], 3),

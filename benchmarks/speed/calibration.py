@@ -35,8 +35,10 @@ from calib import products
 from calib.collect import Collector, collect
 from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of_sites
 from calib.sites import ChannelTaps, Site
-from corp_deploy.families import timm_vit as vit
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import example_of, input_ports, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
+from corp_deploy.store.checkpoint import dense_from_architecture
 from perf.timing.environment import cpu_name
 
 VERSION = 2
@@ -60,13 +62,13 @@ def bare(model: nn.Module, images: Tensor, batches: int, piece: int) -> Callable
 
 
 def calibration(
-    model: nn.Module, sites: list[Site], images: Tensor, batches: int, options: dict[str, Any]
+    heard: nn.Module, sites: list[Site], images: Tensor, batches: int, options: dict[str, Any]
 ) -> Callable[[], None]:
     """A calibration as `calibrate` makes it: a collector opened, its kernel chosen, all batches, the moments."""
 
     def run() -> None:
         products.kernel_of_this_cpu.cache_clear()
-        collect(model, sites, repeat(images, batches), device=images.device, **options)
+        collect(heard, sites, repeat(images, batches), device=images.device, **options)
 
     return run
 
@@ -100,7 +102,7 @@ def peak_memory(arguments: argparse.Namespace) -> dict[str, float]:
     model_mb = resident_mb()
     widest = max(shape.tokens * shape.hidden for shape in seen.values() if isinstance(shape, ChannelShape))
     bound = sum(bytes_needed(seen).values()) + 2 * 4 * arguments.batch_size * widest
-    with Collector(model, sites, device="cpu") as collector:
+    with Collector(listened(model), sites, device="cpu") as collector:
         for _ in range(3):
             collector.add(images)
     return {"model_mb": model_mb, "peak_mb": peak_mb(), "bound_mb": model_mb + bound / 1e6}
@@ -120,14 +122,13 @@ def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, list[Site], Tens
     torch.manual_seed(0)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    model = timm.create_model(arguments.model, pretrained=False).eval().to(arguments.device)
-    images = torch.randn(arguments.batch_size, *vit.input_spec(model).shape).to(arguments.device)
-    return model, list(calibration_taps(model, vit.sites(model))), images
+    model = dense_from_architecture(Architecture(name=arguments.model)).to(arguments.device)
+    images = torch.randn(arguments.batch_size, *input_ports(model)[0].shape).to(arguments.device)
+    return model, list(calibration_taps(model, sites_of(model))), images
 
 
 def shapes(model: nn.Module, sites: list[Site], arguments: argparse.Namespace) -> dict[str, Shape]:
-    example = torch.zeros(1, *vit.input_spec(model).shape)
-    return shapes_of_sites(model, sites, example=example, device=arguments.device)
+    return shapes_of_sites(listened(model), sites, example=example_of(model), device=arguments.device)
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,9 +138,10 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
         name: bare(model, images, batches, piece)
         for name, piece in zip(BARE, (arguments.batch_size, PIECE), strict=True)
     }
-    runs["calibrate"] = calibration(model, sites, images, batches, options)
+    heard = listened(model)
+    runs["calibrate"] = calibration(heard, sites, images, batches, options)
     if arguments.attention_system:
-        runs["calibrate_with_system"] = calibration(model, sites, images, batches, options | {"attention_system": True})
+        runs["calibrate_with_system"] = calibration(heard, sites, images, batches, options | {"attention_system": True})
     for run in runs.values():
         run()
     samples = timed(runs, arguments.rounds, arguments.device)

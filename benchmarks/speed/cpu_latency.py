@@ -1,6 +1,6 @@
 """ONNX Runtime on the CPU: DeiT-S and DeiT-B dense against 50 % joint sparsity, heads padded and square.
 
-    python benchmarks/speed/cpu_latency.py --output benchmarks/results/cpu_latency.json
+    python -m benchmarks.speed.cpu_latency --output benchmarks/results/cpu_latency.json
 
 Weights are random: the time doesn't depend on their values. Dense and reduced run interleaved in one process, the dense
 model against itself beside them; the record holds medians with intervals, throughput and the realised share.
@@ -12,37 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import click
-from torch import nn
 
-from corp_deploy.families import timm_vit as vit
+from benchmarks.quality.timm_sites import graph_macs
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.widths import HeadGeometry, aligned_width
+from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
 from ground.files import write_json
 from perf.timing.laps import Plan
 
-SHARE_KEPT = 0.5
+SPARSITY = 0.5
 MODELS = {"DeiT-S": "deit_small_patch16_224", "DeiT-B": "deit_base_patch16_224"}
 
 
 def halved(dense: Checkpoint, geometry: HeadGeometry) -> Checkpoint:
     """The same model at half the hidden channels and half the head width, weights not fitted."""
-    modules: dict[str, nn.Module] = {}
-    for mlp in vit.sites(dense.model).channels:
-        hidden = aligned_width(mlp.width, SHARE_KEPT, 64)
-        modules |= mlp.empty(hidden, output_bias=True)
-    for part in vit.sites(dense.model).heads:
-        width = aligned_width(part.qk, SHARE_KEPT, 16)
-        v = width if geometry == "square" else part.v
-        modules[part.name] = part.empty(qk=width, v=v, geometry=geometry)
-    return replace(dense, model=replaced(dense.model, modules).eval())
+    method = method_from_preset("best", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY, geometry=geometry)
+    return replace(dense, model=at_widths(dense.model, uniform_widths(dense.model, method)))
 
 
 def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
@@ -55,7 +48,7 @@ def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: 
         for checkpoint, path in zip((dense, reduced), graphs, strict=True):
             export_checkpoint(checkpoint, path, precision="fp32")
         bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
-    share = macs(reduced.model) / macs(dense.model)
+    share = graph_macs(reduced.model) / graph_macs(dense.model)
     return {
         "model": name,
         "heads": geometry,

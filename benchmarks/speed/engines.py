@@ -1,6 +1,6 @@
 """What head geometry does to an engine: fused attention, kernels, plan size and build time of DeiT-T/S/B.
 
-    python benchmarks/speed/engines.py --output benchmarks/results/engines.json
+    python -m benchmarks.speed.engines --output benchmarks/results/engines.json
 
 Random weights at the widths of 50 % joint sparsity (hidden and q/k halved; `square` halves v too), FP16 ONNX, dynamic
 batch 1:8:64, TensorRT-RTX on the CPU for each --sm. Every plan is built twice: `same_plan` says whether the bytes were
@@ -21,11 +21,11 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
-from corp_deploy.families.family import family_of
-from corp_deploy.families.head_attention import Geometry
-from corp_deploy.families.model_cost import macs
-from corp_deploy.families.modules import replaced
+from benchmarks.speed.cpu_latency import halved
+from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import count
+from corp_deploy.families.family import family_of, input_ports
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from export.engine.build import build_engine
 from export.engine.libraries import open_library
 from export.engine.options import BatchProfile, BuildOptions
@@ -57,25 +57,14 @@ class Row:
     same_plan: bool
 
 
-def halved(dense: nn.Module, geometry: Geometry) -> nn.Module:
-    """The dense model with half the hidden and q/k width, new random weights in the layers that shrink."""
-    modules: dict[str, nn.Module] = {}
-    found = vit.sites(dense)
-    for mlp in found.channels:
-        modules |= mlp.empty(mlp.width // 2, output_bias=True)
-    for part in found.heads:
-        v = part.v // 2 if geometry == "square" else part.v
-        modules[part.name] = part.empty(qk=part.qk // 2, v=v, geometry=geometry)
-    return replaced(dense, modules)
-
-
 def model_of(name: str, variant: str) -> nn.Module:
     torch.manual_seed(0)
-    dense: nn.Module = timm.create_model(MODELS[name]).eval()
+    architecture = Architecture(name=MODELS[name])
+    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
     if variant == "dense":
-        return dense
+        return dense.model
     assert variant in ("padded", "square", "ragged"), variant
-    return halved(dense, variant)  # type: ignore[arg-type]
+    return halved(dense, variant).model  # type: ignore[arg-type]
 
 
 def built(path: Path, method: BuildOptions) -> tuple[EngineRecord, float]:
@@ -87,7 +76,7 @@ def built(path: Path, method: BuildOptions) -> tuple[EngineRecord, float]:
 def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
     model = model_of(name, variant)
     path = folder / f"{name}-{variant}.onnx"
-    exported = family_of(model).exportable(model)
+    exported = family_of(model).exportable(model, geometry="ragged" if variant == "ragged" else None)
     save(onnx_from_model(exported, [image_port((3, 224, 224))], [LOGITS], precision="fp16", metadata={}), path)
     rows = []
     for sm in sms:
@@ -98,7 +87,7 @@ def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
                 model=name,
                 variant=variant,
                 sm=sm,
-                macs=macs(model),
+                macs=count(exported, input_ports(model)).macs,
                 onnx_bytes=first.onnx_bytes,
                 plan_bytes=first.plan_bytes,
                 kernels=first.kernels,

@@ -22,8 +22,8 @@ import torch
 
 from calib import store
 from calib.images import Images
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import input_ports
 from corp_deploy.machine import versions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -103,7 +103,7 @@ def measured(
     checkpoint = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "images.npy"
-        shape = vit.input_spec(checkpoint.model).shape
+        shape = input_ports(checkpoint.model)[0].shape
         np.save(path, np.random.default_rng(0).standard_normal((images, *shape), dtype=np.float32))
         every = work(checkpoint, images_for_model(checkpoint.model, path), batch_size, share, Path(scratch))
         for warm in (*BARE, "calibrate"):

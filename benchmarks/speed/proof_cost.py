@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families.family import family_of, input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
 from corp_deploy.proof.half_products import HalfProducts
@@ -48,7 +47,7 @@ def made(architecture: Architecture, images: int, folder: Path) -> Path:
     torch.manual_seed(0)
     dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
     path = folder / "images.npy"
-    shape = vit.input_spec(dense.model).shape
+    shape = input_ports(dense.model)[0].shape
     np.save(path, np.random.default_rng(0).standard_normal((images, *shape), dtype=np.float32))
     moments = calibrate(dense, images_for_model(dense.model, path, samples=FEW), batch_size=FEW)
     halved = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)

@@ -22,8 +22,8 @@ import torch
 from calib.collect import collect
 from calib.moments import Moments
 from calib.store import save
-from corp_deploy.families import timm_vit as vit
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.family import input_ports, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
@@ -54,12 +54,12 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
     architecture = Architecture(name=model_name, kwargs=kwargs)
     checkpoint = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
     model = checkpoint.model
-    shape = vit.input_spec(model).shape
+    shape = input_ports(model)[0].shape
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(8, *shape, generator=generator) for _ in range(images // 8)]
     start = time.perf_counter()
     lineage = lineage_of_model(model) | {"images": "generated"}
-    moments = collect(model, calibration_taps(model, vit.sites(model)), batches, device="cpu", lineage=lineage)
+    moments = collect(listened(model), calibration_taps(model, sites_of(model)), batches, device="cpu", lineage=lineage)
     pass_seconds = time.perf_counter() - start
     held_out = torch.randn(scored_images, *shape, generator=generator)
     with tempfile.TemporaryDirectory() as folder:

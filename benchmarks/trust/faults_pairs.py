@@ -98,11 +98,11 @@ def two_packages(home: Path) -> Happening:
         codes |= set(_codes(_at_once([partial(ended, (*words, version), place) for version in (1, 2)])))
         expected = json.loads((place / "repository" / "expected.json").read_text())
         kept = kept and '"1"' in json.dumps(expected) and '"2"' in json.dumps(expected)
-        codes.add(ended(("lint-repo", place / "repository", "--quiet"), place).code)
+        codes.add(ended(("package", "lint", place / "repository", "--quiet"), place).code)
     return Happening(
         made_by="two_packages",
         what="two processes, one output", command="package", codes=sorted(codes),
-        outcome="one after the other: both versions are there; `lint-repo` passes",
+        outcome="one after the other: both versions are there; `package lint` passes",
         wrong=not_held(both_end_well=codes == {0}, both_versions_are_told=kept),
     )  # fmt: skip
 

@@ -202,12 +202,12 @@ def _results_of(home: Path) -> dict[str, tuple[object, ...]]:
                    place / "parity.json"),
         "bench": (*subjects, *quick, "-o", place / "bench.json"),
         "export-decoder": (decoder, "-o", place / "graph"),
-        "verify-decoder": (decoder, graph, "--length", 8, "-o", place / "decoder-parity.json"),
-        "bench-decoder": (graph, graph, "--length", 8, "--cached", 8, *quick, "-o", place / "decoders.json"),
+        "verify: a decoder": (decoder, graph, "--random", 2, "--length", 8, "-o", place / "decoder-parity.json"),
+        "bench: decoders": (graph, graph, "--length", 8, "--cached", 8, *quick, "-o", place / "decoders.json"),
         "perplexity": (f"hf:{decoder}", "--text", home / "text.txt", "-o", place / "perplexity.json"),
         "report": (release, "-o", place / "report.html"),
-        "merge-moments": (*halves, "-o", place / "both.safetensors"),
-        "redundancy": (*moments, "-o", place / "redundancy.svg"),
+        "calibrate --merge": (*halves, "-o", place / "both.safetensors"),
+        "inspect redundancy": (*moments, "-o", place / "redundancy.svg"),
         "sweep": (*model, *moments, *images, "--sparsity", "0.25,0.5", "--align", "mlp=8,head=8", "-o",
                   place / "sweep"),
         "build": (subjects[1], "--backend", "onnxruntime", "-o", place / "optimised.onnx"),
@@ -224,10 +224,10 @@ def _others_of(home: Path) -> dict[str, tuple[object, ...]]:
         "latency-table": ("--model", home / "dense", "--batch", 1, "--align", "mlp=8,head=8", "--threads", 1, "-o",
                           home / "place" / "tables"),
         "check": (release,),
-        "compare": (bench, bench),
+        "bench compare": (bench, bench),
         "gate": (bench, "--fail-if", "params >= dense"),
         "inspect": ("--model", home / "dense"),
-        "lint-repo": (_older_repository(home) / "repository",),
+        "package lint": (_older_repository(home) / "repository",),
         "doctor": (),
         "completion": ("bash",),
     }  # fmt: skip
@@ -238,12 +238,12 @@ def scenarios_of_others(home: Path) -> Iterator[Scenario]:
     _halves(home)
     _decoder(home)
     yield _serve_version(home)
-    for command, words in (_results_of(home) | _others_of(home)).items():
-        quiet = () if command == "completion" else ("--quiet",)
+    for command, options in (_results_of(home) | _others_of(home)).items():
+        words = (*command.partition(":")[0].split(), *options, *(() if command == "completion" else ("--quiet",)))
         if command != "audit":  # TensorRT is not for forks
-            run(command, *words, *quiet)
+            run(*words)
         yield Scenario(
-            command=command, start="nothing", words=(command, *words, *quiet), place=home / "place",
+            command=command, start="nothing", words=words, place=home / "place",
             before=home / "empty", apart=True, differs=TIMED_RESULTS,
         )  # fmt: skip
 
@@ -275,7 +275,7 @@ def _serve_version(home: Path) -> Scenario:
     second.reset()
     run(*second.words)
     shutil.copytree(second.place, home / "two versions")
-    words = ("serve-version", second.place / "repository", "--name", "tiny", "--model-version", 1, "--quiet")
+    words = ("package", "serve", second.place / "repository", "--name", "tiny", "--model-version", 1, "--quiet")
     return Scenario(
-        command="serve-version", start="version 2 served", words=words, place=second.place, before=home / "two versions"
+        command="package serve", start="version 2 served", words=words, place=second.place, before=home / "two versions"
     )

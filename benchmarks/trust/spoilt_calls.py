@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 from benchmarks.trust.fuzz.readers import made_home
 from corp_deploy.cli import main as corp_deploy
-from corp_deploy.commands.options import JSON, RegularPath
+from corp_deploy.commands.options import RegularPath
 from corp_deploy.commands.value import Value
+from corp_deploy.invocation.source import JSON
 from tests import decoders
 
 NUMBERS = ("nan", "inf", "-inf", "1e400", "1_0", "٣", "=1", "", "x", "0x10", "9" * 30, "1 2")
@@ -61,11 +62,11 @@ def good_calls(home: Path) -> dict[str, list[str]]:
     return {
         "audit": [*pair, "--output", f"{out}/audit.json"],
         "bench": [*pair, "--output", f"{out}/bench.json", *quick],
-        "bench-decoder": [*graphs, "--output", f"{out}/decoders.json", "--length", "8", "--cached", "8", *quick],
+        "bench: decoders": [*graphs, "--output", f"{out}/decoders.json", "--length", "8", "--cached", "8", *quick],
         "build": [pair[0], "--output", f"{out}/m.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:2:4"],
         "calibrate": [*model, *images, "--output", f"{out}/m.safetensors"],
         "check": [f"{home}/released"],
-        "compare": [f"{home}/run/bench.json", f"{home}/run/bench.json"],
+        "bench compare": [f"{home}/run/bench.json", f"{home}/run/bench.json"],
         "completion": ["bash"],
         "demo": ["--output", f"{out}/demo"],
         "doctor": [],
@@ -74,17 +75,17 @@ def good_calls(home: Path) -> dict[str, list[str]]:
         "gate": [f"{home}/run/bench.json", "--fail-if", "p50@b1 > 1e9", "--output", f"{out}/gate.json"],
         "inspect": model,
         "latency-table": [*model, "--output", f"{out}/table", "--batch", "1", "--align", "mlp=24,head=6"],
-        "lint-repo": [f"{home}/repository"],
-        "merge-moments": [moments[1], others, "--output", f"{out}/both.safetensors"],
+        "package lint": [f"{home}/repository"],
+        "calibrate --merge": [moments[1], others, "--output", f"{out}/both.safetensors"],
         "package": [f"{home}/packed", "--output", f"{out}/repository"],
         "reduce": [*model, *moments, "--output", f"{out}/reduced", "--mlp", "0.5"],
         "perplexity": [f"{home}/model", f"{home}/reduced", "--text", f"{home}/text.txt", "--output", f"{out}/p.json"],
-        "redundancy": [*moments, "--output", f"{out}/redundancy.json"],
+        "inspect redundancy": [*moments, "--output", f"{out}/redundancy.json"],
         "release": [f"{home}/recipe.toml", "--output", f"{out}/release", "--dry-run"],
         "report": [f"{home}/run", "--output", f"{out}/report.html"],
-        "serve-version": [f"{home}/repository", "--name", "vit", "--model-version", "1", "--server", "http://127.0.0.1:9"],
+        "package serve": [f"{home}/repository", "--name", "vit", "--model-version", "1", "--server", "http://127.0.0.1:9"],
         "sweep": [*model, *moments, *images, "--output", f"{out}/sweep", "--sparsity", "0.5"],
-        "verify-decoder": [f"{home}/decoder", graphs[0], "--output", f"{out}/decoder.json"],
+        "verify: a decoder": [f"{home}/decoder", graphs[0], "--random", "2", "--output", f"{out}/decoder.json"],
         "verify": [f"{home}/model", f"{home}/reduced", *images, "--output", f"{out}/parity.json"],
     }  # fmt: skip
 
@@ -130,10 +131,11 @@ def _values(command: str, parameter: click.Parameter, home: Path) -> Iterator[tu
     if isinstance(parameter.type, RegularPath):
         yield from _paths(parameter, home)
         return
-    kind = type(parameter.type.values if isinstance(parameter.type, Value) else parameter.type).__name__
+    known = parameter.type.values if isinstance(parameter.type, Value) else parameter.type
+    kind = type(known).__name__
     if (command, parameter.opts[0]) in FREE:
         return
-    objects = {"Spelled": OBJECTS} if parameter.type is JSON else {}
+    objects = {"Spelled": OBJECTS} if known is JSON else {}
     for value in ({"Count": NUMBERS, "Real": NUMBERS, "ListOf": LISTS} | objects).get(kind, WORDS):
         yield value, f"{value[:30]!r}"
     if kind == "Paths" or parameter.name in ("model", "candidates"):
@@ -162,7 +164,7 @@ def bad_calls(home: Path) -> Iterator[Call]:
     """For every parameter of every command."""
     context = click.Context(corp_deploy)
     for name, good in good_calls(home).items():
-        command = corp_deploy.get_command(context, name)
+        command = corp_deploy.get_command(context, name.partition(":")[0])
         assert command is not None, name
         yield Call(command=name, words=(*good, "--no-such-option"), wrong="an option that is none")
         positions = 0

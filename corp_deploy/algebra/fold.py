@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .quadratic import Solved, solve_ridge
-
 _ROUNDS = 100
 
 
@@ -97,13 +95,3 @@ def fold(weight_FI: Tensor, first_bias_F: Tensor | None, weight_OF: Tensor, widt
         bias_K=weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F,
         plain_OK=weight_OF @ (map_KF > 0.0).to(torch.float64).T,
     )
-
-
-def recovered_from_gram(folding: Folding, second_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float) -> Solved:
-    """GRAIL's second layer for merged channels: W' = W G M' (M G M' + ridge I)^-1, M the means over clusters.
-
-    G = E[x x'] is of the dense activations: the activation of a mean row is taken to be the mean of its members', which
-    it is not. ridge = ridge_rel * mean diagonal of M G M'.
-    """
-    spread_FK = second_FF @ folding.map_KF.T
-    return solve_ridge(weight_OF @ spread_FK, folding.map_KF @ spread_FK, ridge_rel=ridge_rel)

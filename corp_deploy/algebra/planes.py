@@ -223,13 +223,6 @@ def _without(matrix_HXX: Tensor, at_H2: Tensor) -> Tensor:
     return matrix_HXX.scatter(2, at_H2[:, None, :].expand(-1, count, -1), 0.0)
 
 
-def spectrum(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
-    """[H, D + 1]: what elimination on this quadratic loses at widths 0..D, an odd one as the even one below it."""
-    error_HP = elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped).error_HP
-    at_width_HP = torch.cat((error_HP.flip(1), torch.zeros_like(error_HP[:, :1])), dim=1)
-    return at_width_HP.repeat_interleave(2, dim=1)[:, :-1]
-
-
 def _aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:

@@ -129,30 +129,3 @@ class RegressionSums:
             cross_OK=self.tx_OK / tokens,
             target_square=float(self.tt) / tokens,
         )
-
-
-@dataclass(slots=True, kw_only=True)
-class DifferenceSums:
-    """Sums over tokens of inputs x and differences d: what any linear layer makes of d can be regressed on x."""
-
-    on_x: RegressionSums
-    d: Gram
-
-    @classmethod
-    def empty(cls, width: int, device: torch.device | str = "cpu") -> Self:
-        on_x = RegressionSums.empty(inputs=width, outputs=width, device=device)
-        return cls(on_x=on_x, d=Gram.empty(width, device))
-
-    def add(self, x_BNC: Tensor, d_BNC: Tensor, weights_BN: Tensor | None = None) -> None:
-        """Count every token of these images by its weight, None for once."""
-        self.on_x.add(x_BNC, d_BNC, weights_BN)
-        self.d.add(d_BNC, weights_BN)
-
-    def through(self, weight_OC: Tensor) -> RegressionSums:
-        """With W d as targets."""
-        return RegressionSums(
-            x=self.on_x.x,
-            t_O=weight_OC @ self.d.sum_K,
-            tx_OK=weight_OC @ self.on_x.tx_OK,
-            tt=((weight_OC @ self.d.gram_KK) * weight_OC).sum(),
-        )

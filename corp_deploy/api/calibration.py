@@ -9,6 +9,7 @@ from typing import Any
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
+from corp_deploy.invocation.inputs import Decoded, Drawn
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.reduction.moments_files import (
     CalibrationRun,
@@ -43,16 +44,12 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateCall(CalibrateOptions):
+class CalibrateCall(Decoded, Drawn, CalibrateOptions):
     """The options, with what is calibrated on what."""
 
     model: ModelLike = field(kw_only=False)
     inputs: InputsLike = field(kw_only=False)
     output: PathLike = field(kw_only=False)
-    samples: int | None = None
-    seed: int = 0
-    workers: int = 0
-    max_bad: int = 0
 
 
 @verb(CalibrateCall)
@@ -60,13 +57,8 @@ def calibrate(asked: CalibrateCall) -> Calibration:
     """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
-    an array or tensor of these in memory, a file of text, or token ids [S,N]. `samples` of them are drawn by `seed`;
-    `hold_out` are left out, their moments written beside; `groups` as `calibrate --groups`. `sites` are patterns such
-    as "blocks.3.*"; `attention` False takes MLPs alone, `attention_system` CORP's per-image system (eq. 15), in a
-    second pass for what `reduce` keeps at the shares `attn` alone; `patch_memory` is in GB, `active_eps` the magnitude
-    above which an entry is active, `snapshots` ascending numbers of inputs, `merge_tokens` the schedule under which the
-    model is run. `device` is where the model runs, in `dtype`; sums are float64. For several processes, for going on
-    after an interruption, and for decoders block by block there is the command.
+    an array or tensor of these in memory, a file of text, or token ids [S,N]. Sums are float64. For several processes,
+    for going on after an interruption, and for decoders block by block there is the command.
 
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.
@@ -78,12 +70,11 @@ def calibrate(asked: CalibrateCall) -> Calibration:
         snapshots=tuple(asked.snapshots),
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
-    drawn: dict[str, Any] = {"samples": asked.samples, "seed": asked.seed}
     with (
         opened(asked.model) as loaded,
-        opened_inputs(loaded.model, asked.inputs, workers=asked.workers, max_bad=asked.max_bad, **drawn) as opened_set,
+        opened_inputs(loaded.model, asked.inputs, **asked.decoded, **asked.drawn) as opened_set,
     ):
-        dense, given = merging_checkpoint(loaded, asked), asked.in_order(opened_set, **drawn)
+        dense, given = merging_checkpoint(loaded, asked), asked.in_order(opened_set, **asked.drawn)
         record, *_ = write_moments(dense, given, asked.request(seed=asked.seed), run, path)
     left_out = None if asked.hold_out is None else held_out_path(path)
     return Calibration(path=path, held_out=left_out, inputs=int(record["images"]), record=record)

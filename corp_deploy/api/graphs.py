@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.inputs import Drawn
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.store.onnx_file import facts_of_onnx
@@ -36,15 +37,13 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportCall(ExportOptions):
+class ExportCall(Drawn, ExportOptions):
     """The options, with what is exported and what it looks at."""
 
     model: ModelLike = field(kw_only=False)
     output: PathLike = field(kw_only=False)
     dense: ModelLike | None = None
     inputs: InputsLike | None = None
-    samples: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,12 +56,8 @@ class ExportCall(ExportOptions):
 def export(asked: ExportCall) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
-    `precision`: fp32, fp16, bf16, mixed or mixed-bf16 (with `keep_fp32`, modules by pattern, or `auto`), int8 or fp8
-    (with `inputs` to take ranges of; `rest`, `scales`, `balance`, `keep_rest`, and `weight_bits` of int8, as `export`
-    has them). `auto` looks on `inputs` for the modules that must stay in more bits, until the graph errs no more than a
-    multiple of what that type does to the `dense` model (by default to the model itself). `graph_input` "uint8" lets
-    the graph take pixels; `batch` fixes the batch; `heads` replaces the head geometry. Of `inputs`, `samples` are drawn
-    by `seed`.
+    `auto` looks on `inputs` for the modules that must stay in more bits, until the graph errs no more than a multiple
+    of what that type does to the `dense` model (by default to the model itself).
 
     Raises BadInput for options that the precision would ignore or lacks, for a model that can't be typed so, and for
     a graph that fails ONNX's or our own check; nothing is written then.
@@ -73,7 +68,7 @@ def export(asked: ExportCall) -> Graph:
         dense = None if asked.dense is None else stack.enter_context(opened(asked.dense))
         feeds = None
         if asked.inputs is not None:
-            opening = opened_inputs(own.model, asked.inputs, samples=asked.samples, seed=asked.seed)
+            opening = opened_inputs(own.model, asked.inputs, **asked.drawn)
             feeds = inputs_from_set(stack.enter_context(opening)).feeds
         graphs = Graphs(own, asked, feeds, dense=dense)
         (name,) = graphs.paths(path)

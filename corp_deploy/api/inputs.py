@@ -13,9 +13,7 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.parts import Parts, parts_of
 from corp_deploy.store.inputs import inputs_for_model
-from ground.errors import BadInput
 
 Array: TypeAlias = NDArray[Any] | Tensor
 InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
@@ -59,12 +57,3 @@ def opened_inputs(
     """
     with on_disk(inputs) as path:
         yield inputs_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
-
-
-def parted_inputs(inputs: InputSet, *, hold_out: int | None, groups: str | None, seed: int) -> Parts[InputSet]:
-    """What `calibrate` fits to and what it holds out by the same values, none without `hold_out`. Raises BadInput for
-    groups of which none are held out.
-    """
-    if groups is not None and hold_out is None:
-        raise BadInput(f"groups say which {inputs.noun} hold_out takes together; give both, or none")
-    return parts_of(inputs, hold_out=hold_out, groups=groups, seed=seed)

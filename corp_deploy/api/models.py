@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.named_sites import named_sites
+from corp_deploy.families.named_layers import with_named_sites
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.ports import Role
 
@@ -35,18 +35,19 @@ def sites(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> nn.Module:
-    """A copy of any module of images [B,*inputs] that says where it can be reduced; it has one output of this role.
+    """A traced copy of any module of images [B,*inputs] of whose sites those are offered that are named; it has one
+    output of this role.
 
     `mlps`: by the name of a module, the names inside it of the linear layers that hidden channels lie between, first
-    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module [B,N,C] ->
-    [B,N,C], `qkv` and `proj`, the names of its fused projection (rows q, k, v) and of the output's, `heads`, and
-    `scale` where it is another than 1 / sqrt(head's size). `mean`, `std`: of the images' preprocessing.
+    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module `qkv` and
+    `proj`, the names of its fused projection and of the output's, `heads`, and, where it is to be held against the
+    program's, `scale`. `mean`, `std`: of the images' preprocessing.
 
-    Everything that is said is tried on a random image. Raises BadInput for names that are none, for
-    layers between which channels are mixed, and for what is no softmax attention of these heads.
+    Everything that is said is looked for in the program. Raises BadInput for names that are none, for layers between
+    which channels are mixed, for other heads than the program has, and for a module that can't be traced.
     """
     given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
-    return named_sites(
+    return with_named_sites(
         model,
         inputs=inputs,
         mlps=mlps or {},

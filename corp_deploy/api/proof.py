@@ -10,25 +10,22 @@ from pathlib import Path
 from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
-from corp_deploy.invocation.proof_limits import LimitOptions
-from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, of_model, with_runtimes
+from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.proof import ProofOptions, Runtime
+from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
-from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import ProofInputs, inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import labels_from_path
 from ground.errors import BadInput
-from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 
-from .inputs import Array, InputsLike, on_disk, opened_inputs, parted_inputs
+from .inputs import Array, InputsLike, on_disk, opened_inputs
 from .source import ModelLike, PathLike, opened
 from .verb import verb
-
-BATCHES = (1, 7, 32)
 
 
 def _candidates(
@@ -50,23 +47,15 @@ def _proof_inputs(dense: Checkpoint, given: InputSet, labels: PathLike | Array |
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCall(LimitOptions):
-    """The limits, with what is held against what, and on what."""
+class VerifyCall(Parted, Drawn, ProofOptions):
+    """The options, with what is held against what, and on what."""
 
     reference: ModelLike = field(kw_only=False)
     candidates: PathLike | Sequence[PathLike] = field(kw_only=False)
     inputs: InputsLike = field(kw_only=False)
     output: PathLike | None = None
-    batches: Sequence[int] = BATCHES
     labels: PathLike | Array | None = None
-    samples: int | None = None
-    seed: int = 0
-    hold_out: int | None = None
-    groups: str | None = None
     moments: PathLike | None = None
-    runtimes: Sequence[Runtime] = ()
-    heads: Sequence[PathLike] = ()
-    map_threshold: float = THRESHOLD
     trust_engine: bool = False
 
 
@@ -75,17 +64,14 @@ def verify(asked: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
-    against the one before; a reduced model by `min_agreement` (least share of inputs with the same top-1 class, [0,
-    1]) and `max_error` (largest ‖candidate − reference‖ / ‖reference‖ of the outputs), a graph in fewer bits by
-    `half_factor` or `quantised_factor` times the dense model's own error in that type. `labels` are class indices
-    [N], a file or an array; with `hold_out` and `groups` only the inputs judge that `calibrate` by the same values
-    of these, of `samples` and of `seed` left out, and labels are those of all; `moments` tell whether these inputs
-    look like those of calibration; `runtimes` judge graphs in OpenVINO too. `heads` are graphs that make maps of
-    the named outputs, held against the dense model's maps by `max_map_error`, `min_iou` and `min_pixels`. `output`
-    gets the record, parity.json, with the figures of every input beside it.
+    against the one before; a reduced model by `min_agreement` (of top-1 classes) and `max_error` (‖candidate −
+    reference‖ / ‖reference‖ of the outputs), maps of `heads` against the dense model's. `labels` are class indices
+    [N], a file or an array, of all inputs where `hold_out` leaves some of these to judge; `moments` tell whether these
+    inputs look like those of calibration. `output` gets the record, parity.json, with the figures of every input
+    beside it.
 
-    `min_agreement` and `min_pixels` are met by an interval of this `confidence`, in [0, 0.999]; at 0 the point alone
-    decides. Warns before any work of one that so few inputs can never show to be kept.
+    Least shares are met by an interval of this `confidence`. Warns before any work of one that so few inputs can never
+    show to be kept.
 
     Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no link had
     one), `links` hold every figure, `located` names the block where a link breaks, `fitted` tells how many of the
@@ -99,10 +85,9 @@ def verify(asked: VerifyCall) -> Parity:
         stack.enter_context(trusting_engines(asked.trust_engine))
         dense = stack.enter_context(opened(asked.reference))
         steps = _candidates(asked.candidates, dense, asked.runtimes)
-        opening = opened_inputs(dense.model, asked.inputs, samples=asked.samples, seed=asked.seed)
+        opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
         given = stack.enter_context(opening)
-        parts = parted_inputs(given, hold_out=asked.hold_out, groups=asked.groups, seed=asked.seed)
-        proof_inputs = _proof_inputs(dense, parts.fitted if parts.held_out is None else parts.held_out, asked.labels)
+        proof_inputs = _proof_inputs(dense, asked.proving(given, asked.seed), asked.labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(sentence, stacklevel=3)
         proof = prove(
@@ -111,7 +96,6 @@ def verify(asked: VerifyCall) -> Parity:
             proof_inputs,
             batches=tuple(asked.batches),
             limits=limits,
-            heads=HeadRequest(paths=tuple(Path(head) for head in asked.heads), threshold=asked.map_threshold),
             moments=None if asked.moments is None else load_moments(Path(asked.moments)),
         )
     if asked.output is not None:

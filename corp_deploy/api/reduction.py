@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.invocation.inputs import Drawn, Parted
 from corp_deploy.invocation.reduction import ReduceOptions as ReduceOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
@@ -20,7 +21,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import on_device
 from ground.gpu import require_device
 
-from .inputs import InputsLike, opened_inputs, parted_inputs
+from .inputs import InputsLike, opened_inputs
 from .source import ModelLike, PathLike, opened
 from .verb import verb
 
@@ -45,18 +46,13 @@ class Reduced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(ReduceOptions):
+class ReduceCall(Parted, Drawn, ReduceOptions):
     """The options, with what is reduced and what it looks at."""
 
     model: ModelLike = field(kw_only=False)
     moments: PathLike = field(kw_only=False)
     output: PathLike = field(kw_only=False)
     inputs: InputsLike | None = None
-    samples: int | None = None
-    hold_out: int | None = None
-    groups: str | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    seed: int = 0
 
 
 @verb(ReduceCall)
@@ -64,9 +60,8 @@ def reduce(asked: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
-    loop, a polish, presets that merge, and sparse weights look at. `device` is where systems are solved, in
-    float64; of `inputs`, `samples` are drawn by `seed`, which also orders a polish's, and those are left out that
-    `calibrate` left out by the same `hold_out` and `groups`, so that they may prove the result. The directory holds
+    loop, a polish, presets that merge, and sparse weights look at, without those that `calibrate` left out by the same
+    `hold_out` and `groups`, so that they may prove the result; `seed` also orders a polish's. The directory holds
     model.safetensors and config.json; `load` gives the module, without pruning code. The method is CORP's and
     GRAIL's by preset, and `best`, the default.
 
@@ -77,9 +72,9 @@ def reduce(asked: ReduceCall) -> Reduced:
     with ExitStack() as stack:
         dense, given = on_device(stack.enter_context(opened(asked.model)), asked.device), None
         if asked.inputs is not None:
-            opening = opened_inputs(dense.model, asked.inputs, samples=asked.samples, seed=asked.seed)
+            opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
             opened_set = stack.enter_context(opening)
-            given = parted_inputs(opened_set, hold_out=asked.hold_out, groups=asked.groups, seed=asked.seed).fitted
+            given = asked.parted(opened_set, asked.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
             Path(asked.moments),

@@ -57,13 +57,10 @@ class BenchCall(BenchOptions):
 def bench(asked: BenchCall) -> Speed:
     """Time two models in one process, interleaved, with the first against itself beside them.
 
-    Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other,
-    each for `time_limit` seconds at most, loading, warm-up and A/A run among them, until the speed-up is known to
-    `half_width` (share of its value) by blocks of `block_ms` milliseconds, `min_rounds` rounds of four at least; one
-    that takes longer than that has no speed-up, and a warning says how long. `inputs` (preprocessed, [N,C,H,W]) or
-    lines of `text` are fed, or noise, which costs the same time; `audit` also times one batch again and again. What
-    runs them (`backend` for directories, `provider` for graphs) and how is as `bench` has it, and an option that it
-    would ignore is refused. `output` gets the record with its raw samples.
+    Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other;
+    one that takes longer than `time_limit` has no speed-up, and a warning says how long. `inputs` (preprocessed,
+    [N,C,H,W]) or lines of `text` are fed, or noise, which costs the same time. An option that what runs them would
+    ignore is refused. `output` gets the record with its raw samples.
 
     Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
     this machine can't run them.

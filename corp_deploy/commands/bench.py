@@ -2,49 +2,31 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.decoding import DecoderLoad
+from corp_deploy.invocation.running import BenchOptions, FedOptions
+from corp_deploy.invocation.table import BENCH_OF
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_INCONCLUSIVE
 
 from .declared import record_options
-from .input_choice import text_option
-from .options import ANY_PATH, FILE, output_options, trust_engine_option, trust_option, value_options
-
-if TYPE_CHECKING:
-    from corp_deploy.proof.timed_inputs import TimedInputs
+from .decoder import bench_graphs
+from .help import Command
+from .options import ANY_PATH, FILE, explicit_options, output_options, trust_engine_option, trust_option, usage_errors
 
 
-def _fed(images: Path | None, text: Path | None) -> "TimedInputs":
-    from corp_deploy.proof.timed_inputs import TimedInputs
-
-    if images is not None and text is not None:
-        raise click.UsageError("--images and --text exclude each other; give what the models take")
-    return TimedInputs(images=images, text=text)
-
-
-fed_options = value_options(
-    "fed",
-    _fed,
-    click.option(
-        "--images",
-        type=FILE,
-        default=None,
-        help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
-    ),
-    text_option(help="Feed these texts, a line each, by a model directory's tokenizer; default: any tokens."),
+@click.command(
+    cls=Command,
+    first="output batch backend device provider threads time-limit half-width images names",
 )
-
-
-@click.command()
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
 @click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
 @record_options("asked", BenchOptions)
-@fed_options
+@record_options("of_decoders", DecoderLoad)
+@record_options("fed", FedOptions)
 @trust_option
 @trust_engine_option
 @output_options
@@ -53,21 +35,33 @@ def bench(
     reduced: Path,
     output: Path,
     asked: BenchOptions,
-    fed: "TimedInputs",
+    of_decoders: DecoderLoad,
+    fed: FedOptions,
     out: Output,
 ) -> None:
-    """Time DENSE against REDUCED in one process, interleaved, with an A/A run of DENSE beside it.
+    """Time DENSE against REDUCED, interleaved in one process. An A/A run of DENSE stands beside them.
 
     Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code
     (--trust-code, with --images FILE.npy of what they take). Exit code 3 where no batch size could be measured in time.
 
+    Directories of export-decoder, or plain ones of transformers, which are exported to FP32 first, are timed by prefill
+    and decoding; every length and every batch size has the time limit for itself.
+
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import measure
+    from corp_deploy.proof.timed_inputs import TimedInputs
+    from corp_deploy.store.decoder_graph import is_of_decoder
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
 
+    of_graphs = is_of_decoder(dense) or is_of_decoder(reduced)
+    with usage_errors():
+        BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
+    if of_graphs:
+        timed = bench_graphs(dense, reduced, output, asked, of_decoders, out)
+        click.get_current_context().exit(0 if timed else EXIT_INCONCLUSIVE)
     with out.progress("measuring", 100, unit="%") as done:
         measured = measure(
             dense,
@@ -75,7 +69,7 @@ def bench(
             batches=asked.batches,
             plan=asked.plan,
             running=asked.running,
-            fed=fed,
+            fed=TimedInputs(images=fed.images, text=fed.text),
             names=asked.names,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: done(int(100 * share)),

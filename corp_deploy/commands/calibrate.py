@@ -5,19 +5,11 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.calibration import CalibrateRun
+from corp_deploy.invocation.inputs import KINDS, GivenInputs
 from corp_deploy.views.console import Output
 
 from .declared import record_options
-from .input_choice import (
-    InputChoice,
-    arrays_option,
-    decoding_options,
-    drawing_options,
-    images_option,
-    input_options,
-    text_option,
-    tokens_option,
-)
+from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import FILE, output_options
 from .repeat import command_again
@@ -25,22 +17,24 @@ from .sequential import calibrate_by_block
 from .stopwatch import keep_effort, stopwatch_on
 
 
-@click.command()
+@click.command(
+    cls=Command, first="model weights images output samples attention-system hold-out batch-size device text"
+)
 @model_options
-@input_options(images_option(), text_option(), tokens_option(), arrays_option(), *drawing_options, *decoding_options)
+@record_options("inputs", GivenInputs, *KINDS, "samples", "seed", "workers", "max_bad")
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @record_options("asked", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
 def calibrate(
     model: ModelChoice,
-    inputs: InputChoice,
+    inputs: GivenInputs,
     output: Path,
     asked: CalibrateRun,
     summary: Path | None,
     out: Output,
 ) -> None:
-    """Take the second-order statistics of a model in one pass over unlabelled images.
+    """Take a model's second-order statistics of unlabelled inputs.
 
     Every image is looked at once; with the statistics that costs as much as about 2 bare forward asked. With --attn
     a pass before it ranks, unless --moments does.

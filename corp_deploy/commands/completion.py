@@ -14,7 +14,7 @@ SOURCES = {
 @click.argument("shell", type=click.Choice(list(SOURCES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that completes commands and options in SHELL.
+    """Print what completes commands and options in a shell.
 
     Example: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish
     """

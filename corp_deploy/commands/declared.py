@@ -1,6 +1,7 @@
 """Options of a command that a record declares, see invocation/option.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import click
@@ -10,6 +11,7 @@ from corp_deploy.invocation.option import Option as Declared
 from corp_deploy.invocation.option import Record, options_of
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 
+from .help import under
 from .options import ANY_PATH, DIRECTORY, FILE, Command, Option, explicit_options, usage_errors, value_options
 from .value import Value
 
@@ -28,6 +30,7 @@ def _option(declared: Declared) -> Option:
     default = declared.default
     text = (",".join(map(str, default)) or None) if isinstance(default, tuple) else default
     given: dict[str, Any] = {"help": declared.help, "default": text}
+    short = ("-o",) if name == "--output" else ()
     if declared.of is FLAG:
         return click.option(
             name if default is False else f"{name}/--no{name[1:]}", declared.name, is_flag=True, **given
@@ -37,11 +40,17 @@ def _option(declared: Declared) -> Option:
     if declared.alone is not None:
         given |= {"is_flag": False, "flag_value": declared.alone}
     shown = declared.unsaid or default not in (None, ())
-    return click.option(name, declared.name, type=_type(declared.of), show_default=shown, **given)
+    return click.option(name, *short, declared.name, type=_type(declared.of), show_default=shown, **given)
 
 
-def record_options(name: str, record: type[R]) -> Callable[[Command], Command]:
-    """A decorator that adds a record's options, and hands the command the record as `name`."""
+def options_from(record: type[Record], *only: str, **helps: str) -> list[Option]:
+    """Those of a record, or `only` some; `helps` say what some of them are for here."""
+    every = options_of(record, *only).items()
+    return [under(each.heading, _option(replace(each, help=helps.get(name, each.help)))) for name, each in every]
+
+
+def record_options(name: str, record: type[R], *only: str, **helps: str) -> Callable[[Command], Command]:
+    """A decorator that adds a record's options, see options_from, and hands the command the record as `name`."""
 
     def made(**values: Any) -> R:
         with usage_errors():
@@ -49,4 +58,4 @@ def record_options(name: str, record: type[R]) -> Callable[[Command], Command]:
         value.refuse_ignored(explicit_options())
         return value
 
-    return value_options(name, made, *map(_option, options_of(record).values()))
+    return value_options(name, made, *options_from(record, *only, **helps))

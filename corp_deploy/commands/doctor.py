@@ -10,7 +10,7 @@ from .options import output_options
 @click.command()
 @output_options
 def doctor(out: Output) -> None:
-    """Show what this machine has and which command each lack disables.
+    """Show what this machine has, and what each lack disables.
 
     Example: corp-deploy doctor --json
     """

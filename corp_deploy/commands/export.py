@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.views.console import Output
 from ground.precision import PRECISIONS, QUANTISED
 
 from .declared import record_options
-from .input_choice import InputChoice, arrays_option, drawing_options, images_option, input_options, text_option
+from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import FILE, command_line, output_options
 from .stopwatch import keep_effort, stopwatch_on
@@ -32,7 +33,7 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     return {**record, "sha256": sha256_of_file(path), "size_bytes": path.stat().st_size}
 
 
-@click.command("export")
+@click.command("export", cls=Command, first="model weights output precision opset batch input images auto keep-fp32")
 @model_options
 @click.option(
     "--output",
@@ -42,17 +43,18 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     help="ONNX file to write; of several precisions fp32 goes there, others to NAME.fp16.onnx and so on beside it.",
 )
 @record_options("asked", ExportOptions)
-@input_options(
-    images_option(help="Images for --auto, and for the ranges of int8 and fp8."),
-    text_option(help="Texts for the same, a line each, of a text encoder."),
-    arrays_option(help="Arrays for the same, of a model of arrays."),
-    *drawing_options,
-    required=False,
+@record_options(
+    "inputs",
+    InputOptions,
+    *("images", "text", "arrays", "samples", "seed"),
+    images="Images for --auto, and for the ranges of int8 and fp8.",
+    text="Texts for the same, a line each, of a text encoder.",
+    arrays="Arrays for the same, of a model of arrays.",
 )
 @click.option("--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick.")
 @output_options
 def export_command(
-    model: ModelChoice, output: Path, asked: ExportOptions, inputs: InputChoice, dense: str | None, out: Output
+    model: ModelChoice, output: Path, asked: ExportOptions, inputs: InputOptions, dense: str | None, out: Output
 ) -> None:
     """Write typed ONNX graphs of a dense or reduced model.
 

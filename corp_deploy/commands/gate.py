@@ -1,47 +1,61 @@
-"""corp-deploy gate and corp-deploy compare."""
+"""corp-deploy gate and corp-deploy bench compare."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from corp_deploy.invocation import values
+from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.proof_limits import confidence_option
+from corp_deploy.invocation.values import Repeated
+from corp_deploy.release.baseline import Baseline, OldRecords
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
-from .baseline_choice import BaselineChoice, baseline_options
-from .options import DIRECTORY, FILE, confidence_option, explicit_options, output_options
+from .declared import record_options
+from .options import FILE, explicit_options, output_options
 
-RULE_HELP = "What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times."
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(Record):
+    """By what records are judged, and what is kept of it."""
+
+    rules: Sequence[str] = option(
+        Repeated(),
+        (),
+        typed="fail_if",
+        help="What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times.",
+    )
+    confidence: float = confidence_option()
+    history: Path | None = option(
+        values.DIRECTORY,
+        help="Judge bench.json as the newest of the releases kept here, then keep it too; nothing here is overwritten.",
+    )
+    track: Path | None = option(values.DIRECTORY, help="Write files for benchmark tracking here.")
 
 
 @click.command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
-@click.option("--fail-if", "rules", multiple=True, help=RULE_HELP)
-@confidence_option
-@baseline_options
+@record_options("asked", GateOptions)
+@record_options("baseline", Baseline)
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
 )
-@click.option(
-    "--history",
-    type=DIRECTORY,
-    default=None,
-    help="Judge bench.json as the newest of the releases kept here, then keep it too; nothing here is overwritten.",
-)
-@click.option("--track", type=DIRECTORY, help="Write files for benchmark tracking here.")
 @output_options
 @click.pass_context
 def gate(
     ctx: click.Context,
     records: tuple[Path, ...],
-    rules: tuple[str, ...],
-    confidence: float,
-    baseline: BaselineChoice,
+    asked: GateOptions,
+    baseline: Baseline,
     output: tuple[Path, ...],
-    history: Path | None,
-    track: Path | None,
     out: Output,
 ) -> None:
-    """Judge bench.json and parity.json by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
+    """Judge records of bench and verify by rules.
+
+    PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
     A figure with an interval (a time, a speed-up, a share of inputs) passes a rule where none of the interval breaks
     it, and fails where all of it does; in between it is INCONCLUSIVE, and what would decide is told. --confidence is
@@ -77,7 +91,6 @@ def gate(
         write_tracking,
         write_trend,
     )
-    from corp_deploy.release.baseline import OldRecords
     from corp_deploy.views.gate import gate_table
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
@@ -87,8 +100,8 @@ def gate(
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
-    beside = baseline.value()
-    parsed = [rule_from_text(text) for text in rules]
+    beside, history = baseline, asked.history
+    parsed = [rule_from_text(text) for text in asked.rules]
     beside.require(parsed)
     files = records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
@@ -100,13 +113,13 @@ def gate(
         raise click.UsageError("--init-baseline needs a parity.json among the records for --baseline-parity")
     if history is not None and bench is None:
         raise click.UsageError("--history keeps bench records: give a bench.json among the records")
-    if not rules and "confidence" in explicit_options():
+    if not parsed and "confidence" in explicit_options():
         raise click.UsageError("--confidence is of the intervals that rules are judged by: give one with --fail-if")
-    if not rules and parity is None and history is None:
+    if not parsed and parity is None and history is None:
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
-    now = evidence_of_files(bench, parity, confidence)
+    now = evidence_of_files(bench, parity, asked.confidence)
     rows = [] if parity is None else [parity_row(parity)]
     own = OldRecords(bench=bench, parity=parity)
     older = beside.older(own)
@@ -114,11 +127,11 @@ def gate(
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
     judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)
-    judged = Gate(rules=(*rows, *judged_by_rule), confidence=confidence if parsed else None)
+    judged = Gate(rules=(*rows, *judged_by_rule), confidence=asked.confidence if parsed else None)
     for path in output:
         write_gate(judged, path)
-    if track is not None:
-        write_tracking(now, track)
+    if asked.track is not None:
+        write_tracking(now, asked.track)
     if trend is not None:
         folder = trend_beside(output)
         if folder is not None:
@@ -133,17 +146,18 @@ def gate(
     ctx.exit(judged.exit_code)
 
 
-@click.command()
+@click.command("bench compare")
 @click.argument("before", type=FILE)
 @click.argument("after", type=FILE)
 @output_options
 @click.pass_context
 def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
-    """Put two bench records side by side: what differs about the machines first, then the figures.
+    """Put two bench records side by side.
 
-    Exit codes: 0, or 5 when the two were measured so differently that their figures are not comparable.
+    What differs about the machines comes first, then the figures. Exit codes: 0, or 5 when the two were measured so
+    differently that their figures are not comparable.
 
-    Example: corp-deploy compare last-week.json bench.json
+    Example: corp-deploy bench compare last-week.json bench.json
     """
     from corp_deploy.proof.gate import comparison_as_json
     from perf.record.runs import load_bench

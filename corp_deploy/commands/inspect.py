@@ -4,15 +4,18 @@ import click
 
 from corp_deploy.views.console import Output
 
+from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import output_options
 
 
-@click.command()
+@click.command(cls=Command, first="model weights outputs trust-code json")
 @model_options
 @output_options
 def inspect(model: ModelChoice, out: Output) -> None:
-    """Show a model's sites, widths, parameters, MACs and preprocessing, and why a block can't be reduced.
+    """Show what of a model can be reduced, and why the rest can't.
+
+    Its sites with their widths, parameters, MACs and preprocessing.
 
     Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
     """

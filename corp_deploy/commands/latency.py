@@ -1,67 +1,52 @@
 """corp-deploy latency-table."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from corp_deploy.invocation.method_choice import MULTIPLES, WIDTHS
+from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
+from corp_deploy.invocation.option import option
+from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
 from ground.quantities import THREADS
+from ground.quantity import BATCH
 
+from .declared import record_options
+from .help import Command
 from .model_choice import ModelChoice, model_options
-from .options import BATCHES, DIRECTORY, output_options
-from .value import Value
+from .options import DIRECTORY, output_options
 
 
-@click.command("latency-table")
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(GeometryOptions, heading="What is timed"):
+    """What is measured, and in what."""
+
+    batch: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8), help="Batch sizes to measure.")
+    backend: Literal["onnxruntime", "torch"] = option(default="onnxruntime", help="What runs the blocks.")
+    threads: int | None = option(THREADS, help="CPU threads; default: the runtime's choice.")
+
+
+@click.command("latency-table", cls=Command, first="model weights output batch backend heads align threads")
 @model_options
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
-@click.option("--batch", type=BATCHES, default="1,8", show_default=True, help="Batch sizes to measure.")
-@click.option(
-    "--backend",
-    type=click.Choice(["onnxruntime", "torch"]),
-    default="onnxruntime",
-    show_default=True,
-    help="What runs the blocks.",
-)
-@click.option(
-    "--heads", type=click.Choice(["padded", "square", "ragged"]), default="padded", show_default=True, help="Geometry."
-)
-@click.option("--align", type=Value(MULTIPLES), default=WIDTHS, show_default=True, help="Multiples of widths.")
-@click.option("--threads", type=Value(THREADS), default=None, help="CPU threads; default: the runtime's choice.")
+@record_options("asked", LatencyOptions)
 @output_options
-def latency_table(
-    model: ModelChoice,
-    output: Path,
-    batch: tuple[int, ...],
-    backend: str,
-    heads: str,
-    align: dict[str, int],
-    threads: int | None,
-    out: Output,
-) -> None:
-    """Measure what a block costs at each width on this machine, for `reduce --latency`.
+def latency_table(model: ModelChoice, output: Path, asked: LatencyOptions, out: Output) -> None:
+    """Measure blocks at each width here, for reduce --latency.
 
     There is no time limit: every width is timed for 8 rounds.
 
     Example: corp-deploy latency-table --model dense --batch 1,8 -o tables
     """
     from corp_deploy.planning.latency import LatencyTarget, measure_tables
-    from corp_deploy.reduction.method import method_from_preset
     from corp_deploy.views.latency import latency_rows, latency_view
 
-    method = method_from_preset(
-        "best",
-        geometry=heads,
-        align_hidden=align.get("mlp"),
-        align_head=align.get("head"),
-        align_conv=align.get("conv"),
-    )
+    method = MethodChoice(heads=asked.heads, align=asked.align).method
     target = LatencyTarget(
-        backend="torch" if backend == "torch" else "onnxruntime",
-        batches=tuple(sorted(batch)),
-        cache=output,
-        threads=threads,
+        backend=asked.backend, batches=tuple(sorted(asked.batch)), cache=output, threads=asked.threads
     )
     with out.progress("measuring", None, unit="tables"):
         tables = measure_tables(model.load(out), method, target)

@@ -1,4 +1,4 @@
-"""corp-deploy merge-moments and corp-deploy redundancy."""
+"""corp-deploy calibrate --merge and corp-deploy inspect redundancy."""
 
 from pathlib import Path
 
@@ -9,14 +9,16 @@ from corp_deploy.views.console import Output
 from .options import FILE, output_options
 
 
-@click.command("merge-moments")
+@click.command("calibrate --merge")
 @click.argument("parts", nargs=-1, required=True, type=FILE)
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
 @output_options
 def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
-    """Add calibrations made apart; refuses other models, other preprocessing and overlapping images.
+    """Add calibrations made apart.
 
-    Example: corp-deploy merge-moments monday.safetensors tuesday.safetensors -o both.safetensors
+    Refuses other models, other preprocessing and overlapping images.
+
+    Example: corp-deploy calibrate --merge monday.safetensors tuesday.safetensors -o both.safetensors
     """
     from functools import reduce
 
@@ -31,14 +33,16 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 
-@click.command()
+@click.command("inspect redundancy")
 @click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
 @output_options
 def redundancy(moments: Path, output: Path | None, out: Output) -> None:
-    """Show how far a model can go before anything is pruned: effective ranks and the dimensions that hold the energy.
+    """Show how far a model can go before anything is pruned.
 
-    Example: corp-deploy redundancy --moments moments.safetensors -o redundancy.svg
+    By effective ranks, and the dimensions that hold the energy.
+
+    Example: corp-deploy inspect redundancy --moments moments.safetensors -o redundancy.svg
     """
     from calib.redundancy import record_from_redundancy
     from calib.redundancy import redundancy as redundancy_of

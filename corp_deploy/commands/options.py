@@ -10,18 +10,12 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.families.trusted_code import trusting_code
-from corp_deploy.invocation.values import ListOf, Spelled
 from corp_deploy.views.console import Output
-from export.engine.options import BatchProfile
 from ground.errors import BadInput
-from ground.quantities import CONFIDENCE
-from ground.quantity import BATCH, shown
-from ground.records import record_from_text
 
+from .help import under
 from .own_inputs import refuse_own_inputs
-from .value import Value
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -44,32 +38,6 @@ class RegularPath(click.Path):
 FILE = RegularPath(dir_okay=False, path_type=Path)
 DIRECTORY = RegularPath(file_okay=False, path_type=Path)
 ANY_PATH = RegularPath(path_type=Path)
-BATCHES = Value(ListOf(BATCH, "1,8,32"))
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    return record_from_text(text, dict[str, Any], where=shown(text), remedy="give one such as '{\"img_size\": 384}'")
-
-
-JSON = Value(Spelled(span="json", expected="a JSON object", kind=dict, read=_json_object))
-OUTPUT_NAMES = Value(Spelled(span="name,name,...", expected="names of outputs", kind=Outputs, read=outputs_from_text))
-PROFILE = Value(Spelled(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text))
-
-
-class Words(click.ParamType[tuple[str, ...]]):
-    """Comma-separated words out of a fixed set."""
-
-    name = "word,word,..."
-
-    def __init__(self, *allowed: str) -> None:
-        self.allowed = allowed
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        words = value if isinstance(value, tuple) else tuple(part.strip() for part in str(value).split(","))
-        for word in words:
-            if word not in self.allowed:
-                self.fail(f"{word!r} is none of {', '.join(self.allowed)}", param, ctx)
-        return tuple(dict.fromkeys(words))
 
 
 class Paths(click.ParamType[tuple[Path, ...]]):
@@ -120,26 +88,21 @@ trust_engine_option = click.option(
     callback=_trust_engines,
     help="Load .plan files that were not built here by you: an engine may hold code, and nothing tells one that does.",
 )
-batch_size_option = click.option(
-    "--batch-size", type=Value(BATCH), default=32, show_default=True, help="Images in one forward pass."
-)
 
 
-confidence_option = click.option(
-    "--confidence",
-    type=Value(CONFIDENCE),
-    default=0.95,
-    show_default=True,
-    help="Confidence of the intervals by which limits are decided; at 0 the point alone decides.",
-)
+def typed_name(option: click.Option) -> str:
+    """What it is typed by, as Python spells it."""
+    return max(option.opts, key=len).lstrip("-").replace("-", "_")
 
 
 def explicit_options() -> dict[str, Any]:
-    """What the user gave to the command at work, defaults left out; a list for an option that may be repeated."""
+    """What the user gave to the command at work, by what it is typed by, defaults left out; a list for an option that
+    may be repeated.
+    """
     context = click.get_current_context()
     defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
     return {
-        name: list(value) if parameter.multiple else value
+        typed_name(parameter): list(value) if parameter.multiple else value
         for parameter in context.command.params
         if isinstance(parameter, click.Option)
         and (name := parameter.name) is not None
@@ -176,11 +139,11 @@ def _names(options: Sequence[Option]) -> list[str]:
 
 
 def value_options(
-    name: str, make: Callable[..., Any], *options: Option, argument: str | None = None
+    name: str, make: Callable[..., Any], *options: Option, argument: str | None = None, heading: str = ""
 ) -> Callable[[Command], Command]:
     """A decorator that adds these options and hands the command one value as `name`, made of them by their names.
 
-    `argument` is what else the value is made of: a parameter that the command has already.
+    `argument` is what else the value is made of: a parameter that the command has already. `heading`: of them in help.
     """
     names = _names(options) if argument is None else [*_names(options), argument]
 
@@ -192,7 +155,7 @@ def value_options(
 
         decorated: Callable[..., Any] = wrapped
         for option in reversed(options):
-            decorated = option(decorated)
+            decorated = under(heading, option)(decorated)
         return decorated  # type: ignore[return-value]
 
     return decorate
@@ -208,5 +171,6 @@ output_options = value_options(
     _output,
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
     click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show."),
+    heading="Output",
 )
 """Adds --json and --quiet and hands the command an `Output` as `out`."""

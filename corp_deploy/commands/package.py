@@ -1,52 +1,51 @@
-"""corp-deploy package, lint-repo and serve-version."""
+"""corp-deploy package, package lint and package serve."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation import values
+from corp_deploy.invocation.honours import spelled
+from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.serving import ServingOptions
+from corp_deploy.invocation.values import TEXT
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_FAILED
+from ground.errors import EXIT_FAILED, BadInput
 from ground.quantities import ERROR, MODEL_VERSION, SECONDS
 
-from .options import DIRECTORY, FILE, output_options
-from .serving_choice import ServingChoice, serving_options
-from .signing_choice import SigningChoice, signing_options
+from .declared import record_options
+from .help import Command
+from .options import DIRECTORY, output_options
+from .signing_choice import SigningChoice
 from .value import Value
 
 if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
 
 
-@click.command()
+@click.command(
+    cls=Command, first="output name model-version labels server max-batch policy instances queue-delay-us sign"
+)
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, made or added to.")
-@click.option("--name", default="vit", show_default=True, help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
-@click.option(
-    "--model-version", type=Value(MODEL_VERSION), default=1, show_default=True, help="Version directory to add."
-)
-@click.option("--labels", type=FILE, default=None, help="Class names, one a line.")
-@click.option("--server", default=None, help="Server release such as 26.07, to warn when versions don't match.")
-@serving_options
-@signing_options
+@record_options("asked", ServingOptions)
+@record_options("signing", SigningChoice)
 @output_options
 def package(
     directory: Path,
     output: Path,
-    name: str,
-    model_version: int,
-    labels: Path | None,
-    server: str | None,
-    serving: ServingChoice,
+    asked: ServingOptions,
     signing: SigningChoice,
     out: Output,
 ) -> None:
     """Write a Triton model repository from a directory of results.
 
-    --sign signs the repository as a whole, older versions in it too, under --name and --model-version, where lint-repo
-    finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. What changes it afterwards, another version or
-    `serve-version`, ends the signature.
+    --sign signs the repository as a whole, older versions in it too, under --name and --model-version, where `package
+    lint` finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. What changes it afterwards, another
+    version or `package serve`, ends the signature.
 
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
@@ -59,34 +58,36 @@ def package(
         signer.require()
     packaged, notes = package_of_directory(
         directory,
-        name=name,
-        version=model_version,
-        labels=labels,
-        server=server,
-        serving=serving.serving(),
-        profiles=serving.batch,
+        name=asked.name,
+        version=asked.model_version,
+        labels=asked.labels,
+        server=asked.server,
+        serving=asked.serving,
+        profiles=tuple(asked.batch),
     )
     written = write_repository(packaged, output)
     if unsign_repository(output) and signer is None:
         out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
     if signer is not None:
-        sign_repository(output, name, str(model_version), signer)
+        sign_repository(output, asked.name, str(asked.model_version), signer)
     for note in (*notes, *written.warnings):
         out.warn(note)
     signed = "; signed: model.sig" if signer is not None else ""
     record = {"models": list(written.models), "warnings": [*notes, *written.warnings], "signed": signer is not None}
-    out.result(record, f"{output}: version {model_version} of {', '.join(written.models)}{signed}")
+    out.result(record, f"{output}: version {asked.model_version} of {', '.join(written.models)}{signed}")
 
 
-@click.command("lint-repo")
+@click.command("package lint")
 @click.argument("repository", type=DIRECTORY)
 @click.option("--server", default=None, help="Server release such as 26.07, to compare versions with.")
 @output_options
 @click.pass_context
 def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Output) -> None:
-    """Check a Triton repository against its artefacts, without a server; exit 1 when one would not load.
+    """Check a Triton repository without a server.
 
-    Example: corp-deploy lint-repo repository --server 26.07
+    It is held against its artefacts; exit code 1 when one would not load.
+
+    Example: corp-deploy package lint repository --server 26.07
     """
     from export.triton.lint import lint_repository
 
@@ -100,45 +101,43 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
         ctx.exit(EXIT_FAILED)
 
 
-@click.command("serve-version")
+@dataclass(frozen=True, kw_only=True)
+class RollOptions(Record):
+    """Which model, and by what its new version is tried in a running server."""
+
+    name: str = option(TEXT, "vit", help="Model name.")
+    server: str | None = option(
+        TEXT, help="Roll this running server over too, such as http://127.0.0.1:8000 (explicit mode)."
+    )
+    samples: Path | None = option(
+        values.DIRECTORY,
+        help="With --server: the release whose sample images the new version is asked before any client can ask it.",
+    )
+    max_error: float = option(
+        ERROR,
+        0.05,
+        help="With --samples: the largest relative error of its answers to them, against the reduced model's in FP32.",
+    )
+    timeout: float = option(SECONDS, 120.0, help="With --server: seconds for each step.")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        for name in ("samples", "max_error", "timeout"):
+            if self.server is None and name in options:
+                raise BadInput(f"{spelled(name)} is for a running server: give --server")
+        if self.samples is None and "max_error" in options:
+            raise BadInput("--max-error is of answers to samples: give --samples")
+
+
+@click.command("package serve")
 @click.argument("repository", type=DIRECTORY)
-@click.option("--name", default="vit", show_default=True, help="Model name.")
 @click.option(
     "--model-version", type=Value(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
 )
-@click.option(
-    "--server", default=None, help="Roll this running server over too, such as http://127.0.0.1:8000 (explicit mode)."
-)
-@click.option(
-    "--samples",
-    type=DIRECTORY,
-    default=None,
-    help="With --server: the release whose sample images the new version is asked before any client can ask it.",
-)
-@click.option(
-    "--max-error",
-    type=Value(ERROR),
-    default=0.05,
-    show_default=True,
-    help="With --samples: the largest relative error of its answers to them, against the reduced model's in FP32.",
-)
-@click.option(
-    "--timeout", type=Value(SECONDS), default=120.0, show_default=True, help="With --server: seconds for each step."
-)
+@record_options("asked", RollOptions)
 @output_options
 @click.pass_context
-def serve_version(
-    ctx: click.Context,
-    repository: Path,
-    name: str,
-    model_version: int,
-    server: str | None,
-    samples: Path | None,
-    max_error: float,
-    timeout: float,
-    out: Output,
-) -> None:
-    """Roll back (or forward): have every variant of a model serve this version alone.
+def serve_version(ctx: click.Context, repository: Path, model_version: int, asked: RollOptions, out: Output) -> None:
+    """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
     loaded and warmed up under a name that no client knows, asked the samples, added beside the one that serves,
@@ -148,28 +147,24 @@ def serve_version(
 
     Exit codes: 0 served, 1 a step failed in the server.
 
-    Example: corp-deploy serve-version repository --name vit --model-version 1
+    Example: corp-deploy package serve repository --name vit --model-version 1
     """
     from export.triton.versions import serve_version as serve
 
+    server = asked.server
     if server is None:
-        for option in ("samples", "max_error", "timeout"):
-            if ctx.get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"--{option.replace('_', '-')} is for a running server: give --server")
-        changed = serve(repository, name, model_version)
+        changed = serve(repository, asked.name, model_version)
         record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
         verb = "serves" if len(changed.models) == 1 else "serve"
         line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
         out.result(record, line, *_lines_of_unchanged(repository, changed))
         return
-    if samples is None and ctx.get_parameter_source("max_error") is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--max-error is of answers to samples: give --samples")
     from corp_deploy.release.samples import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 
-    known = None if samples is None else samples_of_release(samples, max_error)
-    rolled = roll(repository, name, model_version, TritonServer(address=server, timeout_s=timeout), known)
+    known = None if asked.samples is None else samples_of_release(asked.samples, asked.max_error)
+    rolled = roll(repository, asked.name, model_version, TritonServer(address=server, timeout_s=asked.timeout), known)
     served = rolled.served
     record = {
         "version": served.version,

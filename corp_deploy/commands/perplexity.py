@@ -1,53 +1,31 @@
 """corp-deploy perplexity."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from corp_deploy.invocation.inputs import GivenInputs
+from corp_deploy.invocation.proof_limits import LanguageOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
-from ground.quantities import NATS, RATIO, SHARE
 from ground.quantity import BATCH
 
-from .input_choice import InputChoice, drawing_options, input_options, text_option, tokens_option
+from .declared import record_options
+from .help import Command
 from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, FILE, confidence_option, output_options, value_options
+from .options import ANY_PATH, FILE, output_options
 from .value import Value
-
-if TYPE_CHECKING:
-    from corp_deploy.proof.perplexity import LanguageLimits
 
 EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE, "UNJUDGED": EXIT_INCONCLUSIVE}
 
 
-def _limits(**limits: float | None) -> "LanguageLimits":
-    from corp_deploy.proof.perplexity import LanguageLimits
-
-    return LanguageLimits(**limits)  # type: ignore[arg-type]
-
-
-limit_options = value_options(
-    "limits",
-    _limits,
-    click.option(
-        "--max-ratio", type=Value(RATIO), default=None, help="Largest perplexity, as a multiple of the dense one's."
-    ),
-    click.option(
-        "--min-agreement", type=Value(SHARE), default=None, help="Least share of tokens with the same first word."
-    ),
-    click.option("--max-kl", type=Value(NATS), default=None, help="Largest KL from the dense softmax, nats a token."),
-    confidence_option,
-)
-
-
-@click.command()
+@click.command(cls=Command, first="weights text tokens samples batch max-ratio min-agreement max-kl confidence output")
 @click.argument("model", metavar="DENSE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
-@input_options(text_option(), tokens_option(), *drawing_options)
+@record_options("inputs", GivenInputs, "text", "tokens", "samples", "seed")
 @click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
-@limit_options
+@record_options("asked", LanguageOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
 @output_options
 @click.pass_context
@@ -55,13 +33,13 @@ def perplexity(
     ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    inputs: InputChoice,
+    inputs: GivenInputs,
     batch: int,
-    limits: "LanguageLimits",
+    asked: LanguageOptions,
     output: Path | None,
     out: Output,
 ) -> None:
-    """Tell how well a decoder predicts a held-out text, and how near CANDIDATES come to it, token by token.
+    """Tell how well decoders predict a held-out text. CANDIDATES are compared with DENSE, token by token.
 
     DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels:
     the text's own next token is what is told. Beside the perplexity stand its ratio to the dense model's on the same
@@ -72,12 +50,12 @@ def perplexity(
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
     from corp_deploy.proof.candidates import candidate_from_path
-    from corp_deploy.proof.perplexity import perplexities
+    from corp_deploy.proof.perplexity import LanguageLimits, perplexities
     from corp_deploy.views.perplexity import perplexity_line, perplexity_table
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
-    dense = model.load(out)
+    limits, dense = LanguageLimits.from_options(asked.values), model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     sequences = inputs.open(dense)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:

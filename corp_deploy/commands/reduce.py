@@ -5,63 +5,30 @@ from pathlib import Path
 
 import click
 
+from corp_deploy.invocation.inputs import KINDS, InputOptions
 from corp_deploy.invocation.passes import CLOSED_LOOP, cost
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.views.console import Output
-from ground.quantities import IMAGES
 
 from .declared import record_options
-from .input_choice import (
-    InputChoice,
-    arrays_option,
-    decoding_options,
-    drawing_options,
-    groups_option,
-    images_option,
-    input_options,
-    text_option,
-    tokens_option,
-)
+from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import DIRECTORY, FILE, output_options
 from .stopwatch import keep_effort, stopwatch_on
-from .value import Value
-
-IMAGES_HELP = (
-    "Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that merge "
-    "channels or heads."
-)
-TEXT_HELP = "Calibration texts, a line each, for the same on a text encoder."
 
 
-@click.command("reduce")
+@click.command("reduce", cls=Command, first="model weights moments output mlp attn macs preset closed-loop images")
 @model_options
 @click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for model.safetensors and config.json.")
 @record_options("reduction", ReduceOptions)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="Where the solving is done.",
-)
-@input_options(
-    images_option(help=IMAGES_HELP),
-    text_option(help=TEXT_HELP),
-    tokens_option(),
-    arrays_option(),
-    *drawing_options,
-    *decoding_options,
-    click.option(
-        "--hold-out",
-        type=Value(IMAGES),
-        default=None,
-        help="Leave out those that calibrate --hold-out N left out, with the same --images, --samples, --seed and "
-        "--groups: they are to prove the result (verify --hold-out N).",
-    ),
-    groups_option,
-    required=False,
+@record_options(
+    "inputs",
+    InputOptions,
+    *(*KINDS, "samples", "seed", "workers", "max_bad", "hold_out", "groups"),
+    images="Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that "
+    "merge channels or heads.",
+    text="Calibration texts, a line each, for the same on a text encoder.",
 )
 @output_options
 def reduce_command(
@@ -69,12 +36,11 @@ def reduce_command(
     moments: Path,
     output: Path,
     reduction: ReduceOptions,
-    device: str,
-    inputs: InputChoice,
+    inputs: InputOptions,
     out: Output,
 ) -> None:
-    """Remove MLP channels, query/key dimensions, whole heads and channels between convolutions, and repair the loss in
-    closed form. --sparse sets weights to zero.
+    """Narrow a model and repair the loss in closed form. MLP channels, query/key dimensions, whole heads and channels
+    between convolutions are removed; --sparse sets weights to zero.
 
     With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
@@ -95,14 +61,17 @@ def reduce_command(
     from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line
     from ground.gpu import require_device
 
-    require_device(device)
+    require_device(reduction.device)
     asked = request_from_choice(reduction, seed=inputs.seed)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
-    with stopwatch_on(device) as watch, ranks_of_this_run(device) if asked.polish else nullcontext(ALONE) as ranks:
+    with (
+        stopwatch_on(reduction.device) as watch,
+        ranks_of_this_run(reduction.device) if asked.polish else nullcontext(ALONE) as ranks,
+    ):
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        dense = on_device(model.load(out), device)
-        images = None if inputs.path is None else inputs.parts(dense).fitted
+        dense = on_device(model.load(out), reduction.device)
+        images = None if inputs.path is None else inputs.parted(inputs.open(dense), inputs.seed).fitted
         judges = judges_from_choice(dense.model, images, reduction)
         with out.progress(title, None, unit="sites" if judges is None else "models") as done:
             result, plan = reduce_checkpoint(
@@ -121,7 +90,7 @@ def reduce_command(
             )
     if ranks.rank:
         return
-    keep_effort(watch, output, step="reduce", device=device, resumed=resumed)
+    keep_effort(watch, output, step="reduce", device=reduction.device, resumed=resumed)
     for note in result.notes:
         out.warn(note)
     if reduction.heads == "ragged" and reduction.attn:

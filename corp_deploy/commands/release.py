@@ -7,85 +7,74 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from corp_deploy.invocation import values
+from corp_deploy.invocation.honours import spelled
+from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.values import TEXT, Repeated
+from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_FAILED, EXIT_MISSING
+from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
 
-from .baseline_choice import BaselineChoice, baseline_options
-from .options import ANY_PATH, DIRECTORY, FILE, output_options, trust_engine_option, trust_option, value_options
-from .signing_choice import SigningChoice, VerifyingChoice, signing_options, verifying_options
+from .declared import record_options
+from .help import Command
+from .options import DIRECTORY, FILE, output_options, trust_engine_option, trust_option
+from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.incremental import Stage, StageStatus
     from corp_deploy.release.recipe import Recipe
     from corp_deploy.release.run import Released, StageListener
     from corp_deploy.release.signer import Signer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StarterChoice:
-    """What a new recipe is filled in with. Raises UsageError for files without the model that it is for."""
+@dataclass(frozen=True, kw_only=True)
+class StarterChoice(Record, heading="A new recipe"):
+    """What a new recipe is filled in with. Raises BadInput for files without the model that it is for."""
 
-    init_model: str | None
-    weights: Path | None
-    images: Path | None
-    held_out: Path | None
-    labels: Path | None
+    init_model: str | None = option(TEXT, typed="init", help="Write a starter RECIPE for this directory or timm name.")
+    weights: Path | None = option(values.FILE, help="With --init: trained weights for a timm name.")
+    images: Path | None = option(values.PATH, help="With --init: the calibration images, some of which are held out.")
+    held_out: Path | None = option(values.PATH, help="With --init: other images to hold out instead.")
+    labels: Path | None = option(
+        values.FILE, help="With --init: class indices of the held-out images; without those, of the calibration images."
+    )
 
     def __post_init__(self) -> None:
-        if self.init_model is None and any(self.named.values()):
-            raise click.UsageError(f"{', '.join(self.named)} fill in a new recipe; they go with --init")
+        super().__post_init__()
+        if self.init_model is None and self.asked:
+            raise BadInput(f"{', '.join(map(spelled, self.files))} fill in a new recipe; they go with --init")
 
     @property
-    def named(self) -> dict[str, Path | None]:
-        """The files, by their options."""
-        files = {"weights": self.weights, "images": self.images, "held-out": self.held_out, "labels": self.labels}
-        return {f"--{option}": path for option, path in files.items()}
+    def files(self) -> dict[str, Path | None]:
+        """By their options."""
+        return {name: path for name, path in self.values.items() if name != "init_model"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunChoice:
-    """How much of a release is done. Raises UsageError where one way excludes another."""
+@dataclass(frozen=True, kw_only=True)
+class RunChoice(Record, heading="How much is done"):
+    """How much of a release is done. Raises BadInput where one way excludes another."""
 
-    dry_run: bool
-    plan_only: bool
-    only: tuple[str, ...]
+    dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
+    plan_only: bool = option(default=False, help="Write the stages this machine can't do as a shell script.")
+    only: Sequence[str] = option(
+        Repeated(), (), help="Do this stage alone, from what stands in the directory; repeatable."
+    )
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.dry_run, self.plan_only, self.only))) > 1:
-            raise click.UsageError("--dry-run, --plan-only and --only exclude one another")
+        super().__post_init__()
+        if len(self.asked) > 1:
+            raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
-@click.command()
+@click.command(cls=Command, first="output init weights images dry-run only baseline init-baseline sign trust-code")
 @click.argument("recipe", type=FILE)
 @click.option("--output", "-o", type=DIRECTORY, default=None, help="Directory of the release.")
-@value_options(
-    "new",
-    StarterChoice,
-    click.option("--init", "init_model", default=None, help="Write a starter RECIPE for this directory or timm name."),
-    click.option("--weights", type=FILE, default=None, help="With --init: trained weights for a timm name."),
-    click.option(
-        "--images", type=ANY_PATH, default=None, help="With --init: the calibration images, some of which are held out."
-    ),
-    click.option("--held-out", type=ANY_PATH, default=None, help="With --init: other images to hold out instead."),
-    click.option(
-        "--labels",
-        type=FILE,
-        default=None,
-        help="With --init: class indices of the held-out images; without those, of the calibration images.",
-    ),
-)
-@value_options(
-    "run",
-    RunChoice,
-    click.option("--dry-run", is_flag=True, help="Show what would be done and why; write nothing."),
-    click.option("--plan-only", is_flag=True, help="Write the stages this machine can't do as a shell script."),
-    click.option("--only", multiple=True, help="Do this stage alone, from what stands in the directory; repeatable."),
-)
-@baseline_options
-@signing_options
+@record_options("new", StarterChoice)
+@record_options("run", RunChoice)
+@record_options("baseline", Baseline)
+@record_options("signing", SigningChoice)
 @trust_option
 @trust_engine_option
 @click.option(
@@ -99,12 +88,13 @@ def release(
     output: Path | None,
     new: StarterChoice,
     run: RunChoice,
-    baseline: BaselineChoice,
+    baseline: Baseline,
     signing: SigningChoice,
     trust_paths: bool,
     out: Output,
 ) -> None:
-    """Make a whole release from RECIPE: reduce, export, prove, measure, judge, report. Finished stages are kept.
+    """Make a whole release from a recipe. Its model is reduced, exported, proved, measured and judged; finished stages
+    are kept.
 
     A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they are
     run where --trust-code says so here. Its paths stay below its own directory unless --trust-paths says otherwise.
@@ -119,14 +109,14 @@ def release(
     """
     from corp_deploy.release.recipe_file import load_recipe
 
-    if signing.sign is not None and (new.init_model or run.dry_run or run.plan_only or run.only):
+    if signing.sign is not None and (new.init_model or run.asked):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         _init(recipe, new.init_model, new, out)
         return
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
-    loaded, older = Loaded(load_recipe(recipe, trust_paths=trust_paths), recipe), baseline.value()
+    loaded, older = Loaded(load_recipe(recipe, trust_paths=trust_paths), recipe), baseline
     if run.dry_run:
         _dry_run(loaded, output, older, out)
     elif run.plan_only:
@@ -150,10 +140,9 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
-    require_named(new.named)
-    files = {"weights": new.weights, "images": new.images, "held_out": new.held_out, "labels": new.labels}
-    write_text(recipe, starter(model, recipe, **files))
-    given = (*files.values(), Path(model) if Path(model).is_dir() else None)
+    require_named({spelled(name): path for name, path in new.files.items()})
+    write_text(recipe, starter(model, recipe, **new.files))
+    given = (*new.files.values(), Path(model) if Path(model).is_dir() else None)
     outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in given)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
@@ -168,7 +157,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *notes)
 
 
-def _dry_run(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
+def _dry_run(loaded: Loaded, output: Path, baseline: Baseline, out: Output) -> None:
     from corp_deploy.release.run import plan_release
 
     planned = plan_release(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
@@ -176,7 +165,7 @@ def _dry_run(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) ->
     _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
 
 
-def _plan_only(loaded: Loaded, output: Path, baseline: "Baseline", out: Output) -> None:
+def _plan_only(loaded: Loaded, output: Path, baseline: Baseline, out: Output) -> None:
     from corp_deploy.release.run import write_script
 
     script, planned = write_script(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
@@ -203,7 +192,7 @@ def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
             out.note(note)
 
 
-def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: "Baseline", out: Output) -> None:
+def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: Baseline, out: Output) -> None:
     from corp_deploy.release.run import run_only
 
     outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=_noted(out))
@@ -221,7 +210,7 @@ SIGNATURES = {
 
 
 def _release(
-    ctx: click.Context, loaded: Loaded, output: Path, baseline: "Baseline", signer: "Signer | None", out: Output
+    ctx: click.Context, loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | None", out: Output
 ) -> None:
     from corp_deploy.release.run import release as make_release
 
@@ -268,11 +257,12 @@ def _gate_rows(output: Path) -> "list[Table]":
 
 @click.command()
 @click.argument("directory", type=DIRECTORY)
-@verifying_options
+@record_options("verifying", VerifyingChoice)
 @output_options
 @click.pass_context
 def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: Output) -> None:
-    """Verify a release: every digest, and the sample inputs replayed in ONNX Runtime; exit 1 naming what differs.
+    """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
+    differs.
 
     With --verify its signature comes first, before any file of it is parsed: by a public key, by an identity in a
     certificate that leads to --root, or by one that Sigstore vouches for (--issuer; this asks the network for its

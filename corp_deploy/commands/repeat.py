@@ -9,7 +9,7 @@ import click
 from corp_deploy.invocation.call import Invocation, Pairs
 from corp_deploy.invocation.values import ByKind
 
-from .options import explicit_options
+from .options import explicit_options, typed_name
 from .value import Value
 
 
@@ -17,9 +17,9 @@ def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:
     """What was typed, under the names that options are typed by."""
     explicit = explicit_options()
     for parameter in context.command.params:
-        if not isinstance(parameter, click.Option) or parameter.name not in explicit:
+        if not isinstance(parameter, click.Option) or typed_name(parameter) not in explicit:
             continue
-        value, names = explicit[parameter.name], parameter.opts
+        value, names = explicit[typed_name(parameter)], parameter.opts
         if value is False:
             value, names = True, parameter.secondary_opts
         elif isinstance(parameter.type, Value) and isinstance(parameter.type.values, ByKind):

@@ -3,17 +3,17 @@
 from pathlib import Path
 
 from corp_deploy.invocation.calibration import CalibrateRun
+from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
-from .input_choice import InputChoice
 from .model_choice import ModelChoice
 from .stopwatch import keep_effort, stopwatch_on
 
 
 def calibrate_by_block(
     model: ModelChoice,
-    inputs: InputChoice,
+    inputs: InputOptions,
     output: Path,
     asked: CalibrateRun,
     summary: Path | None,
@@ -34,7 +34,7 @@ def calibrate_by_block(
     if not model.model.startswith(PREFIX):
         raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
     with stopwatch_on(asked.device) as watch:
-        layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs)
+        layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
         source = inputs.open(layers.checkpoint)
         blocks = layers.arguments.decoder.layers
         with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as done, watch.of("calibrate"):

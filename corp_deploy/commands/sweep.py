@@ -7,36 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation import values
+from corp_deploy.invocation.inputs import KINDS, GivenInputs
+from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 from ground.quantities import JOBS, SHARE
+from ground.quantity import BATCH
 
 from .declared import record_options
-from .input_choice import (
-    InputChoice,
-    arrays_option,
-    drawing_options,
-    images_option,
-    input_options,
-    text_option,
-    tokens_option,
-)
+from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import (
     DIRECTORY,
     FILE,
     Paths,
-    batch_size_option,
     explicit_options,
     output_options,
     usage_errors,
-    value_options,
 )
 from .repeat import words_again
-from .sweep_choice import SweepChoice, sweep_options
+from .sweep_choice import SweepChoice
 from .sweep_jobs import ALONE, run_jobs
-from .value import Value
 
 if TYPE_CHECKING:
     from calib.input_set import InputSet
@@ -47,45 +40,31 @@ if TYPE_CHECKING:
     from corp_deploy.views.console import Bar
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialsChoice:
+@dataclass(frozen=True, kw_only=True)
+class TrialsChoice(Record, heading="Trials"):
     """How trials are carried out and judged, beside what times them."""
 
-    held_out: Path | None
-    min_agreement: float | None
-    jobs: int
-    keep_models: bool
-
-
-trial_options = value_options(
-    "trials",
-    TrialsChoice,
-    click.option(
-        "--held-out",
-        type=FILE,
-        default=None,
+    held_out: Path | None = option(
+        values.FILE,
         help="Moments of other images (calibrate --hold-out): with several --moments they judge every site at each "
         "number of images.",
-    ),
-    click.option(
-        "--min-agreement",
-        type=Value(SHARE),
-        default=None,
-        help="Name the smallest model that meets it, and the fastest where trials are timed.",
-    ),
-    click.option(
-        "--jobs",
-        type=Value(JOBS),
-        default=1,
-        show_default=True,
+    )
+    min_agreement: float | None = option(
+        SHARE, help="Name the smallest model that meets it, and the fastest where trials are timed."
+    )
+    jobs: int = option(
+        JOBS,
+        1,
         help="Processes of this machine that reduce and judge a trial at a time; what is timed is timed alone, "
         "afterwards.",
-    ),
-    click.option("--keep-models", is_flag=True, help="Keep every trial's reduced model, in OUTPUT/trials."),
+    )
+    keep_models: bool = option(default=False, help="Keep every trial's reduced model, in OUTPUT/trials.")
+    batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
+
+
+@click.command(
+    "sweep", cls=Command, first="model weights moments images output sparsity macs preset bench min-agreement"
 )
-
-
-@click.command("sweep")
 @model_options
 @click.option(
     "--moments",
@@ -94,13 +73,11 @@ trial_options = value_options(
     help="Moments of this model, written by calibrate; several, with commas, such as those of --snapshots, also tell "
     "how many images are enough.",
 )
-@input_options(
-    images_option(),
-    text_option(),
-    tokens_option(),
-    arrays_option(),
-    click.option("--labels", type=FILE, default=None, help="Class indices of the images, for accuracy."),
-    *drawing_options,
+@record_options(
+    "inputs",
+    GivenInputs,
+    *(*KINDS, "labels", "samples", "seed"),
+    labels="Class indices of the images, for accuracy.",
 )
 @click.option(
     "--output",
@@ -110,23 +87,22 @@ trial_options = value_options(
     help="Directory for sweep.json, sweep.csv, sweep.html, sweep.svg and what the trials leave, from which the same "
     "command goes on.",
 )
-@sweep_options
+@record_options("sweep", SweepChoice)
 @record_options("speed", SweepSpeedChoice)
-@trial_options
-@batch_size_option
+@record_options("trials", TrialsChoice)
 @output_options
 def sweep_command(
     model: ModelChoice,
     moments: tuple[Path, ...],
-    inputs: InputChoice,
+    inputs: GivenInputs,
     output: Path,
     sweep: SweepChoice,
     speed: SweepSpeedChoice,
     trials: TrialsChoice,
-    batch_size: int,
     out: Output,
 ) -> None:
-    """Try many sparsities, presets and knobs from the same moments: error, agreement and, with --bench, latency.
+    """Try many reductions of a model from the same moments. Sparsities, presets and knobs, by error, agreement and,
+    with --bench, latency.
 
     Trials that are finished are kept in OUTPUT/trials, and the same command goes on behind them. Over several machines:
     torchrun --max-restarts 3 ... -m corp_deploy sweep ..., each process a trial at a time; a machine's first process
@@ -159,7 +135,7 @@ def sweep_command(
             dense=checkpoint,
             moments=moments,
             source=source,
-            scored=scored_inputs(checkpoint.model, source, labels, batch_size),
+            scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
             calibration=None if calibration.path is None else calibration.open(checkpoint),
         )
         if trials.jobs > 1 and ranks.size == 1:
@@ -193,7 +169,7 @@ def _tell(
     points: "list[SweepPoint]",
     size: "CalibrationSize | None",
     least: float | None,
-    inputs: InputChoice,
+    inputs: GivenInputs,
     output: Path,
     out: Output,
 ) -> None:
@@ -262,7 +238,7 @@ def _size(
 
 
 def _answers(
-    sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: InputChoice, source: "InputSet"
+    sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: GivenInputs, source: "InputSet"
 ) -> list[str]:
     """The smallest and the fastest models that agree so much, and what makes them; chosen by the point, which is said
     where verify would leave it open.

@@ -5,20 +5,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from corp_deploy.invocation.method_choice import MULTIPLES, WIDTHS, HeadsName, MethodChoice
+from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
+from corp_deploy.invocation.option import option
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
-from corp_deploy.invocation.values import ListOf
+from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
 from ground.quantities import SHARE_KEPT, SHARE_REMOVED
-
-from .input_choice import InputChoice
-from .options import ANY_PATH, FILE, Words, explicit_options, usage_errors, value_options
-from .value import Value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +27,6 @@ KNOBS = ("select", "repair", "qk")
 NO_KNOBS: Knobs = MappingProxyType({})
 KINDS = {"mlp": "channels", "attn": "heads", "conv": "convolutions"}
 """Of sites, by the part that they are told apart by."""
-REMOVED, KEPT = Value(ListOf(SHARE_REMOVED, "0.3,0.5")), Value(ListOf(SHARE_KEPT, "0.6,0.8"))
 
 
 def _choice(preset: str, knobs: Knobs) -> MethodChoice:
@@ -44,37 +39,54 @@ def _takes(preset: str, knobs: Knobs, option: str) -> bool:
     return axis.ways[way].takes(option, True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepChoice:
+def _several(words: Sequence[str], default: tuple[str, ...] = (), *, help: str) -> Any:
+    return option(ListOf(OneOf(tuple(words)), ",".join([*words][:2])), default, help=help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepChoice(GeometryOptions, heading="Trials"):
     """Which models are tried: every preset, with every ranking, repair and treatment of queries and keys, at every
-    share removed from `parts`, of which the model has those `there`; and preset best at every budget.
+    share removed from `parts`, of which the model has those `there`; and preset best at every budget. Raises BadInput
+    for a preset that is fitted to inputs without any.
     """
 
-    sparsity: tuple[float, ...]
-    macs: tuple[float, ...]
-    parts: str
-    preset: tuple[str, ...]
-    heads: HeadsName
-    align: dict[str, int]
-    calibration_images: Path | None
-    calibration_text: Path | None
-    select: tuple[str, ...] = ()
-    repair: tuple[str, ...] = ()
-    qk: tuple[str, ...] = ()
+    calibration_images: Path | None = option(
+        PATH, help="Those of the moments, for presets grail-fold and fold, and to share out budgets by."
+    )
+    calibration_text: Path | None = option(FILE, help="The same of a text encoder.")
+    sparsity: Sequence[float] = option(ListOf(SHARE_REMOVED, "0.3,0.5"), (0.3, 0.5, 0.7), help="Shares removed.")
+    macs: Sequence[float] = option(
+        ListOf(SHARE_KEPT, "0.6,0.8"), (), help="Budgets too: shares of the dense MACs to keep, with preset best."
+    )
+    parts: Literal["joint", "mlp", "attn", "conv"] = option(default="joint", help="What the shares are removed from.")
+    preset: Sequence[str] = _several(tuple(PRESETS), ("best", "none"), help="One or several.")
+    select: Sequence[str] = _several(
+        MLP_RANKINGS,
+        help="Rankings of channels to try with every preset, as reduce --select; default: the preset's own.",
+    )
+    repair: Sequence[str] = _several(
+        CHANNEL_REPAIRS,
+        help="Repairs of channels to try with every preset, as reduce --repair; default: the preset's own.",
+    )
+    qk: Sequence[str] = _several(
+        QK_RECOVERIES,
+        help="What becomes of queries and keys, as reduce --qk, to try with every preset; default: the preset's own.",
+    )
     there: tuple[str, ...] = ("mlp", "attn")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         merging = [name for name in self.preset if PRESETS[name].merges]
         if merging and self.calibration.path is None:
-            raise click.UsageError(
+            raise BadInput(
                 f"preset {merging[0]} is fitted to the calibration images; give --calibration-images, or "
                 "--calibration-text for a text encoder"
             )
 
     @property
-    def calibration(self) -> InputChoice:
+    def calibration(self) -> InputOptions:
         """What presets that merge channels are fitted to, and budgets shared out by."""
-        return InputChoice(images=self.calibration_images, text=self.calibration_text)
+        return InputOptions(images=self.calibration_images, text=self.calibration_text)
 
     @property
     def knobs(self) -> Sequence[Knobs]:
@@ -95,7 +107,7 @@ class SweepChoice:
         """Whether shares are removed from such parts, as far as the model has them."""
         return self.parts in ("joint", part) and part in self.there
 
-    def refuse_ignored(self, options: dict[str, Any]) -> None:
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options that no preset of the sweep honours."""
         names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # budgets are shared out by what is fitted to
         about = {name: value for name, value in options.items() if name in names}
@@ -146,7 +158,7 @@ class SweepChoice:
             )
         ]
 
-    def words_of(self, point: "SweepPoint", inputs: InputChoice, options: dict[str, Any]) -> str:
+    def words_of(self, point: "SweepPoint", inputs: InputOptions, options: dict[str, Any]) -> str:
         """What to add to reduce for the model of this point; `options` are those that were typed."""
         touches = point.budget is not None or self.touches_attention(point.preset, point.knobs)
         words = [f"--preset {point.preset}", *(f"--{name} {how}" for name, how in point.knobs.items())]
@@ -163,7 +175,7 @@ class SweepChoice:
             words.append(f"--align {','.join(f'{site}={width}' for site, width in self.align.items())}")
         return " ".join([*words, *self._words_of_inputs(point, inputs)])
 
-    def _words_of_inputs(self, point: "SweepPoint", inputs: InputChoice) -> Sequence[str]:
+    def _words_of_inputs(self, point: "SweepPoint", inputs: InputOptions) -> Sequence[str]:
         """A budget tries sites on the calibration inputs, on those that the sweep was scored on where none were given;
         merged channels are fitted to the former.
         """
@@ -173,62 +185,3 @@ class SweepChoice:
             return []
         drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
         return [inputs.words, *drawn]
-
-
-def _sweep_choice(**options: Any) -> SweepChoice:
-    explicit = explicit_options()
-    choice = SweepChoice(**options)
-    with usage_errors():
-        choice.refuse_ignored(explicit)
-    return choice
-
-
-sweep_options = value_options(
-    "sweep",
-    _sweep_choice,
-    click.option(
-        "--calibration-images",
-        type=ANY_PATH,
-        default=None,
-        help="Those of the moments, for presets grail-fold and fold, and to share out budgets by.",
-    ),
-    click.option("--calibration-text", type=FILE, default=None, help="The same of a text encoder."),
-    click.option("--sparsity", type=REMOVED, default="0.3,0.5,0.7", show_default=True, help="Shares removed."),
-    click.option(
-        "--macs", type=KEPT, default=(), help="Budgets too: shares of the dense MACs to keep, with preset best."
-    ),
-    click.option(
-        "--parts",
-        type=click.Choice(["joint", "mlp", "attn", "conv"]),
-        default="joint",
-        show_default=True,
-        help="What the shares are removed from.",
-    ),
-    click.option("--preset", type=Words(*PRESETS), default="best,none", show_default=True, help="One or several."),
-    click.option(
-        "--select",
-        type=Words(*MLP_RANKINGS),
-        default=(),
-        help="Rankings of channels to try with every preset, as reduce --select; default: the preset's own.",
-    ),
-    click.option(
-        "--repair",
-        type=Words(*CHANNEL_REPAIRS),
-        default=(),
-        help="Repairs of channels to try with every preset, as reduce --repair; default: the preset's own.",
-    ),
-    click.option(
-        "--qk",
-        type=Words(*QK_RECOVERIES),
-        default=(),
-        help="What becomes of queries and keys, as reduce --qk, to try with every preset; default: the preset's own.",
-    ),
-    click.option(
-        "--heads",
-        type=click.Choice(["padded", "square", "ragged"]),
-        default="padded",
-        show_default=True,
-        help="Geometry.",
-    ),
-    click.option("--align", type=Value(MULTIPLES), default=WIDTHS, show_default=True, help="Multiples of widths."),
-)

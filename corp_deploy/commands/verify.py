@@ -6,54 +6,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.proof_limits import LimitOptions
-from corp_deploy.invocation.table import VERIFY_HEADS, VERIFY_REFERENCE
+from corp_deploy.invocation.inputs import KINDS
+from corp_deploy.invocation.table import VERIFY_REFERENCE
 from corp_deploy.views.console import Output
-from ground.quantities import LEVEL
 
 from .declared import record_options
+from .decoder import verify_graph
+from .help import Command
 from .model_choice import ModelChoice, dense_options
-from .options import (
-    ANY_PATH,
-    FILE,
-    explicit_options,
-    output_options,
-    trust_engine_option,
-    value_options,
-)
-from .proof_input_choice import ProofInputChoice, proof_input_options
-from .value import Value
-from .verify_run import VerifyRun, run_options
+from .options import ANY_PATH, explicit_options, output_options, trust_engine_option
+from .proof_input_choice import ProofInputChoice
+from .verify_run import VerifyRun
 
 if TYPE_CHECKING:
-    from corp_deploy.proof.candidates import Candidate, Runtime
-    from corp_deploy.proof.heads import HeadRequest
-
-
-def _heads(head: tuple[Path, ...], map_threshold: float) -> "HeadRequest":
-    from corp_deploy.proof.heads import HeadRequest
-
-    VERIFY_HEADS.refuse([("", "some" if head else "none")], explicit_options())
-    return HeadRequest(paths=head, threshold=map_threshold)
-
-
-head_options = value_options(
-    "heads",
-    _heads,
-    click.option(
-        "--head",
-        multiple=True,
-        type=FILE,
-        help="ONNX graph of a dense head: it reads named outputs and gives score maps [B,K,H,W] or [B,H,W]; repeat.",
-    ),
-    click.option(
-        "--map-threshold",
-        type=Value(LEVEL),
-        default=0.5,
-        show_default=True,
-        help="What a map of one class alone shows is above this; 0 for logits.",
-    ),
-)
+    from corp_deploy.proof.candidates import Candidate
 
 
 def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[int]) -> None:
@@ -66,21 +32,16 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
             )
 
 
-@click.command()
+@click.command(cls=Command, first="weights images random labels samples output batch min-agreement max-error hold-out")
 @click.argument("model", metavar="REFERENCE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
-@proof_input_options
-@run_options
-@click.option(
-    "--runtime",
-    multiple=True,
-    type=click.Choice(["openvino", "openvino-fp16", "openvino-bf16"]),
-    help="Judge every graph in this runtime too, a link of its own behind ONNX Runtime's: as the graph is typed, or "
-    "computed in FP16 or BF16; repeat.",
+@record_options(
+    "inputs",
+    ProofInputChoice,
+    *(*KINDS, "random", "labels", "moments", "samples", "seed", "hold_out", "groups"),
 )
-@head_options
-@record_options("limited", LimitOptions)
+@record_options("asked", VerifyRun)
 @trust_engine_option
 @output_options
 @click.pass_context
@@ -90,14 +51,12 @@ def verify(
     candidates: tuple[Path, ...],
     inputs: ProofInputChoice,
     asked: VerifyRun,
-    runtime: "tuple[Runtime, ...]",
-    heads: "HeadRequest",
-    limited: LimitOptions,
     out: Output,
 ) -> None:
-    """Prove on real inputs, link by link, how far CANDIDATES are from REFERENCE; exit 1 when a link fails.
+    """Prove on real inputs how far CANDIDATES are from REFERENCE.
 
-    A link without a limit is measured, not passed: set --min-agreement or --max-error. Exit 3 when no link had one.
+    Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
+    --max-error. Exit 3 when no link had one.
 
     An agreement is a share of inputs and has an interval: the link passes where none of it lies below the limit, and
     fails where all of it does; in between it is INCONCLUSIVE (exit 3), and how many inputs would decide is told. So
@@ -105,6 +64,10 @@ def verify(
 
     A dense head apart (--head) reads the named outputs of every step; its maps are links of their own: relative error,
     intersection over union, pixels that agree.
+
+    A directory of export-decoder is held against transformers in FP32 on the plain directory that it was built of
+    (--random 2): all tokens at once, then one after the other with the key/value cache. A graph in FP32 may be off by
+    1e-4 where --max-error says nothing, others are measured then.
 
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
 
@@ -115,6 +78,7 @@ def verify(
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
     from calib.store import load as load_moments
+    from corp_deploy.families.decoder_builder import SETTINGS
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
     from corp_deploy.proof.link_rules import ParityLimits
@@ -122,23 +86,29 @@ def verify(
     from corp_deploy.proof.own_metrics import Meter
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
+    from corp_deploy.store.hub_snapshot import PREFIX
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table
 
-    limits = ParityLimits.from_options(limited.values)
+    limits = ParityLimits.from_options(asked.values)
     of_engines = asked.is_of_engines(model.model)
-    VERIFY_REFERENCE.refuse([(model.model, "engine" if of_engines else "model")], explicit_options())
+    of_graph = len(candidates) == 1 and (candidates[0] / SETTINGS).is_file()
+    way = "engine" if of_engines else "decoder" if of_graph else "model"
+    VERIFY_REFERENCE.refuse([(model.model, way)], explicit_options())
     if of_engines:
         ctx.exit(asked.compare(Path(model.model), candidates, inputs, limits, out))
+    if of_graph:
+        directory, output = Path(model.model.removeprefix(PREFIX)), asked.record_of(candidates)
+        ctx.exit(verify_graph(directory, candidates[0], output, asked, inputs, out))
     inputs.require()
     output = asked.record_of(candidates)
     require_runnable(asked.metrics)
     dense = model.load(out)
-    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], runtime), dense)
+    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], asked.runtimes), dense)
     if asked.polygraphy is not None:
         require_second_opinion(steps)
     if "batch" in explicit_options():
-        _refuse_other_batches(steps, asked.batch)
-    proof_inputs = inputs.open(dense, pixels=any(step.takes_pixels for step in steps))
+        _refuse_other_batches(steps, asked.batches)
+    proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)
     meter = Meter(asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
@@ -147,10 +117,9 @@ def verify(
             dense,
             steps,
             proof_inputs,
-            batches=asked.batch,
+            batches=asked.batches,
             limits=limits,
             moments=None if inputs.moments is None else load_moments(inputs.moments),
-            heads=heads,
             done=done,
             answered=meter.measure,
         )
@@ -159,7 +128,10 @@ def verify(
     again: list[str] = []
     if asked.polygraphy is not None:
         there = asked.polygraphy
-        again = [f"in {there}:", *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batch))]
+        again = [
+            f"in {there}:",
+            *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batches)),
+        ]
     if proof.parity.fitted is not None and proof.parity.fitted.found:
         out.warn(proof.parity.fitted.warning)
     if proof.parity.verdict == "UNJUDGED":

@@ -1,17 +1,21 @@
 """What `verify` runs, and engines of one graph held against each other, in one environment or in two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from corp_deploy.invocation.decoding import DecoderProof
+from corp_deploy.invocation.option import option
+from corp_deploy.invocation.proof import ProofOptions
+from corp_deploy.invocation.values import DIRECTORY, FILE, Repeated, text_of
 from corp_deploy.views.console import Output
+from ground.errors import BadInput
 from ground.quantities import SECONDS
 
-from .options import BATCHES, DIRECTORY, FILE, explicit_options, value_options
-from .value import Value
+from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
@@ -23,20 +27,52 @@ if TYPE_CHECKING:
     from .proof_input_choice import ProofInputChoice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyRun:
-    """Batch sizes and where the record goes. Of engines also `write_golden`: where inputs and answers go for another
-    environment; `other_graph`: whether engines of different graphs are meant. Of models `polygraphy`: where inputs and
-    answers go for that tool.
-    """
+@dataclass(frozen=True, kw_only=True)
+class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
+    """What else is compared and kept. Of engines alone `write_golden` and `other_graph`; of models `polygraphy`."""
 
-    output: Path | None
-    batch: tuple[int, ...]
-    write_golden: Path | None
-    other_graph: bool
-    polygraphy: Path | None
-    metrics: "tuple[MetricRequest, ...]" = ()
-    metric_time_limit: float = 600.0
+    output: Path | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
+    write_golden: Path | None = option(
+        DIRECTORY,
+        help="Keep the inputs and what REFERENCE, a .plan or .onnx, answers, for `verify DIR B.plan` elsewhere.",
+    )
+    other_graph: bool = option(
+        default=False,
+        help="Compare engines although they were built of different graphs; the record tells both digests.",
+    )
+    metric: Sequence[str] = option(
+        Repeated(each=text_of("[NAME=]COMMAND")),
+        (),
+        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell for "
+        "the dense model and each candidate, with the .npz of its outputs, names and labels in place of {outputs}; "
+        "the last line that it prints is the number. Or module:PATH.py:FUNCTION (with --trust-code), given the "
+        "arrays. Engines that are compared without their model have no labels. Only what is typed here or in a "
+        "recipe is run; repeat.",
+    )
+    metric_time_limit: float = option(SECONDS, 600.0, help="Seconds that one run of a --metric may take.")
+    polygraphy: Path | None = option(
+        DIRECTORY,
+        help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the lines that repeat the "
+        "comparison there (extra interop). Engines are never loaded by it: it lets a plan run host code.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.metrics
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        super().refuse_ignored(options)
+        if "metric_time_limit" in options and not self.metric:
+            raise BadInput("--metric-time-limit is for --metric; give that too, or leave it out")
+
+    @property
+    def metrics(self) -> "tuple[MetricRequest, ...]":
+        """Raises BadInput for what is none."""
+        if not self.metric:
+            return ()
+        from corp_deploy.proof.metric_request import metrics_from_texts
+
+        return metrics_from_texts(self.metric)
 
     def is_of_engines(self, reference: str) -> bool:
         """Whether the reference is an engine, a graph or golden answers, and no model."""
@@ -80,10 +116,10 @@ class VerifyRun:
             elsewhere = Commands(inputs=inputs.words, output=str(output)).elsewhere(reference, candidates)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
-            golden = _answered(first, inputs, _sizes([first, *steps], self.batch), elsewhere)
+            golden = _answered(first, inputs, _sizes([first, *steps], self.batches), elsewhere)
         self._require_graph(golden.source.graph_sha256, reference, steps)
         meter = self._meter(golden)
-        return _compared(golden, steps, output, _sizes(steps, self.batch), limits, elsewhere, meter, out)
+        return _compared(golden, steps, output, _sizes(steps, self.batches), limits, elsewhere, meter, out)
 
     def _meter(self, golden: "Golden") -> "Meter":
         from corp_deploy.proof.inputs import ProofInputs
@@ -121,7 +157,7 @@ class VerifyRun:
                 "--other-graph and --metric out"
             )
         inputs.require()
-        golden = _answered(artefact, inputs, _sizes([artefact], self.batch), None)
+        golden = _answered(artefact, inputs, _sizes([artefact], self.batches), None)
         write_golden(golden, directory)
         record = {"written": str(directory), "source": golden.source.line, "count": golden.images.count}
         then = f"then, where the other engine loads: corp-deploy verify {directory} B.plan -o parity.json"
@@ -130,7 +166,7 @@ class VerifyRun:
 
 
 def _answered(
-    artefact: "Artefact", inputs: "ProofInputChoice", batches: tuple[int, ...], elsewhere: str | None
+    artefact: "Artefact", inputs: "ProofInputChoice", batches: Sequence[int], elsewhere: str | None
 ) -> "Golden":
     from corp_deploy.proof.compare_engines import golden_of
 
@@ -141,7 +177,7 @@ def _compared(
     golden: "Golden",
     steps: "Sequence[Artefact]",
     output: Path,
-    batches: tuple[int, ...],
+    batches: Sequence[int],
     limits: "ParityLimits",
     elsewhere: str,
     meter: "Meter",
@@ -172,7 +208,7 @@ def _compared(
     return EXIT_CODES[proof.parity.verdict]
 
 
-def _sizes(artefacts: "Sequence[Artefact]", batches: tuple[int, ...]) -> tuple[int, ...]:
+def _sizes(artefacts: "Sequence[Artefact]", batches: Sequence[int]) -> Sequence[int]:
     """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
     for each in artefacts:
         if "batch" in explicit_options() and each.batches is not None:
@@ -183,61 +219,3 @@ def _sizes(artefacts: "Sequence[Artefact]", batches: tuple[int, ...]) -> tuple[i
                     f"{each.path} takes batches of {least} to {most} only, --batch asks for {beyond[0]}; leave it out"
                 )
     return batches
-
-
-def _verify_run(metric: tuple[str, ...], metric_time_limit: float, **options: Any) -> VerifyRun:
-    if "metric_time_limit" in explicit_options() and not metric:
-        raise click.UsageError("--metric-time-limit is for --metric; give that too, or leave it out")
-    metrics: tuple[MetricRequest, ...] = ()
-    if metric:
-        from corp_deploy.proof.metric_request import metrics_from_texts
-
-        metrics = metrics_from_texts(metric)
-    return VerifyRun(metrics=metrics, metric_time_limit=metric_time_limit, **options)
-
-
-run_options = value_options(
-    "asked",
-    _verify_run,
-    click.option(
-        "--output", "-o", type=FILE, default=None, help="parity.json to write; per-image figures go to .npz beside it."
-    ),
-    click.option(
-        "--batch", type=BATCHES, default="1,7,32", show_default=True, help="Batch sizes to run every candidate at."
-    ),
-    click.option(
-        "--write-golden",
-        type=DIRECTORY,
-        default=None,
-        help="Keep the inputs and what REFERENCE, a .plan or .onnx, answers, for `verify DIR B.plan` elsewhere.",
-    ),
-    click.option(
-        "--other-graph",
-        is_flag=True,
-        help="Compare engines although they were built of different graphs; the record tells both digests.",
-    ),
-    click.option(
-        "--metric",
-        multiple=True,
-        metavar="[NAME=]COMMAND",
-        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell for "
-        "the dense model and each candidate, with the .npz of its outputs, names and labels in place of {outputs}; "
-        "the last line that it prints is the number. Or module:PATH.py:FUNCTION (with --trust-code), given the "
-        "arrays. Engines that are compared without their model have no labels. Only what is typed here or in a "
-        "recipe is run; repeat.",
-    ),
-    click.option(
-        "--metric-time-limit",
-        type=Value(SECONDS),
-        default=600.0,
-        show_default=True,
-        help="Seconds that one run of a --metric may take.",
-    ),
-    click.option(
-        "--polygraphy",
-        type=DIRECTORY,
-        default=None,
-        help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the lines that repeat the "
-        "comparison there (extra interop). Engines are never loaded by it: it lets a plan run host code.",
-    ),
-)

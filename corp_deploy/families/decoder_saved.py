@@ -7,7 +7,7 @@ wide as it was. Narrower heads would load there and be wrong: how fast planes tu
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ground.errors import BadInput
 
@@ -16,10 +16,14 @@ from .decoder_config import architecture_from_transformers
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
 from .text_decoder import DecoderArchitecture
-from .widths import HeadWidths, Width, Widths
+from .traced_pairs import TracedPairs
+from .traced_site import TracedSite
+from .traced_values import TracedValues
+from .widths import Widths
 
 _HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}
 _WITHOUT_HEADS = ("opt", "gpt2")
+_OF_HEADS = (".qk", ".v")
 
 
 def hidden_entry(model_type: str) -> str:
@@ -27,13 +31,22 @@ def hidden_entry(model_type: str) -> str:
     return _HIDDEN.get(model_type, "intermediate_size")
 
 
-def _unsayable_heads(name: str, width: HeadWidths, dense: DecoderArchitecture, kind: str) -> str:
-    if width.qk != dense.head or width.v != dense.head:
-        turned = "how fast positions turn them would be made anew from that width, and be wrong"
-        why = turned if dense.rope else f"{kind} reads no width of them"
-        return f"{name} has heads narrower than {dense.head}, and {why}"
-    if (width.heads or dense.heads) != dense.heads and kind in _WITHOUT_HEADS:
-        return f"{name} has {width.heads} heads, and {kind} makes their width of that number"
+def _narrower(name: str, dense: DecoderArchitecture, kind: str) -> str:
+    turned = "how fast positions turn them would be made anew from that width, and be wrong"
+    why = turned if dense.rope else f"{kind} reads no width of them"
+    return f"{name} has heads narrower than {dense.head}, and {why}"
+
+
+def _unsayable_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
+    """Of queries and keys, or values, of all heads; those that are left being as wide as they were."""
+    if name.endswith(".qk"):
+        every = dense.groups * dense.head // (2 if dense.rope else 1)
+        return "" if width == every else _narrower(name, dense, kind)
+    if width % dense.head:
+        return _narrower(name, dense, kind)
+    heads = width // dense.head * dense.heads // dense.groups
+    if heads != dense.heads and kind in _WITHOUT_HEADS:
+        return f"{name} has {heads} heads, and {kind} makes their width of that number"
     return ""
 
 
@@ -46,45 +59,56 @@ def _unlike(name: str, count: int, first: tuple[str, int], what: str) -> str:
 def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense decoder can't say."""
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
-    heads = {name: width for name, width in widths.items() if isinstance(width, HeadWidths)}
-    reasons = [_unsayable_heads(name, width, dense, kind) for name, width in heads.items()]
-    counts = {name: width.heads or dense.heads for name, width in heads.items()}
-    hidden = {name: width for name, width in widths.items() if isinstance(width, int)}
-    for each, what in ((counts, "heads"), (hidden, "channels")):
+    every = {name: width for name, width in widths.items() if isinstance(width, int)}
+    reasons = [_unsayable_heads(name, each, dense, kind) for name, each in every.items() if name.endswith(_OF_HEADS)]
+    values = {name: width // dense.head for name, width in every.items() if name.endswith(".v")}
+    hidden = {name: width for name, width in every.items() if not name.endswith(_OF_HEADS)}
+    for each, what in ((values, "heads with values of their own"), (hidden, "channels")):
         reasons += [_unlike(name, count, next(iter(each.items())), what) for name, count in each.items()]
     if reason := next(filter(None, reasons), ""):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 
 
-def _said(config: Mapping[str, Any], hidden: int, heads: int, groups: int, head: int) -> dict[str, Any]:
+def _said(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArchitecture) -> dict[str, Any]:
     """The configuration with these widths."""
     kind = str(config["model_type"])
-    own = {key: value for key, value in config.items() if key != "torch_dtype"}
-    of_heads = {} if kind in _WITHOUT_HEADS else {"num_attention_heads": heads, "num_key_value_heads": groups}
-    of_head = {"head_dim": head} if of_heads else {}
-    return {**own, "dtype": "float32", hidden_entry(kind): hidden, **of_heads, **of_head}
+    own = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "float32"}
+    if kind in _WITHOUT_HEADS:
+        return own | {hidden_entry(kind): hidden}
+    heads = {"num_attention_heads": groups * dense.heads // dense.groups, "num_key_value_heads": groups}
+    return own | {hidden_entry(kind): hidden, **heads, "head_dim": dense.head}
+
+
+def _sayable_width(site: TracedSite, dense: DecoderArchitecture) -> int:
+    """As `refuse_unsayable` has it: of queries and keys as if all heads were there; of narrower values that of one."""
+    if isinstance(site, TracedPairs):
+        return site.width // len(site.groups_HP) * dense.groups
+    is_narrower = isinstance(site, TracedValues) and site.width != site.parts * dense.head
+    return site.width // site.parts if is_narrower else site.width
+
+
+def _refuse_biases(state: Mapping[str, Tensor], dense: DecoderArchitecture) -> None:
+    has = {"attn.proj.bias": dense.proj_bias, "mlp.fc2.bias": dense.mlp_bias, "mlp.down.bias": dense.mlp_bias}
+    for name in state:
+        if not has.get(name.split(".", 2)[-1], True):
+            raise BadInput(f"--save-as hf: {name} was added, and its class has none there; {INSTEAD}")
 
 
 def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     """The decoder as its class has it; `config` is the dense one's. Raises BadInput, naming the site, for widths that a
     configuration can't say, and for a bias that its class hasn't got.
     """
-    every, kind = sites_of(decoder), str(config["model_type"])
-    first, heads = every.channels[0], every.heads[0]
-    of_heads: dict[str, Width] = {site.name: HeadWidths(qk=site.qk, v=site.v, heads=site.heads) for site in every.heads}
-    refuse_unsayable(config, of_heads | {site.name: site.width for site in every.channels})
-    _refuse_bias(every.linear, config)
+    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
+    constants = {f"blocks.{index}.{part}": 0 for index in range(dense.layers) for part in ("mlp", "attn.v")}
+    found = [site for site in sites_of(decoder).every if isinstance(site, TracedSite)]
+    widths = constants | {site.name: _sayable_width(site, dense) for site in found}
+    refuse_unsayable(config, widths)
     state = {name: tensor.detach().cpu() for name, tensor in decoder.state_dict().items()}
-    tensors = state_to_transformers(state, heads.rows, len(every.channels), model_type=kind)
+    _refuse_biases(state, dense)
+    hidden, groups = widths["blocks.0.mlp"], widths["blocks.0.attn.v"] // dense.head
+    rows = groups * dense.heads // dense.groups * dense.head, groups * dense.head, groups * dense.head
+    tensors = state_to_transformers(state, rows, dense.layers, model_type=kind)
     return Saved(
-        config=_said(config, first.width, heads.heads, heads.groups, heads.qk),
+        config=_said(config, hidden, groups, dense),
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
     )
-
-
-def _refuse_bias(sites: tuple[Any, ...], config: Mapping[str, Any]) -> None:
-    dense = architecture_from_transformers(config, where="--save-as hf")
-    for site in sites:
-        has = dense.mlp_bias if isinstance(site.width, int) else dense.proj_bias
-        if site.last.bias is not None and not has:
-            raise BadInput(f"--save-as hf: {site.name} got a bias, and its class has none there; {INSTEAD}")

@@ -20,9 +20,8 @@ from ground.ports import Port
 from .architecture import MOST_PARAMETERS, Architecture
 from .array_inputs import ArraySpec, parameters_of
 from .hf_config import Sides, both
-from .module_facts import Spec, facts_with
+from .module_facts import PREPARED, Spec, facts_with
 from .modules import parameters
-from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization

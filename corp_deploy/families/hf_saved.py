@@ -18,7 +18,7 @@ from ground.errors import BadInput
 
 from .family import sites_of
 from .hf_config import VisionConfig, VisionModel
-from .widths import HeadWidths, Width, Widths
+from .widths import Widths
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
 # By how a kind's tensors are named on disk: timm's path of a layer in a block, and theirs.
@@ -116,11 +116,6 @@ def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionM
         return f"{name} is {width} wide and {first[0]} {first[1]}, and a configuration has one width for all layers"
     if width == 0:
         return f"{name} is a constant"
-    if model.output == "attention pool" and width != config.hidden:
-        return (
-            f"{name} is {width} wide, and the pooling head's MLP, which stays {config.hidden} wide, has its width from "
-            "the same entry"
-        )
     if config.mlp_ratio is not None and _ratio(width, config) is None:
         return (
             f"{name} is {width} wide, and {config.model_type}'s mlp_ratio is whole: multiples of {config.hidden_size}"
@@ -129,10 +124,16 @@ def _unsayable_mlp(name: str, width: int, first: tuple[str, int], model: VisionM
     return ""
 
 
-def _unsayable_heads(name: str, width: HeadWidths, first: tuple[str, HeadWidths], model: VisionModel) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """Widths of a head."""
+
+    qk: int
+    v: int
+
+
+def _unsayable_heads(name: str, width: _Heads, first: tuple[str, _Heads], model: VisionModel) -> str:
     dense = model.config.hidden_size // model.config.num_attention_heads
-    if width.heads is not None:
-        return f"{name} has {width.heads} heads, and a configuration has {model.config.num_attention_heads}"
     if width.qk != width.v:
         return f"{name} has queries and keys of {width.qk} and values of {width.v}, expected one width: --heads square"
     if width != first[1]:
@@ -144,9 +145,9 @@ def _unsayable_heads(name: str, width: HeadWidths, first: tuple[str, HeadWidths]
     return ""
 
 
-def _by_attention(model: VisionModel, widths: Widths) -> Widths:
-    """With queries and keys, and values, that are sites of their own, as one of heads."""
-    heads, together = model.config.num_attention_heads, dict[str, Width]()
+def _by_attention(model: VisionModel, widths: Widths) -> dict[str, _Heads | int]:
+    """With queries and keys, and values, of one attention together."""
+    heads, together = model.config.num_attention_heads, dict[str, _Heads | int]()
     dense = model.config.hidden_size // heads
     for name, width in widths.items():
         path, _, part = name.rpartition(".")
@@ -154,17 +155,17 @@ def _by_attention(model: VisionModel, widths: Widths) -> Widths:
             together[name] = width
             continue
         in_group = 2 if part == "qk" and model.config.turns else 1
-        own = together.get(path, HeadWidths(qk=dense, v=dense))
-        assert isinstance(own, HeadWidths), path
+        own = together.get(path, _Heads(qk=dense, v=dense))
+        assert isinstance(own, _Heads), path
         together[path] = replace(own, **{part: width * in_group // heads})
     return together
 
 
 def refuse_unsayable(model: VisionModel, widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths of all sites that the configuration can't say."""
-    widths = _by_attention(model, widths)
-    channels = [(name, width) for name, width in widths.items() if isinstance(width, int)]
-    heads = [(name, width) for name, width in widths.items() if isinstance(width, HeadWidths)]
+    together = _by_attention(model, widths)
+    channels = [(name, width) for name, width in together.items() if isinstance(width, int)]
+    heads = [(name, width) for name, width in together.items() if isinstance(width, _Heads)]
     reasons = [_unsayable_mlp(name, width, channels[0], model) for name, width in channels]
     reasons += [_unsayable_heads(name, width, heads[0], model) for name, width in heads]
     if reason := next(filter(None, reasons), ""):

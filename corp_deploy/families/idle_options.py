@@ -7,14 +7,12 @@ from torch import nn
 
 from ground.errors import BadInput
 
-from .channel_site import ChannelSite
 from .family import sites_of
-from .head_site import HeadSite
 from .sites import Sites
 
-CONVOLUTIONS = "convolutions"
+MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
 WORDS: Mapping[str, str] = MappingProxyType(
-    {ChannelSite.kind: "MLPs", CONVOLUTIONS: "channels between convolutions", HeadSite.kind: "attention"}
+    {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
 )
 """What a model without sites of a kind is said to be without."""
 
@@ -22,11 +20,11 @@ WORDS: Mapping[str, str] = MappingProxyType(
 STREAMS = "traced streams"
 HONOURED: Mapping[str, str] = MappingProxyType(
     {
-        "traced channels": ChannelSite.kind,
+        "traced channels": MLPS,
         "traced convolutions": CONVOLUTIONS,
-        "traced queries and keys": HeadSite.kind,
+        "traced queries and keys": HEADS,
         STREAMS: CONVOLUTIONS,
-        "traced values": HeadSite.kind,
+        "traced values": HEADS,
     }
 )
 """Which kind's options those honour that were found in a program."""
@@ -35,6 +33,12 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
     return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
+
+
+def heard_for(sites: Sites, kind: str) -> set[str]:
+    """What is heard for those sites alone that honour the options of this kind."""
+    heard = [(HONOURED.get(site.kind, site.kind), tap.name) for site in sites.every for tap in site.listening()]
+    return {name for _, name in heard} - {name for other, name in heard if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:

@@ -6,13 +6,12 @@ from . import traced_model
 from .counting import Counted, count
 from .family import family_of
 from .modules import parameters as parameters
-from .traced_module import TracedModule
 
 
 def counted(model: nn.Module) -> Counted:
     """The multiply-adds of one input by module, and the longest row of products."""
     ports = family_of(model).input_spec(model).ports
-    return count(traced_model.counted_form(model) if isinstance(model, TracedModule) else model, ports)
+    return count(traced_model.counted_form(model), ports)
 
 
 def macs(model: nn.Module) -> int:

@@ -13,22 +13,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corp_deploy.traced.programs.twins import twin
 from ground.errors import BadInput
-from ground.ports import OutputPort, Port, image_port
+from ground.ports import OutputPort, Port, Role, image_port
 
+from . import timm_library
 from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said, takes_by_place
-from .module_calls import Calling, outputs_of
+from .module_calls import Calling, Output, outputs_of
 from .modules import device
-from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .tokenizer import TextSpec
+from .tokenizer import SequenceSpec, TextSpec
 from .traced_module import Facts
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""
 BATCHES = (2, 3)
 """Seen to be the batch of outputs, and no size of theirs."""
-Spec = ImageSpec | ArraySpec | TextSpec
+PREPARED = {
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "crop_pct": 0.875,
+    "interpolation": "bicubic",
+    "crop_mode": "center",
+}
+"""As torchvision and timm train most classifiers of ImageNet."""
+Spec = ImageSpec | ArraySpec | TextSpec | SequenceSpec
 
 
 def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
@@ -39,17 +47,28 @@ def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     ports = ports_said(model)
     if ports is not None:
         return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
+    return facts_of_images(model, None, preprocessing)
+
+
+def facts_of_images(
+    model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
+) -> Facts:
+    """Of one that takes one image: of this shape or as facts_of_module says; with a `role` it gives one tensor that is
+    of it. Raises BadInput likewise.
+    """
     needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
     if len(needed) > 1:
         raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
-    shape = _shape_of_images(model)
-    prepared = PREPARED | preprocessing.spread(shape[0]).settings
-    return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed)
+    shape = shape or _shape_of_images(model)
+    is_timms = type(model).__module__.startswith("timm.")
+    known = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
+    prepared = {**known, **preprocessing.spread(shape[0]).settings}
+    return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
 
 
-def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts:
+def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str], role: Role | None = None) -> Facts:
     """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
-    told. Raises BadInput where it can't be run on them.
+    told; of this role, if one is said. Raises BadInput where it can't be run on them.
     """
     try:
         given, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
@@ -60,6 +79,8 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
             "a fixed size say that one"
         ) from None
     outputs = outputs_of(model, given, other, BATCHES)
+    if role is not None:
+        outputs = (_of_role(model, outputs, role),)
     is_plain = isinstance(given, Tensor) and takes_by_place(model, parameters)
     places = tuple(each.place for each in outputs)
     return Facts(
@@ -68,6 +89,13 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str]) -> Facts
         classes=next((each.shape[-1] for each in outputs if each.port.role == "logits"), 0),
         calling=None if is_plain else Calling(parameters=tuple(parameters), outputs=places),
     )
+
+
+def _of_role(model: nn.Module, outputs: Sequence[Output], role: Role) -> Output:
+    if len(outputs) > 1:
+        names = ", ".join(each.port.name for each in outputs)
+        raise BadInput(f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`")
+    return replace(outputs[0], port=replace(outputs[0].port, role=role))
 
 
 def _apart(output: OutputPort, inputs: Sequence[Port]) -> OutputPort:
@@ -120,7 +148,7 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
         return channels, side, side
     raise BadInput(
         f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
-        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) name its sites, with corp_deploy.sites(...)"
+        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"
     )
 
 

@@ -19,15 +19,6 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def with_modules(layer: nn.Module, name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """The layer of this name with its new modules, which are it or inside it and go by their names in the model."""
-    return (
-        modules[name]
-        if name in modules
-        else replaced(layer, {key.removeprefix(f"{name}."): new for key, new in modules.items()})
-    )
-
-
 def linear(inputs: int, outputs: int, **how: Any) -> nn.Linear:
     """A linear layer whose weights are to be set; torch warns of initialising one without any."""
     layer = nn.Linear(max(inputs, 1), max(outputs, 1), **how)
@@ -62,14 +53,6 @@ def stacked(layers: Sequence[nn.Linear]) -> nn.Linear:
         torch.cat([layer.bias for layer in layers]) if bias else None,
     )
     return whole.requires_grad_(first.weight.requires_grad)
-
-
-def fill_rows_(layers: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None) -> None:
-    """Set linear layers to the rows of one, which are theirs in turn."""
-    sizes = [layer.out_features for layer in layers]
-    biases = [None] * len(layers) if bias is None else bias.split(sizes)
-    for layer, rows, own_bias in zip(layers, weight.split(sizes), biases, strict=True):
-        fill_(layer, rows, own_bias)
 
 
 def parameters(*modules: nn.Module) -> int:

@@ -10,7 +10,6 @@ from calib.inputs import Inputs
 from ground.pixels import Normalisation
 from ground.ports import OutputPort, Port
 
-from .architecture import Architecture
 from .maps import Grid
 from .merging import Merging
 from .sites import Sites
@@ -74,23 +73,8 @@ class ImageSpec(InputSpec, Protocol):
         ...
 
 
-class Told(Protocol):
-    """What every family tells, models that are built alike. Every function but `build` is given a model that the family
-    accepts. One whose tokens can't be merged says why, as `UNMERGEABLE`.
-    """
-
-    @property
-    def NAME(self) -> str:
-        """As config.json of a model directory names the family, all of timm's models being built by `timm`."""
-        ...
-
-    def accepts(self, model: nn.Module) -> bool: ...
-
-    def build(self, architecture: Architecture) -> nn.Module:
-        """The dense model with its initial weights, in eval mode, on torch's default device. Raises BadInput where its
-        library can't build it or it is beyond bounds; nothing is looked for on a network.
-        """
-        ...
+class Family(Protocol):
+    """What is told of a model."""
 
     def sites(self, model: nn.Module) -> Sites:
         """Where the model can be reduced, dense or already reduced, and what is refused with the reason."""
@@ -138,15 +122,6 @@ class Told(Protocol):
         """How many classes the model tells apart; 0 for one that has no classifier."""
         ...
 
-
-class Family(Told, Protocol):
-    """With what a family may leave to `usual`."""
-
-    @property
-    def FIXED_PARTS(self) -> tuple[str, ...]:
-        """Modules inside a top-level one that costs are told of apart."""
-        ...
-
     def token_weights(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
         """Weight of each token [B,N] in sums over tokens, 0 for padding; None where all count alike."""
         ...
@@ -175,18 +150,4 @@ class Family(Told, Protocol):
 
     def take_beside_(self, model: nn.Module, directory: Path) -> None:
         """Give a model just built what stands beside its weights. Raises BadInput for what is missing or another's."""
-        ...
-
-
-class TimmFamily(Family, Protocol):
-    """Models of timm's that are built alike. All are built from a name by timm, so what is built decides the family."""
-
-    def adapted_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict brought to this model by timm's own filter: older and other projects' names are mapped, and what
-        is of another size resampled as timm does for this name.
-        """
-        ...
-
-    def unused(self, model: nn.Module) -> tuple[str, ...]:
-        """Prefixes of the weights that a model of this architecture may have and this one was built without."""
         ...

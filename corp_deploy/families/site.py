@@ -90,35 +90,3 @@ class Site(Protocol):
     def of_layer(self, layer: nn.Module) -> "Site":
         """The same site in a copy of its layer."""
         ...
-
-
-class LinearSite(Site, Protocol):
-    """One of linear layers over tokens, each for itself or mixed between the first and the last layer."""
-
-    @property
-    def first(self) -> nn.Linear:
-        """The linear layer that the site's inputs meet first, or one of several side by side."""
-        ...
-
-    @property
-    def firsts(self) -> tuple[nn.Linear, ...]:
-        """All linear layers that the site's inputs meet first."""
-        ...
-
-    @property
-    def last(self) -> nn.Linear: ...
-
-    @property
-    def biasless(self) -> bool:
-        """Whether the last layer has no bias and gets none: repairs are fitted without means."""
-        ...
-
-    def of_layer(self, layer: nn.Module) -> "LinearSite": ...
-
-    def with_first(self, layer: nn.Module, first: nn.Linear) -> nn.Module:
-        """A copy of the site's layer with another first linear layer of the same widths, several as one."""
-        ...
-
-    def stacked_first(self) -> nn.Linear:
-        """A copy of the first linear layers as one, the rows of each in turn."""
-        ...

@@ -11,10 +11,8 @@ from torch import nn
 
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
-from .channel_site import ChannelSite
-from .head_site import HeadSite
-from .site import LinearSite, Site
-from .widths import HeadGeometry, is_empty
+from .site import Site
+from .widths import is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """What a model offers to reduction, channel sites before head sites, each kind in the order they run."""
+    """What a model offers to reduction, in order of its program."""
 
     every: tuple[Site, ...]
     refused: tuple[Refusal, ...]
@@ -44,30 +42,6 @@ class Sites:
     @property
     def by_name(self) -> dict[str, Site]:
         return {site.name: site for site in self.every}
-
-    @property
-    def linear(self) -> tuple[LinearSite, ...]:
-        """Of linear layers over tokens."""
-        return *self.channels, *self.heads
-
-    @property
-    def linear_by_name(self) -> dict[str, LinearSite]:
-        return {site.name: site for site in self.linear}
-
-    @property
-    def channels(self) -> tuple[ChannelSite, ...]:
-        return tuple(site for site in self.every if isinstance(site, ChannelSite))
-
-    def spelled_out(self, geometry: HeadGeometry | None) -> dict[str, nn.Module]:
-        """The modules that are exported in place of the sites' own, by name: attention as MatMul-Softmax-MatMul.
-        `geometry` replaces that of heads whose q/k and v widths differ; None keeps each as it is.
-        """
-        heads: dict[str, nn.Module] = {site.name: site.plain(geometry) for site in self.heads}
-        return heads | {name: new for site in self.channels for name, new in site.plain().items()}
-
-    @property
-    def heads(self) -> tuple[HeadSite, ...]:
-        return tuple(site for site in self.every if isinstance(site, HeadSite))
 
 
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:

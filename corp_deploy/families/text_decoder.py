@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from .head_attention import HeadAttention
 from .sequence_rotary import Rope, SequenceRotary
 from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
-from .tokenizer import Tokenization
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +67,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x), times a weight: in float32, as transformers has it."""
+    """x / rms(x), times a weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -76,9 +75,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x_float = x.float()
-        normed: Tensor = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def _norm(architecture: DecoderArchitecture, width: int | None = None) -> nn.Module:
@@ -167,12 +164,9 @@ class DecoderBlock(nn.Module):
 class TextDecoder(nn.Module):
     """input_ids [B,N] -> the logits of what comes next at each place [B,N,V]."""
 
-    def __init__(self, architecture: DecoderArchitecture, tokenization: Tokenization | None = None) -> None:
-        """`tokenization` and the content of its tokenizer.json go with the model, as ids are nothing without them."""
+    def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
         self.architecture = architecture
-        self.tokenization = tokenization
-        self.tokenizer_json = ""
         self.embeddings = WordsAndPlaces(architecture)
         self.blocks = nn.ModuleList(DecoderBlock(architecture) for _ in range(architecture.layers))
         self.norm = _norm(architecture)

@@ -1,8 +1,10 @@
-"""What all families of timm's models share: how a model is built from a name, its preprocessing, its own arguments, and
-the port it answers on. Nothing here knows where a model's sites are.
+"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, and the
+port it answers on. Nothing here knows where a model's sites are.
 """
 
 import json
+import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import timm
 import torch
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +22,6 @@ from ground.quantity import shown
 from ground.records import record_from_value
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .maps import Grid
 from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
@@ -27,6 +29,7 @@ from .timm_build import built
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 
+NAME = "timm"
 State = Mapping[str, Tensor]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=16_384)]
 
@@ -71,11 +74,10 @@ def configured_size(model: nn.Module) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def grid(model: nn.Module, layer: str) -> Grid | None:
-    """Of the patches, which is that of all layers."""
-    embedding = next((part for name, part in model.named_children() if name in ("patch_embed", "stem")), None)
-    size: Any = getattr(embedding, "grid_size", None)
-    return None if size is None else (int(size[0]), int(size[1]))
+def made_size(model: nn.Module) -> tuple[int, int]:
+    """Height and width of the images that a module was made for, whoever made it."""
+    size: Any = getattr(dict(model.named_children()).get("patch_embed"), "img_size", None)
+    return configured_size(model) if size is None else (int(size[0]), int(size[1]))
 
 
 def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
@@ -106,6 +108,23 @@ def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | N
     """How many classes a state dict's classifier tells apart; None where it has none by this model's name for it."""
     weight = next((state[f"{name}.weight"] for name in _classifiers(model) if f"{name}.weight" in state), None)
     return len(weight) if weight is not None and weight.ndim == 2 else None
+
+
+def adapted_state(model: nn.Module, library: str, state: State) -> dict[str, Tensor]:
+    """A state dict brought to a model whose class is of this module of timm's, by the filter that stands there, if any:
+    older and other projects' names are mapped, and what is of another size resampled as timm does for it.
+    """
+    adapt: Any = vars(sys.modules[library]).get("checkpoint_filter_fn")
+    if adapt is None:
+        return dict(state)
+    how: dict[str, Any] = {}
+    if adapt is checkpoint_filter_fn:  # DeiT-III's own names, gamma_1 and gamma_2, are no other model's
+        how["adapt_layer_scale"] = True
+        if any(word in architecture(model) for word in ("flexi", "radio")):
+            how |= {"interpolation": "bilinear", "antialias": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
+        return dict(adapt(dict(state), model, **how))
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:

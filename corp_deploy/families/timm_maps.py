@@ -20,7 +20,6 @@ from ground.ports import OutputPort
 
 from . import timm_library
 from .maps import map_from_tokens, tokens_from_map
-from .named_outputs import refusal_of_head
 from .outputs import Output, Outputs
 from .traced_module import Facts, TracedModule, known_of, traced_module
 
@@ -191,13 +190,22 @@ def _kinds_in_front(model: nn.Module, count: int) -> tuple[str, ...]:
 def _number(output: Output, layers: _Layers) -> int | None:
     """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
     if output.part is None:
-        number, reason = None, refusal_of_head(output, layers.classes)
+        number, reason = None, _refusal_of_head(output, layers.classes)
     else:
         number = _place(output.layer, layers.names) if output.layer else -1
         reason = _refusal(output, number, layers)
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return number
+
+
+def _refusal_of_head(output: Output, classes: int) -> str:
+    """Why the head of a model of so many classes doesn't give this, or nothing."""
+    if output.name == "logits" and not classes:
+        return "the model has no classifier; its head gives pooled"
+    if output.name == "pooled" and classes:
+        return "the model's head gives logits; pooled is of one built with num_classes 0"
+    return ""
 
 
 def _place(layer: str, layers: Sequence[str]) -> int | None:

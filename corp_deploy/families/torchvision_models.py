@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .architecture import MOST_PARAMETERS, OF_TORCHVISION, Architecture
-from .module_facts import facts_with
+from .module_facts import PREPARED, facts_with
 from .modules import counts_of_batches, parameters
-from .own_modules import PREPARED
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .traced_module import traced_module

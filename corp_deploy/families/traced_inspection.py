@@ -14,13 +14,16 @@ ELSEWHERE = "all else"
 
 
 def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A row for every site, reducible or not, with what goes with it, and one for all else; `macs` of the model."""
+    """A row for every site that is offered, reducible or not, with what goes with it, and one for all else; `macs` of
+    the model.
+    """
     found, offered = tracing(model), sites(model)
     shares = found.shares
     by_name = {site.name: site for site in offered.every}
     reasons = {refusal.name: refusal.reason for refusal in offered.refused}
     rows: list[dict[str, Any]] = []
-    for name, groups in names_of(found).items():
+    named = names_of(found)
+    for name, groups in ((each, named[each]) for each in named if each in by_name or each in reasons):
         words = by_name[name].words() if name in by_name else f"{groups.kind} {groups.size}"
         own = {"parameters": shares.parameters.alone[groups.key], "macs": shares.macs.alone[groups.key]}
         rows.append({"site": name, **own, "width": words, "reason": reasons.get(name, "")})

@@ -53,8 +53,10 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     for start, end in pairwise([None, *crossings, None]):
         piece = replace(program, graph=_between(program, start, end, merges=own.merging is not None))
         called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
-        heard = listening(piece, {each.node.name for each in called}, ())[0]
+        heard, modules, _ = listening(piece, {each.node.name for each in called}, ())
         for each in called:
+            if each.bias in own.biasless:
+                modules[each.node.name].bias = None
             path = f"listened.{each.node.name}"
             inside = ".layer" if isinstance(heard.get_submodule(path), InFront) else ""
             path = path if own.merging is None else f"module.{path}"

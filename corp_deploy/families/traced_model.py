@@ -5,20 +5,19 @@ where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
 """
 
 import copy
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
+from corp_deploy.traced.finding.attentions import blocks_of
 from corp_deploy.traced.narrowing.severing import filled_
 from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
-from corp_deploy.traced.programs.padding import padded
+from corp_deploy.traced.programs.causal import spelled_out_
+from corp_deploy.traced.programs.padding import has_uneven, padded
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import Layer, as_module, layers, without_biases_
 from corp_deploy.traced.programs.tree import tree
@@ -26,19 +25,17 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import bert, hf_classes, timm_library, torchvision_models
+from . import bert, decoder, hf_classes, own_modules, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
 from .module_facts import facts_of_module
 from .modules import replaced
-from .named_outputs import merging_refusal as refusal_beside
-from .own_modules import grid as grid
 from .site import Site
 from .sites import Sites
 from .steps import Merge, Outlet, Passage, Step, Unmerge, Walk
 from .tokenizer import FILE as TOKENIZER
-from .tokenizer import TextSpec, content_of_tokenizer
+from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 from .traced_facts import classes as classes
 from .traced_facts import facts_of as facts_of
 from .traced_facts import input_spec as input_spec
@@ -64,9 +61,13 @@ def accepts(model: nn.Module) -> bool:
 
 
 def build(architecture: Architecture) -> nn.Module:
-    """An encoder of BERT's kind, or a model of transformers or of torchvision that no other family reads. Raises
-    BadInput for what these can't build, and for any other name.
+    """What a user's code makes, a decoder, an encoder of BERT's kind, or a model of transformers or of torchvision.
+    Raises BadInput for what these can't build, and for any other name.
     """
+    if architecture.family == own_modules.NAME:
+        return own_modules.build(architecture)
+    if architecture.family == decoder.NAME:
+        return decoder.build(architecture)
     if architecture.family == bert.NAME:
         return bert.build(architecture)
     for library in (hf_classes, torchvision_models):
@@ -89,9 +90,9 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 
 def sites(model: nn.Module) -> Sites:
-    """What is found in the program, dense or already reduced."""
-    own = tracing(model)
-    own.offered[:] = own.offered or [traced_sites(own)]
+    """What is found in the program, dense or already reduced, or of that what its user named."""
+    own, facts = tracing(model), known_of(model).facts
+    own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
     return own.offered[0]
 
 
@@ -224,10 +225,14 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
     return (*["class"] * found.protected, *["patch"] * (found.tokens - found.protected))
 
 
+def grid(model: nn.Module, layer: str) -> None:
+    """Tokens make no map."""
+
+
 def depth(model: nn.Module) -> int:
-    """Attentions behind which tokens can be merged, else sites."""
-    found = tracing(model).mergeable
-    return len(sites(model).every) if isinstance(found, str) else len(found.blocks)
+    """Sums that add attentions to a stream, else sites."""
+    found = blocks_of(tracing(model).program)
+    return len(sites(model).every) if isinstance(found, str) else len(found)
 
 
 def merging_of(model: nn.Module) -> Merging | None:
@@ -236,9 +241,14 @@ def merging_of(model: nn.Module) -> Merging | None:
 
 
 def merging_refusal(model: nn.Module) -> str:
-    """Why its tokens can't be merged, or nothing: a schedule that suits one text would merge away all of another."""
-    if isinstance(input_spec(model), TextSpec):
+    """Why its tokens can't be merged, or nothing: a schedule that suits one text would merge away all of another, and
+    each token of a decoder says what comes next.
+    """
+    spec = input_spec(model)
+    if isinstance(spec, TextSpec):
         return "a text encoder's tokens are not merged, since its texts are of different lengths"
+    if isinstance(spec, SequenceSpec):
+        return "a decoder's tokens are not merged, since each has logits of its own"
     found = tracing(model).mergeable
     return "" if isinstance(found, Mergeable) else found
 
@@ -252,8 +262,11 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     facts = known_of(model).facts
     named = None if facts is None else facts.named
     if merging is not None and named is not None:
-        if reason := refusal_beside(merging.how, named):
-            raise BadInput(f"merging: {reason}")
+        if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
+            raise BadInput(
+                f"merging: {named.words()} have a vector for each patch, and those that were dropped have none; merge "
+                "instead"
+            )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
     program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
     return merging_module(program, merging).eval().requires_grad_(False)
@@ -287,6 +300,11 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     return graph
 
 
+def has_uneven_heads(model: nn.Module) -> bool:
+    """Whether queries and keys are of another width than values anywhere."""
+    return has_uneven(tracing(model).running)
+
+
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
     """A copy in eval mode: of most of timm's dense models as it is, of others the program, which runs in any type, as
     modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
@@ -296,6 +314,7 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     graph = _program(model, is_padded=known.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
+    spelled_out_(graph)
     filled_(graph)
     with_one_type_(graph)
     return tree(graph, graph.graph).requires_grad_(False)
@@ -304,23 +323,17 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
 def beside(model: nn.Module) -> Mapping[str, str]:
     """The tokenizer of a model that takes texts."""
     spec = input_spec(model)
-    return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec) else {}
+    return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec | SequenceSpec) else {}
 
 
 def take_beside_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
     known, spec = known_of(model), input_spec(model)
-    if known.facts is not None and isinstance(spec, TextSpec):
+    if known.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
         known.facts = replace(known.facts, spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    library = sys.modules[known_of(model).plain.__module__]
-    adapt: Any = vars(library).get("checkpoint_filter_fn")
-    if adapt is None:
-        return dict(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
-        return dict(adapt(dict(state), model))
+    return timm_library.adapted_state(model, known_of(model).plain.__module__, state)

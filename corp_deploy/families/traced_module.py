@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
+import torch
 from torch import Tensor, fx, nn
 
 from calib.sites import HeadTaps
@@ -31,7 +32,7 @@ from .modules import device
 from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
-from .tokenizer import TextSpec
+from .tokenizer import SequenceSpec, TextSpec
 from .traced_fewer import Fewer
 from .traced_merging import Mergeable, mergeable, merged_graph
 from .traced_segments import Given, Segment, given_at_cuts, segments
@@ -44,14 +45,19 @@ EXAMPLES = 2
 class Facts:
     """What no program tells: how data becomes its inputs, what its outputs are, and how many classes it tells apart.
     `calling`: None of a module that takes its inputs in the order of its ports, and gives its outputs so. `named`: what
-    was asked for by name, None for its own outputs.
+    was asked for by name, None for its own outputs. `sites`: the names of those that its user named, None for all.
+    `biasless`: layers that have no bias get none. `multiple`: what widths of channels are best a multiple of, where
+    nobody says.
     """
 
-    spec: ImageSpec | ArraySpec | TextSpec
+    spec: ImageSpec | ArraySpec | TextSpec | SequenceSpec
     outputs: tuple[OutputPort, ...]
     classes: int
     calling: Calling | None = None
     named: Outputs | None = None
+    sites: tuple[str, ...] | None = None
+    biasless: bool = False
+    multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +76,16 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
 class Tracing:
-    """A model's program with its sites. `added`: biases of zeros that the model itself has not. `repairs`, `taps`:
-    of queries and keys, once they were looked for; `offered`: what can be reduced, likewise; `proved`: what was
-    narrowed last; `emptied`: without sites of which constants are left.
+    """A model's program with its sites. `added`: biases of zeros that the model itself has not; those of `biasless`
+    stay zeros. `multiple`: see Facts. `repairs`, `taps`: of queries and keys, once they were looked for; `offered`:
+    what can be reduced, likewise; `proved`: what was narrowed last; `emptied`: without sites of which constants are
+    left.
     """
 
     program: Program
     added: tuple[str, ...]
+    biasless: frozenset[str] = frozenset()
+    multiple: int = 1
     repairs: dict[str, Any] = field(default_factory=dict)
     taps: dict[str, HeadTaps] = field(default_factory=dict, init=False)
     offered: list[Sites] = field(default_factory=list)
@@ -88,7 +97,13 @@ class Tracing:
         """The program without these sites, made once."""
         if places not in self.emptied:
             program = without_sites(self.program, places, inputs)
-            self.emptied[places] = Tracing(program=program, added=self.added, merging=self.merging)
+            self.emptied[places] = Tracing(
+                program=program,
+                added=self.added,
+                biasless=self.biasless,
+                multiple=self.multiple,
+                merging=self.merging,
+            )
         return self.emptied[places]
 
     @cached_property
@@ -224,7 +239,8 @@ def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut:
 
 def traced_module(model: nn.Module, facts: Facts | None) -> TracedModule:
     """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
-    return _wearing(model.eval(), type(model), facts, None)
+    plain = known_of(model).plain if isinstance(model, TracedModule) else type(model)
+    return _wearing(model.eval(), plain, facts, None)
 
 
 class _Narrowed(nn.Module):
@@ -256,9 +272,17 @@ def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
     """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
     known = known_of(model)
     if known.tracing is None:
-        inputs = batch_of_ports(ports, EXAMPLES, device(model))
-        program = trace(model, inputs) if known.cut is None else _again(model, ports, known.cut)
-        known.tracing = Tracing(program=program, added=with_biases_(program), merging=known.merging)
+        with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
+            inputs = batch_of_ports(ports, EXAMPLES, device(model))
+            program = trace(model, inputs) if known.cut is None else _again(model, ports, known.cut)
+            added, facts = with_biases_(program), known.facts
+            known.tracing = Tracing(
+                program=program,
+                added=added,
+                biasless=frozenset(added if facts is not None and facts.biasless else ()),
+                multiple=1 if facts is None else facts.multiple,
+                merging=known.merging,
+            )
     return known.tracing
 
 

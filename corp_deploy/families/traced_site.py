@@ -44,8 +44,8 @@ class Portion:
 class Reading:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
     `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
-    `is_squeeze`: it reads the means of maps that others read; `use`: which of a layer's uses this is; `merge`: what
-    merged tokens before it.
+    `is_squeeze`: it reads the means of maps that others read; `is_biasless`: it gets no bias; `use`: which of a layer's
+    uses this is; `merge`: what merged tokens before it.
     """
 
     layer: Layer
@@ -55,6 +55,7 @@ class Reading:
     bias: str
     gain_O: Tensor | None
     is_squeeze: bool = False
+    is_biasless: bool = False
     use: int = 0
     merge: nn.Module | None = None
 
@@ -101,7 +102,8 @@ class Reading:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSite:
     """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all.
-    `severed`: where all can go, so that a constant is left.
+    `severed`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
+    nobody says.
     """
 
     kind: ClassVar[str]
@@ -112,6 +114,7 @@ class TracedSite:
     macs_now: int
     parameters_now: int
     severed: Severed | None = None
+    multiple: int = 1
 
     @property
     def reason(self) -> str:
@@ -184,9 +187,10 @@ class TracedSite:
         return self
 
     def writing_GX(self) -> Tensor:
-        """The rows of weights that write each group, norms behind them among them, float64."""
-        rows = [_rows(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
-        return torch.cat([each for each in rows if each.shape[1] > 1] or rows, dim=1)
+        """The rows of weights that write each group, norms behind them among them, float64; of no biases."""
+        written = [(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
+        weights = [(weight, span) for weight, span in written if weight.dim() > 1] or written
+        return torch.cat([_rows(weight, span) for weight, span in weights], dim=1)
 
 
 def _rows(weight: Tensor, span: Span) -> Tensor:

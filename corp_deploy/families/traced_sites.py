@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,8 @@ _CLASSES: dict[str, type[TracedSite]] = {
 _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 
-def traced_sites(tracing: Tracing) -> Sites:
-    """In order of the program."""
+def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
+    """In order of the program; of these names, None for all."""
     every, refused = list[TracedSite](), list[Refusal]()
     named = names_of(tracing)
     for name, groups in named.items():
@@ -48,15 +48,19 @@ def traced_sites(tracing: Tracing) -> Sites:
             every.append(made)
         else:
             refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
-    return Sites(every=tuple(_beside_queries(every)), refused=tuple(refused))
+    return Sites(
+        every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
+        refused=tuple(each for each in refused if chosen is None or each.name in chosen),
+    )
 
 
 def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
     """Values know how wide the queries of their heads are, where those can go too."""
-    widths = {each.groups.name: each.dims for each in every if isinstance(each, TracedPairs) and each.tied}
+    pairs = {each.groups.name: each for each in every if isinstance(each, TracedPairs)}
     for each in every:
-        is_beside = isinstance(each, TracedValues) and each.groups.name in widths
-        yield replace(each, queries=widths[each.groups.name]) if is_beside else each  # type: ignore[call-arg]
+        if isinstance(each, TracedValues) and (beside := pairs.get(each.groups.name)) is not None:
+            each = replace(each, beside_queries=True, queries=beside.dims if beside.tied else None)
+        yield each
 
 
 def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> str:
@@ -105,6 +109,7 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
         "macs_now": tracing.shares.macs.alone[groups.key],
         "parameters_now": tracing.shares.parameters.alone[groups.key],
         "severed": severed(tracing, groups, name),
+        "multiple": tracing.multiple if kind is TracedChannels else 1,
     }
     return values(tracing, named, own) if kind is TracedValues else kind(**own)
 
@@ -178,6 +183,7 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
         weight=str(weight.target),
         bias=str(bias.target),
         gain_O=gain_behind(tracing.program, node),
+        is_biasless=str(bias.target) in tracing.biasless,
         use=tracing.uses[str(weight.target)].index(node.name),
         merge=tracing.merge_before(source.name),
     )

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from corp_deploy.traced.finding.attentions import attentions_of
 from corp_deploy.traced.finding.heads import beside
+from corp_deploy.traced.finding.labels import Marks, compact
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
@@ -29,7 +31,8 @@ _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedValues(TracedSite):
     """Of one attention; `groups_HV` are the site's groups by head, `queries` how wide a head's queries are, where those
-    can be narrowed too.
+    can be as wide as values. `beside_queries`: where those can be narrowed at all; `queries_mixed`: what mixes them, so
+    that they can't.
 
     `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
     layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
@@ -42,6 +45,8 @@ class TracedValues(TracedSite):
     rows: Rows | None
     rows_HV: Tensor
     queries: int | None
+    beside_queries: bool
+    queries_mixed: str
     with_heads: Callable[[], Mapping[str, Index] | str]
     units: Callable[[], Units | str]
 
@@ -92,9 +97,23 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
         rows=rows,
         rows_HV=rows_HV,
         queries=None,
+        beside_queries=False,
+        queries_mixed="" if f"{groups.name}.qk" in named else _queries_mixed(tracing, readings[0]),
         with_heads=with_heads,
         units=units,
     )
+
+
+def _queries_mixed(tracing: Tracing, reading: Reading) -> str:
+    """What mixes all dimensions of an attention's queries, or nothing that is known."""
+    whole, flow = moved_from(tracing.by_node[reading.source]), tracing.found.flow
+    queries = next((each.queries for each in attentions_of(tracing.program) if each.whole is whole), None)
+    marks = None if queries is None else flow.values.get(queries)
+    if not isinstance(marks, Marks) or marks.labels is None:
+        return marks.why if isinstance(marks, Marks) else ""
+    groups = flow.groups.of(compact(marks.labels))
+    joined = ((flow.groups.of(labels), why) for labels, why in flow.lumps)
+    return next((why for labels, why in joined if bool(torch.isin(labels, groups).any())), "")
 
 
 def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:

@@ -1,27 +1,13 @@
 """Widths that sites have and may have. PURE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 HeadGeometry = Literal["square", "padded", "ragged"]
 MIN_WIDTH = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadWidths:
-    """Kept widths per head, and how many heads are kept; None: all of them."""
-
-    qk: int
-    v: int
-    heads: int | None = None
-
-
-EMPTY_HEADS = HeadWidths(qk=0, v=0)
-"""Of an attention of which a constant stays."""
-
-
-Width = int | HeadWidths
+Width = int
 Widths = Mapping[str, Width]
 
 
@@ -56,25 +42,4 @@ def stepped_width(dense: int, share_kept: float, step: int) -> int:
 
 def is_empty(width: Width) -> bool:
     """Whether a constant is all that stays of a site: the bias of its last layer."""
-    return width in (0, EMPTY_HEADS)
-
-
-def head_widths(
-    size: int, dense: HeadWidths, geometry: HeadGeometry, *, keeps_qk: bool, keeps_v: bool = False
-) -> HeadWidths:
-    """What one number stands for: the width of the values where Q/K must stay, of all three with square heads, of
-    queries and keys with the others and where values must stay. Where nothing is taken away, values stay, too.
-    """
-    if keeps_qk:
-        return HeadWidths(qk=dense.qk, v=dense.v if keeps_v else size)
-    if keeps_v:
-        return HeadWidths(qk=size, v=dense.v)
-    is_whole = size == dense.qk
-    return HeadWidths(qk=size, v=min(size, dense.v) if geometry == "square" and not is_whole else dense.v)
-
-
-def geometry_of_heads(widths: HeadWidths, geometry: HeadGeometry) -> HeadGeometry:
-    """The geometry of one site: square where both widths are one, padded where square was asked and Q/K had to stay."""
-    if widths.qk == widths.v:
-        return "square"
-    return "padded" if geometry == "square" else geometry
+    return width == 0

@@ -16,7 +16,7 @@ Currency = Literal["macs", "params", "latency"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetChoice(Record):
+class BudgetChoice(Record, heading="Budget"):
     """A share of the dense cost to keep in one currency, or what may be lost; tables and batch are of latency's.
 
     Raises BadInput for several budgets, and for one of latency without a place for its tables.

@@ -28,7 +28,7 @@ Inputs = TypeVar("Inputs", bound="InputSet")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatisticsOptions(Record):
+class StatisticsOptions(Record, heading="Statistics"):
     """Which statistics of which sites; CORP's per-image system whole, or for what some shares removed leave of it.
 
     Raises BadInput where one asks for what another excludes or what it belongs to is not given.
@@ -107,7 +107,7 @@ class StatisticsOptions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassOptions(Record):
+class PassOptions(Record, heading="The pass"):
     """How inputs are parted, and how the model is run over them."""
 
     hold_out: int | None = option(

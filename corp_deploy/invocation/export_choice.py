@@ -9,13 +9,13 @@ from ground.precision import EVERY_WORD, MIXED, QUANTISED
 from ground.quantities import OPSET
 from ground.quantity import BATCH, Count
 
-from .option import Record, option
+from .option import Record, option, options_of
 from .table import EXPORT, EXPORT_HEADS
 from .values import ListOf, OneOf, Repeated
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedOptions(Record):
+class QuantisedOptions(Record, heading="INT8 and FP8"):
     """How INT8 and FP8 graphs are made."""
 
     rest: Literal["fp16", "bf16", "fp32"] = option(
@@ -46,7 +46,7 @@ class QuantisedOptions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphOptions(Record):
+class GraphOptions(Record, heading="Graph"):
     """What shapes a graph beside its precision; None leaves it as the model has it."""
 
     opset: int | None = option(
@@ -58,6 +58,7 @@ class GraphOptions(Record):
     graph_input: Literal["float32", "uint8"] = option(
         default="float32",
         typed="input",
+        in_recipe="input",
         help="uint8: the graph takes pixels [N,C,H,W], resized and cropped, and normalises them itself: in FP32 "
         "folded into a first convolution that does not pad, else by operators ahead of it.",
     )
@@ -81,7 +82,7 @@ class GraphOptions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(GraphOptions, QuantisedOptions):
+class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     """In which precisions graphs are written, what mixed ones keep in FP32 (modules by pattern, or those found to break
     on inputs), and what else shapes them. Raises BadInput for what no precision honours, and for one that lacks what it
     needs.
@@ -90,6 +91,7 @@ class ExportOptions(GraphOptions, QuantisedOptions):
     precision: str | Sequence[str] = option(
         ListOf(OneOf(EVERY_WORD), "fp32,fp16"),
         ("fp32",),
+        in_recipe="precisions",
         help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16; int8 and fp8 take ranges of --images.",
     )
     keep_fp32: Sequence[str] = option(
@@ -128,6 +130,14 @@ class ExportOptions(GraphOptions, QuantisedOptions):
                 "--auto looks for the blocks on real inputs; give --auto and --images (or --text), in Python inputs, "
                 "together"
             )
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is otherwise than by default, and of INT8 and FP8 graphs how they are made."""
+        known = options_of(ExportOptions)
+        names = ("precision", *self.asked, *(("rest", "scales", "balance") if self.quantised else ()))
+        typed = {known[name].typed for name in names}
+        return {name: value for name, value in super().said.items() if name.removeprefix("no_") in typed}
 
     @property
     def precisions(self) -> tuple[str, ...]:

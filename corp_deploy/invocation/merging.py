@@ -22,7 +22,7 @@ SCHEDULE = Spelled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergedStatistics(Record):
+class MergedStatistics(Record, heading="Merged tokens"):
     """What is merged while statistics are taken. How many tokens a model's blocks can merge away is asked where the
     model is.
     """

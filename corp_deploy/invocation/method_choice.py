@@ -39,7 +39,15 @@ REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHA
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodChoice(Record):
+class GeometryOptions(Record, heading="Widths and method"):
+    """Which widths there are, of what is tried or timed at several."""
+
+    heads: Literal["padded", "square", "ragged"] = option(default="padded", help="Geometry.")
+    align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples of widths.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodChoice(Record, heading="Widths and method"):
     """A preset with what is asked otherwise than it says. Raises BadInput for a combination that makes no sense."""
 
     mlp: float | None = option(

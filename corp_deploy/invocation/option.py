@@ -7,13 +7,13 @@ table, and api/verb.py the parameters of a function; its constructor takes value
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
 from ground.errors import BadInput
 
 from .call import Pairs
 from .honours import spelled
-from .values import FLAG, OneOf, Values
+from .values import FLAG, TEXT, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -21,7 +21,8 @@ PathLike: TypeAlias = str | os.PathLike[str]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """`alone`: what the option means on a command line without a value. `unsaid`: what None comes to, in a word.
-    `typed`: how a command calls it. `in_recipe`: whether recipes have the key.
+    `typed`: how a command calls it. `in_recipe`: whether recipes have the key, or how they call it. `heading`: what
+    help shows it under.
     """
 
     name: str
@@ -31,7 +32,8 @@ class Option:
     alone: str | None
     unsaid: str | None
     typed: str
-    in_recipe: bool
+    in_recipe: bool | str
+    heading: str
 
     def off(self, value: Any) -> bool:
         """Whether it is a flag that is taken away by name."""
@@ -40,12 +42,19 @@ class Option:
     def taken(self, value: Any) -> Any:
         """A value as it is kept; the default for None. Raises BadInput for one that the option may not be."""
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
-        if value is None or self.of.holds(value):
-            return value
         try:
-            return self.of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
+            return None if value is None else _read(self.of, value)
         except BadInput as error:
             raise BadInput(f"{spelled(self.typed)}: {error}") from None
+
+
+def _read(of: Values, value: Any) -> Any:
+    """A value as it is kept, of several each."""
+    if of.holds(value):
+        return value
+    if isinstance(value, tuple) and isinstance(of, ListOf | Repeated):
+        return tuple(_read(of.each or TEXT, one) for one in value)
+    return of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
 
 
 def option(
@@ -56,7 +65,7 @@ def option(
     alone: str | None = None,
     unsaid: str | None = None,
     typed: str | None = None,
-    in_recipe: bool = True,
+    in_recipe: bool | str = True,
 ) -> Any:
     """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
     said = {"of": of, "help": help, "alone": alone, "unsaid": unsaid, "typed": typed, "in_recipe": in_recipe}
@@ -69,12 +78,13 @@ def _values_of(annotation: Any) -> Values:
     return OneOf(words) if words else FLAG
 
 
-def options_of(record: type["Record"]) -> Mapping[str, Option]:
-    """Those of a record by name, in order."""
-    return {
+def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
+    """Those of a record by name, in order, or `only` some."""
+    every = {
         each.name: Option(
             name=each.name,
             default=each.default,
+            heading=next(own.heading for own in record.__mro__ if issubclass(own, Record) and each.name in vars(own)),
             **{
                 **each.metadata,
                 "of": each.metadata["of"] or _values_of(each.type),
@@ -84,10 +94,25 @@ def options_of(record: type["Record"]) -> Mapping[str, Option]:
         for each in fields(record)  # type: ignore[arg-type]  # records are dataclasses
         if "of" in each.metadata
     }
+    return {name: every[name] for name in only} if only else every
+
+
+def _told(of: Values, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Pairs(value)
+    return [*value] if isinstance(of, Repeated) else value
 
 
 class Record:
-    """Some options with their values. A frozen dataclass; constructors raise BadInput for what may not be."""
+    """Some options with their values. A frozen dataclass; constructors raise BadInput for what may not be.
+
+    `heading` is what help shows the options that a class declares itself under.
+    """
+
+    heading: ClassVar[str] = ""
+
+    def __init_subclass__(cls, heading: str = "") -> None:
+        cls.heading = heading or cls.heading
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
@@ -99,10 +124,11 @@ class Record:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As a command is told of them, see Invocation; None and False are not said."""
-        told = {name: Pairs(value) if isinstance(value, Mapping) else value for name, value in self.values.items()}
-        off = {f"no_{name}": True for name, each in options_of(type(self)).items() if each.off(told[name])}
-        return {name: value for name, value in told.items() if value is not None} | off
+        """As a command is told of them, see Invocation, by what they are typed by; None and False are not said."""
+        known = options_of(type(self))
+        told = {each.typed: _told(each.of, self.values[name]) for name, each in known.items()}
+        off = {f"no_{each.typed}": True for each in known.values() if each.off(told[each.typed])}
+        return {name: value for name, value in told.items() if value not in (None, (), [])} | off
 
     @property
     def asked(self) -> dict[str, Any]:

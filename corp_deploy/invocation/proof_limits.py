@@ -1,17 +1,23 @@
-"""What a reduced model may differ by, as a command or Python asks for it. No torch."""
+"""What a reduced model or decoder may differ by, as a command or Python asks for it. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ground.errors import BadInput
-from ground.quantities import CONFIDENCE, ERROR, FACTOR, SHARE
+from ground.quantities import CONFIDENCE, ERROR, FACTOR, NATS, RATIO, SHARE
 
 from .option import Record, option
 
 
+def confidence_option() -> Any:
+    """A field of whatever decides by intervals."""
+    words = "Confidence of the intervals by which limits are decided; at 0 the point alone decides."
+    return option(CONFIDENCE, 0.95, help=words)
+
+
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions(Record):
+class LimitOptions(Record, heading="Limits"):
     """None sets no limit. The three behind `max_apart` are of maps that heads apart make, which the first two are not
     of.
     """
@@ -32,11 +38,7 @@ class LimitOptions(Record):
     max_map_error: float | None = option(ERROR, help="Largest relative error of a head's maps.")
     min_iou: float | None = option(SHARE, help="Least intersection over union of a head's maps.")
     min_pixels: float | None = option(SHARE, help="Least share of a head's pixels with the same answer.")
-    confidence: float = option(
-        CONFIDENCE,
-        0.95,
-        help="Confidence of the intervals by which limits are decided; at 0 the point alone decides.",
-    )
+    confidence: float = confidence_option()
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if "confidence" in options and not self.shares:
@@ -50,3 +52,18 @@ class LimitOptions(Record):
         """The least shares of inputs, by the names of their fields."""
         every = {"min_agreement": self.min_agreement, "min_pixels": self.min_pixels}
         return {name: least for name, least in every.items() if least is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions(Record, heading="Limits"):
+    """What every candidate has to keep to; None for no limit."""
+
+    max_ratio: float | None = option(RATIO, help="Largest perplexity, as a multiple of the dense one's.")
+    min_agreement: float | None = option(SHARE, help="Least share of tokens with the same first word.")
+    max_kl: float | None = option(NATS, help="Largest KL from the dense softmax, nats a token.")
+    confidence: float = confidence_option()
+
+    @property
+    def some(self) -> bool:
+        """Whether there is any."""
+        return any(limit is not None for limit in (self.max_ratio, self.min_agreement, self.max_kl))

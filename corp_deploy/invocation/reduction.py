@@ -28,7 +28,7 @@ SaveAs = Literal["hf"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepairChoice(Record):
+class RepairChoice(Record, heading="Loops, polish and results"):
     """On which streams blocks are repaired, what judges the sites, what is fitted once more, what else is written."""
 
     allow_partial: bool = option(default=False, help="Go on where sites that were asked for can't be reduced.")
@@ -69,6 +69,7 @@ class RepairChoice(Record):
         in_recipe=False,
         help="Moments of other images (calibrate --hold-out): judges every site.",
     )
+    device: Literal["cpu", "cuda"] = option(default="cpu", in_recipe=False, help="Where the solving is done.")
 
 
 @dataclass(frozen=True, kw_only=True)

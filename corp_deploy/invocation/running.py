@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ground.errors import BadInput
@@ -11,7 +12,7 @@ from ground.quantity import BATCH
 
 from .option import Record, option
 from .table import BENCH
-from .values import ListOf, Spelled
+from .values import FILE, ListOf, Spelled
 
 if TYPE_CHECKING:
     from perf.timing.laps import Plan
@@ -21,7 +22,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Record):
+class RunOptions(Record, heading="What runs them"):
     """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
 
     `backend` is for model directories: torch, aotinductor after compiling a package, or onnxruntime (the default) or
@@ -61,12 +62,13 @@ class RunOptions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Record):
+class PlanOptions(Record, heading="How long"):
     """How long is measured."""
 
     time_limit: float = option(
         SECONDS,
         20.0,
+        in_recipe="time_limit_s",
         help="Seconds per batch size, at most, with loading, warm-up and A/A run; a call under way is not broken off. "
         "A batch size that takes longer is reported as not measured.",
     )
@@ -103,7 +105,7 @@ def _two_names(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(PlanOptions, RunOptions):
+class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
     """What `bench` is asked for."""
 
     batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
@@ -116,3 +118,21 @@ class BenchOptions(PlanOptions, RunOptions):
     @property
     def running(self) -> RunOptions:
         return RunOptions.from_options(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedOptions(Record, heading="Inputs"):
+    """What both are fed. Raises BadInput for images and texts at once."""
+
+    images: Path | None = option(
+        FILE,
+        help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
+    )
+    text: Path | None = option(
+        FILE, help="Feed these texts, a line each, by a model directory's tokenizer; default: any tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.images is not None and self.text is not None:
+            raise BadInput("--images and --text exclude each other; give what the models take")

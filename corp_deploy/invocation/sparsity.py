@@ -37,7 +37,7 @@ PATTERNS = Spelled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseChoice(Record):
+class SparseChoice(Record, heading="Sparse weights"):
     """Which weights become zero, last of all."""
 
     sparse: str | Mapping[SparseKind, Sparsity] | None = option(

@@ -35,7 +35,7 @@ BENCH = Axis(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepSpeedChoice(Record):
+class SweepSpeedChoice(Record, heading="Timing and engines"):
     """`bench`: what times trials, None nothing; `engine`: what builds engines of them, None nothing.
 
     Raises BadInput for targets of no engine, and for engines to time that nothing builds.

@@ -117,6 +117,25 @@ BENCH = Axis(
     },
 )
 
+# By what is timed; how models are run is above.
+BENCH_OF = Axis(
+    command="bench",
+    ways={
+        "models": Way(
+            words="models",
+            ask="graphs, engines and directories of corp-deploy",
+            honours=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
+            | dict.fromkeys(("names", "images", "text"), ANY),
+        ),
+        "decoders": Way(
+            words="graphs of decoders",
+            ask="directories of export-decoder",
+            honours={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
+            instead={"device": "ONNX Runtime runs on a GPU with --provider cuda"},
+        ),
+    },
+)
+
 # The options of `build` by the names that export's options have.
 ENGINE_OPTIONS = {
     "batch": "profiles",
@@ -249,6 +268,9 @@ VERIFY = Axis(
 )
 
 _OF_NAMES = ("weights", "model_kwargs", "ema", "mean", "std", "crop_pct", "interpolation", "crop_mode", "outputs")
+_OF_BOTH: dict[str, Values] = dict.fromkeys(
+    ("images", "tokens", "arrays", "samples", "batch", "min_agreement", "metric", "metric_time_limit"), ANY
+)
 _OF_MODELS = (
     "head",
     "half_factor",
@@ -268,12 +290,19 @@ VERIFY_REFERENCE = Axis(
     command="verify",
     ways={
         "model": Way(
-            words="a model as REFERENCE", ask="verify DIR", honours=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY)
+            words="a model as REFERENCE",
+            ask="verify DIR",
+            honours=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
         ),
         "engine": Way(
             words="an engine, a graph or a golden directory as REFERENCE",
             ask="verify A.plan B.plan",
-            honours={"write_golden": ANY, "other_graph": ANY},
+            honours={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
+        ),
+        "decoder": Way(
+            words="a decoder's graph as CANDIDATES",
+            ask="verify DIR GRAPH --random 2, with a directory of export-decoder",
+            honours={"length": ANY, "provider": ANY},
         ),
     },
 )
@@ -331,6 +360,7 @@ INPUTS = Axis(
 
 AXES = (
     BENCH,
+    BENCH_OF,
     BUILD,
     AUDIT,
     EXPORT,

@@ -98,6 +98,12 @@ class Repeated:
         return (self.each.from_text(text) if self.each else text,)
 
 
+def text_of(span: str) -> Spelled:
+    """Any text, which help calls by this name."""
+    return Spelled(span=span, expected="a text that is not empty", kind=str, read=str)
+
+
+TEXT = text_of("TEXT")
 FLAG = Spelled(span="", expected="true or false", kind=bool, read=_no_flag)
 FILE, DIRECTORY, PATH = (
     Spelled(span=span, expected="a text that is not empty", kind=Path, read=Path)

@@ -41,6 +41,7 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     together: dict[str, list[CostCurve]] = {}
     for curve in curves:
         together.setdefault(curve.tied or curve.site, []).append(curve)
+    together = {name: _of_one_length(own) for name, own in together.items()}
     options = [
         knapsack.SiteOptions(
             site=name,
@@ -54,8 +55,23 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
     if least > share * whole:
         raise out_of_reach(curves, dense, share, least / whole, whole=whole)
     best = knapsack.allocate(options, share * whole - fixed)
-    widths = {curve.site: curve.widths[best.widths[curve.tied or curve.site]] for curve in curves}
+    widths = {curve.site: curve.widths[best.widths[name]] for name, own in together.items() for curve in own}
     return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
+
+
+def _of_one_length(tied: list[CostCurve]) -> list[CostCurve]:
+    """Where a site goes whole, one that is tied to it and can't is as narrow as it may be, which loses no more."""
+    most = max(len(curve.widths) for curve in tied)
+    short = [(curve, most - len(curve.widths)) for curve in tied]
+    return [
+        replace(
+            curve,
+            widths=curve.widths[:1] * lacking + curve.widths,
+            costs=curve.costs[:1] * lacking + curve.costs,
+            errors=(0.0,) * lacking + curve.errors,
+        )
+        for curve, lacking in short
+    ]
 
 
 def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, whole: int) -> BadInput:

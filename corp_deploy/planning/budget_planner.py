@@ -3,22 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import nn
-
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.site import Currency
 from corp_deploy.families.site_cost import SiteCosts, site_costs
-from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.reduction.closed_loop import Loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, turn
 
 from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
-from .curves import CostCurve, SiteCurves, cost_curves, eliminations, output_errors, site_curves
+from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
@@ -99,12 +96,15 @@ class BudgetPlanner:
         curves = self.curves if curves is None else curves
         if self.costs is None:
             return allocate(curves, self.total, share, whole=self.whole)
-        best, low, high = self._exactly(curves, max(share, self._narrowest())), share, 1.0
+        least = self._narrowest()
+        best, low, high = self._exactly(curves, max(share, least)), share, 1.0
+        if best.share > share:  # biases are added where there are none
+            best, low, high = self._exactly(curves, least), least, share
         if best.share > share:
             raise out_of_reach(curves, self.total, share, best.share, whole=self.whole)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            more = self._exactly(curves, max(middle, self._narrowest()))
+            more = self._exactly(curves, max(middle, least))
             low, high, best = (middle, high, more) if more.share <= share else (low, middle, best)
         return best
 
@@ -122,34 +122,17 @@ class BudgetPlanner:
         """The widths of least predicted error that keep at most this share. Raises BadInput where none does."""
         return self._planned(self._allocated(share), share)
 
-    def _again(self, narrowed: nn.Module, share: float) -> Allocation:
-        """The widths by what every site loses in the model that the first ones leave, where errors meet each other;
-        a quarter of the inputs is looked at, as both are tried on all of them.
-        """
-        errors = output_errors(self.probe.fewer.fewer, self.own, around=narrowed)
-        return self._allocated(share, [replace(curve, errors=errors[curve.site]) for curve in self.curves])
-
     def tried_at(self, share: float) -> WidthPlan:
-        """Two allocations tried on the probe's images, the second by what sites lose beside the first one's losses, and
-        the better of them; one of a traced model, of which that isn't known. Uniform widths of the same budget, where
-        there are any, are told beside them.
-        """
-        first = self._allocated(share)
-        narrowed = self.probe.carried_out(first.widths)
-        ways = {"by site": first}
-        tried = [told("by site", first, self.probe.effect_of(narrowed))]
-        is_traced = isinstance(self.probe.model, TracedModule)
-        if not is_traced and (again := self._again(narrowed, share)).widths != first.widths:
-            ways["by site, allocated again"] = again
-            tried.append(probed("by site, allocated again", self.probe, again))
-        best = min(tried, key=lambda way: way.measured_error)
+        """Tried on the probe's images; uniform widths of the same budget, where there are any, are told beside them."""
+        best = self._allocated(share)
+        tried = [probed("by site", self.probe, best)]
         uniform = uniform_for_share(
             self.probe.model, self.probe.method, self.curves, self.total, share, whole=self.whole, used=self._used_by
         )
         if uniform is not None:
             sparsity, allocated = uniform
             tried.append(probed(f"uniform sparsity {sparsity:.2f}", self.probe, allocated))
-        return replace(self._planned(ways[best.name], share), ways=tuple(tried))
+        return replace(self._planned(best, share), ways=tuple(tried))
 
     def narrowest(self) -> float:
         """The least share that any widths keep."""
@@ -195,7 +178,7 @@ def budget_planner(
     own = site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(
-            costs=site_costs(dense.model, currency) if isinstance(dense.model, TracedModule) else None,
+            costs=site_costs(dense.model, currency),
             probe=probe,
             currency=currency,
             own=own,

@@ -152,13 +152,10 @@ def site_curves(probe: Probe) -> SiteCurves:
     return replace(plain, emptied=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
 
 
-def output_errors(probe: Probe, curves: SiteCurves, *, around: nn.Module | None = None) -> dict[str, tuple[float, ...]]:
-    """What every width of a site loses of the outputs, squared and relative; one look of the probe tries a few widths.
-
-    `around` is a narrowed model: what a site loses then is what it loses beside the others' losses.
-    """
+def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
+    """What every width of a site loses of the outputs, squared, relative; one look of the probe tries a few."""
     small = [trial for trial in curves.trials if trial not in curves.emptied]
-    effects = {**curves.emptied, **probe.linear_effects(small, around=around)}
+    effects = {**curves.emptied, **probe.linear_effects(small)}
     return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in narrowable(probe.model)}
 
 

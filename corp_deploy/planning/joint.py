@@ -139,9 +139,9 @@ class Joint:
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
         return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
 
-    def again(self, way: JointAllocation, around: nn.Module, share: float) -> JointAllocation | None:
-        """The same schedule with widths by what every site loses in the model that `way` leaves, `around`; None where
-        those are the same widths.
+    def again(self, way: JointAllocation, share: float) -> JointAllocation | None:
+        """The same schedule with widths by what every site loses where tokens are merged so; None where those are the
+        same widths.
         """
         (stage,) = (each for each in self.stages.values() if each is not None and each.merging == way.merging)
         probe, model = self.probe.fewer.fewer, self.probe.model
@@ -149,7 +149,7 @@ class Joint:
             with torch.inference_mode(False), torch.no_grad():  # gradients go through it
                 merged = family_of(model).with_merging(model, way.merging)
             probe = replace(probe, model=merged)
-        errors = output_errors(probe, self.own, around=around)
+        errors = output_errors(probe, self.own)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
         widths = allocate(curves, stage.cost, share, whole=self.whole)
         if widths.widths == way.allocated.widths:

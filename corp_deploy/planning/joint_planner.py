@@ -60,7 +60,7 @@ class JointPlanner:
         models = [self.joint.carried_out(way) for way in ways]
         errors = [self.joint.measured(model) for model in models]
         best = errors.index(min(errors))
-        if again := self.joint.again(ways[best], models[best], share):
+        if again := self.joint.again(ways[best], share):
             ways, errors = [*ways, again], [*errors, self.joint.measured(self.joint.carried_out(again))]
         told = tuple(
             ProbedAllocation(

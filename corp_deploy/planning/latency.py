@@ -16,15 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_parts import STREAM, part_of
 from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -85,7 +82,6 @@ class Tables:
     merges: dict[str, str]
     all_tokens: LatencyTable | None
     measured: int
-    of_segments: bool = False
 
     def refuse_disturbed(self) -> None:
         """Raise BadInput where other programs had the CPU for too much of a measurement."""
@@ -110,13 +106,6 @@ class Tables:
 
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]
-
-
-def _own(module: nn.Module) -> str:
-    """The kinds of layers in a block beside the linear ones, which its widths tell of."""
-    plain = (nn.Linear, nn.Identity, nn.Dropout)
-    kinds = [type(leaf).__name__ for leaf in module.modules() if not list(leaf.children())]
-    return "".join(f", {kind}" for kind in dict.fromkeys(kinds) if kind not in {each.__name__ for each in plain})
 
 
 def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTarget, scratch: Path) -> Grid:
@@ -150,40 +139,6 @@ class SiteGrids(Protocol):
     @property
     def shapes(self) -> Mapping[str, str]: ...
     def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfLayers:
-    model: nn.Module
-    method: Method
-    where: LatencyTarget
-    scratch: Path
-
-    @property
-    def shapes(self) -> dict[str, str]:
-        every = [site for site in sites_of(self.model).every if not is_empty(site.width)]
-        geometry = self.method.geometry
-        return {site.name: f"{site.outline(geometry)}{_own(self.model.get_submodule(site.name))}" for site in every}
-
-    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
-        """The layer alone, with random weights: time doesn't depend on their values."""
-        own, layer = sites_of(self.model).by_name[site], self.model.get_submodule(site)
-        kind, inputs = kind_of(own), (Port(name="tokens", shape=own.entering(tokens)),)
-        by_size = {own.size_of(width): width for width in kind.widths(own, self.method)}
-
-        def open_width(size: int) -> ModuleRunner | OnnxRunner:
-            torch.manual_seed(0)
-            module = kind.layer(own, layer, self.method, by_size[size])
-            return _runner(module, inputs, (STREAM,), self.where, self.scratch)
-
-        return Grid(
-            name=name,
-            identity=repr(layer),
-            open_width=open_width,
-            inputs=inputs,
-            widths=spread(tuple(by_size), points),
-            batches=self.where.batches,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
@@ -232,8 +187,7 @@ class _OfSegments:
 
 def site_grids(model: nn.Module, method: Method, where: LatencyTarget, scratch: Path) -> SiteGrids:
     """Of a model that merges nothing. Raises BadInput for a site of a traced model that can't be narrower."""
-    kind = _OfSegments if isinstance(model, TracedModule) else _OfLayers
-    return kind(model=model, method=method, where=where, scratch=scratch)
+    return _OfSegments(model=model, method=method, where=where, scratch=scratch)
 
 
 def _names_at_tokens(shapes: Mapping[str, str], tokens: Mapping[str, int], whole: int) -> dict[str, dict[int, str]]:
@@ -259,10 +213,9 @@ def _runner(
 
 
 def _identity(checkpoint: Checkpoint) -> str:
-    """Which whole model was measured: its weights, its layers, and the head geometry that neither of them tells."""
-    geometries = [site.geometry for site in sites_of(checkpoint.model).heads]
+    """Which whole model was measured: its weights and its layers."""
     merging = family_of(checkpoint.model).merging_of(checkpoint.model) or ""
-    return f"{model_digest(checkpoint.model)} {geometries} {checkpoint.model!r}{merging}"
+    return f"{model_digest(checkpoint.model)} {checkpoint.model!r}{merging}"
 
 
 def measure_tables(checkpoint: Checkpoint, method: Method, where: LatencyTarget) -> Tables:
@@ -298,7 +251,6 @@ def measure_tables(checkpoint: Checkpoint, method: Method, where: LatencyTarget)
         merges=of_merges,
         all_tokens=wholes[1][0] if merges else None,
         measured=sum(not cached for _, cached in (*found.values(), *wholes)),
-        of_segments=isinstance(model, TracedModule),
     )
 
 
@@ -315,7 +267,7 @@ def curves_in_time(
     for curve in curves:
         size_of = sites[curve.site].size_of
         costs = tuple(round(1e6 * tables.latency_ms(curve.site, size_of(width), batch)) for width in curve.widths)
-        least = min(costs) if tables.of_segments else 0
+        least = min(costs)
         costs = tuple(cost - least for cost in costs)
         priced.append(replace(curve, costs=costs, cost_now=costs[-1]))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))

@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.family import family_of
 from corp_deploy.families.token_merging import TokenMerge, Tokens, merges_in
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_parts import tokens_that_enter
 from perf.bench.latency_table import LatencyTable
 
@@ -29,19 +27,14 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
 
 def tokens_of_sites(model: nn.Module) -> dict[str, int]:
     """How many rows of one input reach each site: its tokens, fewer behind a merge or in a later stage."""
-    if isinstance(model, TracedModule):
-        return tokens_that_enter(model)
-    tokens = site_costs(model, "macs").tokens
-    return {site.name: tokens[site.name] for site in sites_of(model).every}
+    return tokens_that_enter(model)
 
 
 def stream_channels(model: nn.Module) -> int:
     """Of the stream whose tokens can be merged."""
-    if isinstance(model, TracedModule):
-        found = tracing(model).mergeable
-        assert isinstance(found, Mergeable), found
-        return found.channels
-    return int(sites_of(model).every[0].entering(1)[-1])
+    found = tracing(model).mergeable
+    assert isinstance(found, Mergeable), found
+    return found.channels
 
 
 def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:

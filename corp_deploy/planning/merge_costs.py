@@ -3,17 +3,14 @@
 Legend: L blocks that can merge, G numbers of tokens merged so far.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
 
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import most_merged
 from corp_deploy.families.model_cost import counted
-from corp_deploy.families.site import Site
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_parts import macs_at_tokens
 
 from .latency_of_tokens import stream_channels
@@ -44,33 +41,13 @@ class MergeCosts:
         return float(self.fixed + running + merging)
 
 
-def _running_macs(
-    sites: Mapping[str, Site], names: Sequence[str], tokens: int, now: Mapping[str, int], dense: int
-) -> float:
-    """Of branches at so many tokens: their sites' formulas, by share of the dense count where there is none."""
-    return float(
-        sum(
-            sites[name].macs(sites[name].width, sites[name].as_json().get("geometry", "ragged"), tokens)
-            if name in sites
-            else now[name] * tokens / dense
-            for name in names
-        )
-    )
-
-
 def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
     """Multiply-adds of one input, counted for the model as it is and by formula at fewer tokens."""
     places, count = merge_places(model), counted(model)
-    left, sites = [curves.tokens - int(amount) for amount in curves.amounts_G], sites_of(model)
-    if isinstance(model, TracedModule):
-        by_step = {name: macs_at_tokens(model, name, left) for place in places for name in place.behind}
-        now = {name: macs_G[0] for name, macs_G in by_step.items()}
-        running_LG = np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places])
-    else:
-        now = {name: count.within(name) for place in places for name in place.behind}
-        running_LG = np.array(
-            [[_running_macs(sites.by_name, place.behind, n, now, curves.tokens) for n in left] for place in places]
-        )
+    left = [curves.tokens - int(amount) for amount in curves.amounts_G]
+    by_step = {name: macs_at_tokens(model, name, left) for place in places for name in place.behind}
+    now = {name: macs_G[0] for name, macs_G in by_step.items()}
+    running_LG = np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places])
     channels = stream_channels(model)
     merging_GG = np.full((len(left), len(left)), np.inf)
     for one, tokens in enumerate(left):

@@ -19,7 +19,7 @@ from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Branch, Merge, Passage, Unmerge
+from corp_deploy.families.steps import Merge, Passage, Unmerge
 from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
@@ -42,11 +42,6 @@ class MergePlace:
     sites: tuple[str, ...]
 
 
-def sites_in(step: Branch | Passage) -> tuple[str, ...]:
-    """The sites that a step may have."""
-    return (step.name,) if isinstance(step, Branch) else step.sites
-
-
 def merge_places(model: nn.Module) -> list[MergePlace]:
     """Of every block, as a copy that merges has them. Raises BadInput for a model that can't merge tokens."""
     family = family_of(model)
@@ -57,13 +52,13 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     for place, following in zip(at, [*at[1:], end], strict=True):
         before, merge = steps[place - 1], steps[place]
         assert isinstance(merge, Merge), merge
-        behind = [step for step in steps[place + 1 : following] if isinstance(step, Branch | Passage)]
+        behind = [step for step in steps[place + 1 : following] if isinstance(step, Passage)]
         places.append(
             MergePlace(
                 before=before.name,
                 protected=merge.merge.protected,
                 behind=tuple(step.name for step in behind),
-                sites=tuple(name for step in behind for name in sites_in(step)),
+                sites=tuple(name for step in behind for name in step.sites),
             )
         )
     return places

@@ -18,7 +18,6 @@ from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import most_merged
 from corp_deploy.families.steps import Passage
 from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.ports import Port
@@ -50,7 +49,6 @@ class MergeLatencies:
     dense: LatencyTable
     batch: int
     parts: tuple[str, ...] = ()
-    of_segments: bool = False
 
     def site_ms(self, site: str, size: int, tokens: int) -> float:
         """Of a site's layer."""
@@ -127,15 +125,12 @@ def measure_merge_latencies(
         dense=whole_table,
         batch=batch,
         parts=_parts(model),
-        of_segments=isinstance(model, TracedModule),
     )
 
 
 def _parts(model: nn.Module) -> tuple[str, ...]:
-    """Sites whose layers are the model's, each once: of a traced one a site for each step, that stands in no other."""
+    """A site for each step, that stands in no other."""
     every = [site.name for site in sites_of(model).every]
-    if not isinstance(model, TracedModule):
-        return tuple(every)
     steps = [step for step in family_of(model).steps(model) if isinstance(step, Passage)]
     count = Counter(name for step in steps for name in step.sites)
     own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)

@@ -79,7 +79,7 @@ def prices_by_latencies(
             at, size_of = tokens[curve.site], sites[curve.site].size_of
             sizes = [*map(size_of, curve.widths), size_of(sites[curve.site].width)]
             costs = [round(1e6 * latencies.site_ms(curve.site, size, at)) for size in sizes]
-            least = min(costs) if latencies.of_segments else 0
+            least = min(costs)
             *of_widths, cost_now = (cost - least for cost in costs)
             repriced.append(replace(curve, costs=tuple(of_widths), cost_now=cost_now))
         return repriced, whole - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch
@@ -40,7 +41,7 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     square = replace(probe, method=replace(probe.method, geometry="square"))
     padded_curves, square_curves = cost_curves(padded, "macs"), cost_curves(square, "macs")
     if share is None:
-        stays = any(site.keeps_qk for site in sites_of(probe.model).heads)
+        stays = any(isinstance(site, TracedValues) and site.queries is None for site in sites_of(probe.model).every)
         way, curves = (square, square_curves) if stays else (padded, padded_curves)
         share = uniform(way.model, way.method, curves, dense).share
     ways = ((padded, allocate(padded_curves, dense, share)), (square, allocate(square_curves, dense, share)))

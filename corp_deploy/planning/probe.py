@@ -3,7 +3,6 @@
 Legend: B images, N tokens, C channels.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,22 +15,19 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, each, named, run_model
 from calib.moments import Moments
-from corp_deploy.families.family import answers, family_of, sites_of, steps_to_outputs
+from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import device, with_modules
-from corp_deploy.families.steps import Branch, Step, Walk
+from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.closed_loop import Loop
 from corp_deploy.reduction.kind import Order, Reduced
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
 
-from .curvature import linear_effects
 from .program_effects import effects_of_changes
 
 Trial = tuple[str, Width]
@@ -87,29 +83,12 @@ class Probe:
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
 
-        One walk: what enters a site is the dense model's stream, so only what comes behind it is run again.
+        Where layers that read a site change alone, by the dense program with those layers.
         """
         if not trials:
             return {}
         with torch.inference_mode(), evaluating(self.model):
-            if isinstance(self.model, TracedModule):
-                return self._exact_effects_of_program(trials)
-            steps = list(steps_to_outputs(self.model))
-            inside = {step.name for step in steps if isinstance(step, Branch)}
-            effects = {(site, width): self.effect({site: width}) for site, width in trials if site not in inside}
-            walked = [trial for trial in trials if trial not in effects]
-            new = dict(zip(walked, self._reduced(walked), strict=True))
-            if not walked:
-                return effects
-            walk = self._start()
-            for place, step in enumerate(steps):
-                for trial in walked:
-                    if isinstance(step, Branch) and trial[0] == step.name:
-                        layer = with_modules(step.layer, step.name, new.pop(trial).modules)
-                        behind = walk.behind(replace(step, layer=layer))
-                        effects[trial] = _change(self._finished(behind, steps[place + 1 :]), self.outputs)
-                walk = walk.behind(step)
-        return effects
+            return self._exact_effects_of_program(trials)
 
     def few(self, count: int) -> "Probe":
         """Looks at about so many of the inputs, evenly."""
@@ -136,26 +115,10 @@ class Probe:
             ).model
             return reduced if merging is None else family_of(reduced).with_merging(reduced, merging)
 
-    def linear_effects(self, trials: Sequence[Trial], *, around: nn.Module | None = None) -> dict[Trial, float]:
-        """`effects` to first order, at the cost of a few passes however many trials there are (see curvature.py); exact
-        ones of sites that stand in no branch. `around`: a narrowed model whose streams and gradients count instead, but
-        of a traced one.
+    def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+        """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
+        trials there are (see program_effects.py); exact where rows that write it are mixed too.
         """
-        if isinstance(self.model, TracedModule):
-            return self._effects_of_program(trials)
-        inside = {step.name: step for step in family_of(self.model).steps(self.model) if isinstance(step, Branch)}
-        walked = [trial for trial in trials if trial[0] in inside]
-        effects = self.effects([trial for trial in trials if trial[0] not in inside])
-        layers: dict[str, list[nn.Module]] = defaultdict(list)
-        for (name, _), new in zip(walked, self._reduced(walked), strict=True):
-            layers[name].append(with_modules(inside[name].layer, name, new.modules))
-        whole = None if around is None else {name: inside[name].layer for name in layers}
-        found = linear_effects(around or self.model, self.inputs, layers, whole=whole)
-        by_site = {name: iter(values) for name, values in found.items()}
-        return effects | {trial: next(by_site[trial[0]]) for trial in walked}
-
-    def _effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
-        """To first order where layers that read a site change alone, exactly where rows that write it are mixed too."""
         program = tracing(self.model).program
         changes = {
             trial: {name: each - program.tensor(name).double() for name, each in tensors.items()}
@@ -184,11 +147,6 @@ class Probe:
         traced = [(trial, each) for trial, each in new if isinstance(each, TracedReduced)]
         return {trial: tensors_of({trial[0]: each}) for trial, each in traced if not (each.mapped or each.selected)}
 
-    def _start(self) -> Walk:
-        family = family_of(self.model)
-        x_BNC = family.embedded(self.model, self.inputs)
-        return Walk.of(x_BNC, family.token_weights(self.model, self.inputs))
-
     def _reduced(self, trials: Sequence[Trial]) -> list[Reduced]:
         method = replace(self._ragged, mlp_swaps=False)
         sites = sites_of(self.model).by_name
@@ -199,8 +157,3 @@ class Probe:
             return reduced_site(self.model, sites[name], self.moments, method, width, known=known)
 
         return list(pool.each(at_site, trials, device(self.model)))
-
-    def _finished(self, walk: Walk, steps: Sequence[Step]) -> tuple[Tensor, ...]:
-        for step in steps:
-            walk = walk.behind(step)
-        return answers(self.model, walk, self.inputs)

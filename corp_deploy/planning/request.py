@@ -11,7 +11,7 @@ from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.reduction import ReduceOptions, SaveAs
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.polish.options import PolishOptions
-from corp_deploy.reduction.closed_loop import Loop
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import LoopName, Method
 from corp_deploy.reduction.read_tokens import Reads
 

@@ -10,25 +10,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import Lacking, gauss_newton
-from corp_deploy.algebra.regression import refit_toward
-from corp_deploy.families.site import LinearSite
-from corp_deploy.families.steps import Branch
-from corp_deploy.reduction.branch_sums import StreamEnergy, inputs_sums
-from corp_deploy.reduction.correct import STRENGTHS, add_to_, divided_by_scale
-from corp_deploy.reduction.linear_loop import through_scale
+from corp_deploy.families.steps import Passage
+from corp_deploy.reduction.branch_sums import StreamEnergy
+from corp_deploy.reduction.correct import STRENGTHS
 from corp_deploy.reduction.streams import Pair
 
 from .descent import Descent, Pace, Position
-from .linearised import counts, linearised
+from .linearised import counts
 from .matrices import Matrix
 from .report import Judged
 
@@ -52,21 +48,23 @@ class Newton:
 
 
 class _Judge:
-    """The mean square of what the stream lacks behind the branch, over the tokens that count, of the pairs held out."""
+    """The mean square of what the stream lacks behind the segment, over the tokens that count, of the pairs held
+    out.
+    """
 
-    def __init__(self, branch: Branch, pairs: Sequence[Pair]) -> None:
-        self.branch, self.pairs = branch, pairs
+    def __init__(self, sublayer: "Sublayer", pairs: Sequence[Pair]) -> None:
+        self.step, self.read, self.pairs = sublayer.step, sublayer.read, pairs
         energy = StreamEnergy()
         for pair in pairs:
-            energy.add(pair.rows(branch.added_to(pair.target), branch.read), pair.row_weights(branch.read))
+            energy.add(pair.rows(pair.target, self.read), pair.row_weights(self.read))
         self.energy = energy.variance()
 
     def error(self) -> float:
         sums, weights = list[Tensor](), list[Tensor]()
         for pair in self.pairs:
-            behind_BNC = self.branch.through(self.branch.layer, pair.reduced, pair.present_BN)
-            counts_BN = counts(self.branch, pair)
-            square_BN = self.branch.added_to(pair.target - behind_BNC).square().sum(dim=-1)
+            behind_BNC = self.step(pair.reduced, pair.present_BN)
+            counts_BN = counts(self.read, pair)
+            square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
             sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())
             weights.append(counts_BN.double().sum())
         return float(torch.stack(sums).sum() / torch.stack(weights).sum())
@@ -95,29 +93,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """A branch of a stream by what of it is fitted: first the `steps` in turn, then the layer whose outputs the branch
-    adds, by a regression; `last` is None where steps are of all layers.
+    """A segment by the `steps` in turn in which its layers are fitted; `read`: the tokens that count behind it, None
+    for all.
     """
 
-    branch: Branch
+    step: Passage
+    read: Tensor | None
     steps: tuple[Step, ...]
-    last: Matrix | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        every = [matrix for step in self.steps for matrix in step.matrices]
-        return tuple(every) if self.last is None else (*every, self.last)
-
-
-def sublayer(branch: Branch, site: LinearSite) -> Sublayer:
-    """Both layers of a branch's site."""
-    firsts = zip(("first", "first2"), site.firsts, strict=False)
-    matrices = tuple(Matrix(name=f"{site.name}/{name}", layer=layer, scale=1.0) for name, layer in firsts)
-    return Sublayer(
-        branch=branch,
-        steps=(Step(matrices=matrices, linearised=partial(linearised, branch, site)),),
-        last=Matrix(name=f"{site.name}/last", layer=site.last, scale=1.0),
-    )
+        return tuple(matrix for step in self.steps for matrix in step.matrices)
 
 
 def _some(pairs: Sequence[Pair], most_tokens: int, sweep: int) -> Sequence[Pair]:
@@ -147,43 +133,11 @@ def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: 
     return error
 
 
-def _refit(branch: Branch, last: nn.Linear, pairs: Iterable[Pair], how: Newton) -> tuple[Tensor, Tensor] | None:
-    """The change of the last layer's weight and bias by the regression that errs least on the held-out inputs; None
-    where no change is best. Solved on the others alone, so that those held out can go on judging.
-    """
-    weight_CK, bias_C = through_scale(last, branch.scale_C)
-    lacking = inputs_sums(branch, branch.layer, last, pairs)
-    left = lacking.each(lambda sums: sums.less(weight_CK, bias_C).regression())
-    refits = [refit_toward(None, left.fit, strength=strength) for strength in sorted(how.strengths, reverse=True)]
-    errors = [left.held_out.error(refit.weight_OK, refit.bias_O) for refit in refits]
-    if not errors or min(errors) >= left.held_out.target_square:
-        return None
-    best = refits[errors.index(min(errors))]
-    return divided_by_scale(best.weight_OK, branch.scale_C), divided_by_scale(best.bias_O, branch.scale_C)
-
-
-def refit_last_(
-    branch: Branch, last: nn.Linear, pairs: Iterable[Pair], judge: _Judge, how: Newton, error: float
-) -> float:
-    """The last layer refitted, unless that errs more on the held-out inputs; their error."""
-    change = _refit(branch, last, pairs, how)
-    if change is None:
-        return error
-    weight_CK, bias_C = last.weight.clone(), None if last.bias is None else last.bias.clone()
-    add_to_(last, *change)
-    now = judge.error()
-    if now < error:
-        return now
-    last.weight.copy_(weight_CK)
-    last.bias = None if bias_C is None else nn.Parameter(bias_C, requires_grad=False)
-    return error
-
-
 class Sweeps:
     """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over its
     layers, and the sweeps end where nothing is gained.
 
-    The pairs' dense stream is behind the branch, the reduced one before it. Those held out judge and are fitted to by
+    The pairs' dense stream is behind the segment, the reduced one before it. Those held out judge and are fitted to by
     none. Every process does the same.
     """
 
@@ -192,7 +146,7 @@ class Sweeps:
     ) -> None:
         self.sublayer, self.pairs, self.how, self.pace, self.ranks = sublayer, pairs, how, pace, ranks
         self.fitted = [pair for pair in pairs if not pair.held_out]
-        self.judge = _Judge(sublayer.branch, [pair for pair in pairs if pair.held_out])
+        self.judge = _Judge(sublayer, [pair for pair in pairs if pair.held_out])
         self.matrices = sublayer.matrices
 
     def start(self) -> Position:
@@ -214,10 +168,6 @@ class Sweeps:
         some = _some(self.fitted, self.how.most_tokens, step)
         for each in self.sublayer.steps:
             error = take_(each, some, self.judge, self.how, error)
-        if self.sublayer.last is not None:
-            layer = self.sublayer.last.layer
-            assert isinstance(layer, nn.Linear), self.sublayer.last
-            refit_last_(self.sublayer.branch, layer, self.pairs, self.judge, self.how, error)
 
     @torch.no_grad()
     def run(

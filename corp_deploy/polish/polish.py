@@ -13,8 +13,7 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.steps import Branch, Passage
-from corp_deploy.families.traced_module import TracedModule
+from corp_deploy.families.steps import Passage
 from corp_deploy.families.traced_site import TracedStream
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
@@ -114,19 +113,16 @@ def _state_file(path: Path, subject: Subject) -> StateFile:
 
 
 def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a site to be fitted stands in a block that can't be walked through, or taken apart where
-    layers are fitted of what is no traced model; and where the blocks are others than the dense model's.
+    """Raise BadInput where a site to be fitted stands in no segment, and where the segments are others than the dense
+    model's.
     """
-    steps = list(family_of(reduced).steps(reduced))
-    walked = {step.name for step in steps if isinstance(step, Branch)}
-    fused = {name for step in steps if isinstance(step, Passage) for name in step.sites}
-    walked |= fused if options.how == "block" or isinstance(reduced, TracedModule) else set()
+    steps = family_of(reduced).steps(reduced)
+    walked = {name for step in steps if isinstance(step, Passage) for name in step.sites}
     whole = [name for name in reduced_sites(dense, reduced) if name not in walked]
     if whole and options.how != "model":
-        instead = "block or model" if fused.issuperset(whole) else "model"
         raise BadInput(
-            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish "
-            f"{instead}, or leave --polish away"
+            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
+            "leave --polish away"
         )
     own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
     if own != dense_own:
@@ -152,26 +148,14 @@ def _refuse_narrower_streams(dense: nn.Module, reduced: nn.Module) -> None:
 
 
 def _refuse_unsolved(dense: nn.Module, reduced: nn.Module, options: PolishOptions) -> None:
-    """Raise BadInput where a layer's step would have to be solved through a norm, or through turns of each token; of a
-    traced model for convolutions of several places alone.
-    """
+    """Raise BadInput where a layer's step would have to be solved through convolutions of several places."""
     narrower = reduced_sites(dense, reduced)
-    branches = [step for step in family_of(reduced).steps(reduced) if isinstance(step, Branch)]
-    behind = [step.name for step in branches if step.behind is not None and step.name in narrower]
-    heads = [site for site in sites_of(reduced).heads if site.name in narrower and options.how == "layer"]
-    rows = [name for name in narrower if name not in sites_of(reduced).linear_by_name]
-    rows = in_rows(reduced, rows) if isinstance(reduced, TracedModule) else rows
-    reasons = {
-        "have convolutions of several places": rows if options.how == "layer" else [],
-        "have a norm behind them": behind if options.how == "layer" else [],
-        "have a norm behind their heads": [site.name for site in heads if site.keeps_v],
-        "have queries and keys that positions turn": [site.name for site in heads if site.in_planes],
-    }
-    for reason, names in reasons.items():
-        if names:
-            raise BadInput(
-                f"polish layer: {', '.join(names[:4])} {reason}, through which no step is solved; polish block or model"
-            )
+    names = in_rows(reduced, narrower) if options.how == "layer" else []
+    if names:
+        raise BadInput(
+            f"polish layer: {', '.join(names[:4])} have convolutions of several places, through which no step is "
+            "solved; polish block or model"
+        )
 
 
 def polished(

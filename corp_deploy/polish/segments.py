@@ -19,7 +19,7 @@ from corp_deploy.algebra.gauss_newton import Lacking
 from corp_deploy.algebra.tangents import RunTangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.site import Site
-from corp_deploy.families.steps import Branch, Nothing, Passage
+from corp_deploy.families.steps import Passage
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_segments import ByRows, Segment
@@ -60,15 +60,15 @@ def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
         is_one = layer.weight in touched and layer.node in nodes and len(own.uses[layer.weight]) == 1
         if is_one and _is_fitted(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
-    branch, steps = _branch(own, segment, step.module), list[Step]()
+    read, steps = _read(own, segment, step.module), list[Step]()
     for (_, is_biasless), called in together.items():
         way = _Way(
-            program=program, nodes=tuple(nodes), segment=segment, branch=branch, step=step.module, called=tuple(called)
+            program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
         matrices = (_matrix(program, each, is_biasless) for each in called)
         look = partial(_lacking, way, is_biasless)
         steps.append(Step(matrices=tuple(matrices), linearised=partial(Linearised, look)))
-    return Sublayer(branch=branch, steps=tuple(steps))
+    return Sublayer(step=step, read=read, steps=tuple(steps))
 
 
 def _touched(site: Site) -> set[str]:
@@ -96,24 +96,14 @@ def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
     return Matrix(name=layer.name, layer=as_module(program, own), scale=1.0)
 
 
-def _branch(own: Tracing, segment: Segment, module: ByRows) -> Branch:
-    """All that the stream is behind the segment is what it gives; of its tokens those count that go anywhere."""
-    _, tokens, channels = module.leaving.rows(torch.empty(1, *module.leaving.sizes)).shape
+def _read(own: Tracing, segment: Segment, module: ByRows) -> Tensor | None:
+    """The tokens behind the segment that go anywhere, None for all."""
     is_last_axis = module.leaving.axis == len(module.leaving.sizes)
     gone = unread(own.program, segment.cut) if is_last_axis else None
     read_N = None if gone is None else ~gone.flatten()
     if own.fewer is not None:
         read_N = own.fewer.read_of(segment.after, read_N)
-    read = None if read_N is None else read_N.nonzero()[:, 0]
-    return Branch(
-        name=segment.name,
-        norm=nn.Identity(),
-        layer=module,
-        scale_C=None,
-        read=read,
-        shortcut=Nothing(tokens, channels),
-        mixes_tokens=bool(segment.beside),
-    )
+    return None if read_N is None else read_N.nonzero()[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +113,7 @@ class _Way:
     program: Program
     nodes: tuple[fx.Node, ...]
     segment: Segment
-    branch: Branch
+    read_X: Tensor | None
     step: ByRows
     called: tuple[Called, ...]
 
@@ -134,7 +124,7 @@ class _Way:
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """What counts of the stream behind it [X,C]."""
-        return (x_BNC if self.branch.read is None else x_BNC[:, self.branch.read]).flatten(0, 1)
+        return (x_BNC if self.read_X is None else x_BNC[:, self.read_X]).flatten(0, 1)
 
     def behind(self) -> Iterator[fx.Node]:
         """What is made of what the layers give."""
@@ -173,7 +163,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
     given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
-    weight_X = way.read(counts(way.branch, pair).unsqueeze(-1)).flatten()
+    weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
     return Lacking(
         tangent=tangent,
         lacking_XO=way.read(pair.target) - tangent.out_XO.detach(),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from corp_deploy.families.family import answers, family_of
-from corp_deploy.families.steps import Branch, Fork, Passage, Step, Walk
+from corp_deploy.families.steps import Passage, Step, Walk
 from corp_deploy.families.token_merging import Tokens
 
 
@@ -35,14 +35,8 @@ class Block:
 
 
 def _owner(step: Step) -> str | None:
-    """The block that a branch is of: `blocks.3` for `blocks.3.mlp`, and for `blocks.3.ffns.0.mlp` behind a fork, itself
-    for a block that is one step; None for what is no branch.
-    """
-    if isinstance(step, Passage):
-        return step.name or None
-    if isinstance(step, Fork):
-        return step.name
-    return step.name.rsplit(".", 3 if step.forked else 1)[0] if isinstance(step, Branch) else None
+    """A segment is a block; None for what stands between two."""
+    return step.name if isinstance(step, Passage) else None
 
 
 def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
@@ -59,7 +53,7 @@ def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
 
 
 def blocks(model: nn.Module) -> tuple[Block, ...]:
-    """The model's steps, those of one block together; what is no branch goes with the block before it."""
+    """The model's steps, those of one block together; what is no segment goes with the block before it."""
     return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(family_of(model).steps(model)))
 
 

@@ -12,6 +12,7 @@ import onnx
 
 from calib.fingerprints import Fingerprints
 from corp_deploy.families.family import input_ports, output_ports
+from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.fitted import fitted_of_lineage
@@ -34,7 +35,6 @@ from .pixels import NO_PIXELS, Pixels, pixels_of, take_pixels
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
 Form = Literal["torch", "graph", "engine"]
-Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
 ARITHMETIC: dict[Runtime, Arithmetic | None] = {"openvino": None, "openvino-fp16": "fp16", "openvino-bf16": "bf16"}
 
 

@@ -28,7 +28,7 @@ from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, Run, of_model, outputs_at
-from .heads import HeadRequest, Heads, opened_heads
+from .heads import Heads, opened_heads
 from .inputs import ProofInputs
 from .int8_kernels import with_reasons
 from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
@@ -219,7 +219,6 @@ def prove(
     batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
-    heads: HeadRequest | None = None,
     done: Callable[[int], None] | None = None,
     answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
@@ -227,10 +226,10 @@ def prove(
 
     A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
     came from and a float32 bound; an FP16 or BF16 graph or engine against the FP32 step before it and a multiple of the
-    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, `heads`
-    links of the maps that they make of every step's outputs. `done` is told how many candidates are finished,
-    `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises BadInput for
-    inputs, labels, heads or limits that don't fit, and for moments of another model.
+    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check,
+    the heads of `limits` links of the maps that they make of every step's outputs. `done` is told how many candidates
+    are finished, `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises
+    BadInput for inputs, labels, heads or limits that don't fit, and for moments of another model.
     """
     if moments is not None:
         require_same_model(dense.model, moments)
@@ -249,7 +248,7 @@ def prove(
         if done is not None:
             done(len(steps))
 
-    with opened_heads(heads or HeadRequest(), ports) as own_heads:
+    with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as own_heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = outputs_at(own_heads.behind(runner, max(batches)), proof_inputs.feeds, max(batches))
         if answered is not None:

@@ -2,13 +2,13 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from corp_deploy.families.decoder_builder import SETTINGS
+from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, graph_of_directory
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -17,7 +17,6 @@ from perf.record.decoders import DecoderBench, Prefill
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.runners.decoder import IDS, DecoderRunner
-from perf.runners.onnx import Provider
 from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
@@ -26,23 +25,6 @@ from .decoder_parity import drawn_ids
 
 NAMES = ("dense", "reduced")
 Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderLoad:
-    """What is timed: prompts of these lengths, one at a time, then one token of each of so many sequences that have
-    `cached` tokens behind them.
-    """
-
-    lengths: tuple[int, ...] = (16, 64, 256)
-    batches: tuple[int, ...] = (1, 4, 16)
-    cached: int = 256
-    provider: Provider = "cpu"
-    threads: int | None = None
-
-    @property
-    def longest(self) -> int:
-        return max(*self.lengths, self.cached + 1)
 
 
 def measure_decoders(

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.families.family import output_ports, sites_of
+from corp_deploy.families.family import has_uneven_heads, output_ports
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.table import EXPORT_HEADS
 from corp_deploy.store.checkpoint import Checkpoint
@@ -38,10 +38,9 @@ class Graphs:
         where: str = "the model",
         command: str = "",
     ) -> None:
-        uneven = any(site.qk != site.v for site in sites_of(checkpoint.model).heads)
-        EXPORT_HEADS.refuse(
-            [(where, "uneven" if uneven else "even")], {} if asked.heads is None else {"heads": asked.heads}
-        )
+        if asked.heads is not None:
+            way = "uneven" if has_uneven_heads(checkpoint.model) else "even"
+            EXPORT_HEADS.refuse([(where, way)], {"heads": asked.heads})
         graph_ports(checkpoint, asked.graph_input)
         self._checkpoint, self._dense, self._asked, self._given = checkpoint, dense or checkpoint, asked, feeds
         self._command = command

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from corp_deploy.invocation.option import PathLike
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, checked_answers, checked_feeds, feeds_of_ports
 from ground.files import sha256_of_file
@@ -18,14 +19,6 @@ from perf.runners.onnx import OnnxRunner
 from .candidates import Run, outputs_at
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRequest:
-    """ONNX files of heads, and above which score something is there where a head tells one thing alone."""
-
-    paths: tuple[Path, ...] = ()
-    threshold: float = THRESHOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +83,15 @@ class Heads:
 
 
 @contextmanager
-def opened_heads(request: HeadRequest, outputs: Sequence[OutputPort]) -> Iterator[Heads]:
-    """The heads with their graphs loaded. Raises BadInput for one that doesn't read the model's outputs, or whose maps
-    have the name of another output.
+def opened_heads(
+    paths: Sequence[PathLike], outputs: Sequence[OutputPort], *, threshold: float = THRESHOLD
+) -> Iterator[Heads]:
+    """Heads with their graphs loaded; above the threshold something is there where one tells one thing alone. Raises
+    BadInput for one that doesn't read the model's outputs, or whose maps have the name of another output.
     """
     with ExitStack() as stack:
-        every = tuple(_opened(stack, path, outputs) for path in request.paths)
-        heads = Heads(every=every, threshold=request.threshold)
+        every = tuple(_opened(stack, Path(path), outputs) for path in paths)
+        heads = Heads(every=every, threshold=threshold)
         names = [port.name for port in (*outputs, *heads.ports)]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise BadInput(

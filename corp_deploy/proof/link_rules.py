@@ -14,7 +14,7 @@ from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.model_cost import counted
 from corp_deploy.families.norm_types import NORMS
-from corp_deploy.invocation.proof_limits import LimitOptions
+from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
 from export.graph.simulated import simulated
@@ -40,7 +40,7 @@ AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityLimits(LimitOptions):
+class ParityLimits(ProofOptions):
     """What the user allows the reduced model to differ from the dense one by; None sets no limit.
 
     `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone. The three

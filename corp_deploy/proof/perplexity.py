@@ -16,6 +16,7 @@ from torch import Tensor
 from calib.fingerprints import Fingerprints
 from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports, output_ports, sequence_spec
+from corp_deploy.invocation.proof_limits import LanguageOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
@@ -34,21 +35,8 @@ Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 ORDER: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageLimits:
-    """What every candidate has to keep to: the largest ratio of perplexities, the least share of tokens that agree, the
-    largest KL a token in nats; None for no limit. `confidence`: of the intervals, 0 where the point alone decides.
-    """
-
-    max_ratio: float | None = None
-    min_agreement: float | None = None
-    max_kl: float | None = None
-    confidence: float = DEFAULT_CONFIDENCE
-
-    @property
-    def some(self) -> bool:
-        """Whether there is any."""
-        return any(limit is not None for limit in (self.max_ratio, self.min_agreement, self.max_kl))
+class LanguageLimits(LanguageOptions):
+    """What every candidate has to keep to, and how it is judged by the interval of this `confidence`."""
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
         """By the interval of each: one that lies on both sides of its limit leaves the verdict open."""

@@ -18,7 +18,7 @@ from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
 from corp_deploy.families.family import example_of, family_of, listened, sites_of, token_weights
-from corp_deploy.families.idle_options import refuse_idle_options, require_streams
+from corp_deploy.families.idle_options import heard_for, refuse_idle_options, require_streams
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -80,7 +80,7 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = [each for each in every if statistics.attention or each.kind != "attention"]
+    taps = every if statistics.attention else [each for each in every if each.name not in heard_for(sites, "heads")]
     named = [
         site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
     ]

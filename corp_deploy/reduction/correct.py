@@ -4,28 +4,19 @@ Legend: K inputs and C outputs of the layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression, refit_toward
-from corp_deploy.algebra.regression_sums import DifferenceSums, RegressionSums
+from corp_deploy.algebra.regression_sums import RegressionSums
 
 from .report import LoopFit
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one moves the bias only
 _SILENT_REL = 1e-3  # of the root mean square layer scale: rows below it can't be fitted through it, and stay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """What to add to a linear layer's weight [C,K] and bias [C], in float64, and the report of the fit."""
-
-    weight_CK: Tensor
-    bias_C: Tensor
-    fit: LoopFit
 
 
 _Ways = Sequence[tuple[Regression, Regression]]
@@ -96,27 +87,6 @@ def group_corrections(
     return changes, report
 
 
-def correction(
-    fit: RegressionSums,
-    held_out: RegressionSums,
-    scale_C: Tensor | None,
-    energy: float | None,
-    strengths: Sequence[float],
-    *,
-    both_ways: bool = False,
-) -> Correction:
-    """The linear map from a layer's inputs to what is lacking, divided through the layer scale.
-
-    Its strength toward zero (no correction) is the one of least error on the held-out sums, none at all included; it is
-    then solved on both. With `both_ways` the sums are of two halves, each judges what is fitted to the other, and both
-    together take half the strength (see ridges.py). Rows that the layer scale all but silences get no correction.
-    """
-    changes, report = group_corrections([(fit, held_out)], energy, strengths, both_ways=both_ways)
-    ((weight_CK, bias_C),) = changes
-    weight_CK, bias_C = divided_by_scale(weight_CK, scale_C), divided_by_scale(bias_C, scale_C)
-    return Correction(weight_CK=weight_CK, bias_C=bias_C, fit=report)
-
-
 def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:
     """Rows [C,...] of a layer in front of the layer scale from those behind it; 0 where it all but silences them."""
     if scale_C is None:
@@ -124,56 +94,3 @@ def divided_by_scale(rows: Tensor, scale_C: Tensor | None) -> Tensor:
     scale = scale_C.double().view(-1, *[1] * (rows.ndim - 1))
     silent = scale.abs() <= _SILENT_REL * scale.square().mean().sqrt()
     return torch.where(silent, 0.0, rows / torch.where(silent, 1.0, scale))
-
-
-@torch.no_grad()
-def add_to_(layer: nn.Linear, weight_CK: Tensor, bias_C: Tensor) -> None:
-    """Add to a linear layer's weight and bias, in float64; a bias is made where there is none and one is needed."""
-    layer.weight.copy_(layer.weight.double() + weight_CK)
-    if layer.bias is None and bool(bias_C.any()):
-        layer.bias = nn.Parameter(torch.zeros_like(layer.weight[:, 0]), requires_grad=False)
-    if layer.bias is not None:
-        layer.bias.copy_(layer.bias.double() + bias_C)
-
-
-def add_correction_(layer: nn.Linear, change: Correction) -> None:
-    """Add a correction to a linear layer."""
-    add_to_(layer, change.weight_CK, change.bias_C)
-
-
-def correct_(
-    layer: nn.Linear,
-    fit: RegressionSums,
-    held_out: RegressionSums,
-    *,
-    scale_C: Tensor | None,
-    energy: float | None,
-    strengths: Sequence[float],
-    both_ways: bool = False,
-) -> LoopFit:
-    """Correct a layer, in place, by the regression of what its output lacks, behind the layer scale, on its inputs.
-
-    `energy` is the target's scale in the report.
-    """
-    change = correction(fit, held_out, scale_C, energy, strengths, both_ways=both_ways)
-    add_correction_(layer, change)
-    return change.fit
-
-
-def correct_through_(
-    layer: nn.Linear,
-    fit: DifferenceSums,
-    held_out: DifferenceSums,
-    *,
-    strengths: Sequence[float],
-    both_ways: bool = False,
-) -> LoopFit:
-    """Correct a layer, in place, so that it makes of x what it made of x + d.
-
-    With weight = Q R, Q's columns orthonormal, errors are those of R d, of which there are never more than inputs.
-    """
-    basis_OR, seen_RC = torch.linalg.qr(layer.weight.detach().double())
-    through = fit.through(seen_RC), held_out.through(seen_RC)
-    change = correction(*through, None, None, strengths, both_ways=both_ways)
-    add_correction_(layer, replace(change, weight_CK=basis_OR @ change.weight_CK, bias_C=basis_OR @ change.bias_C))
-    return change.fit

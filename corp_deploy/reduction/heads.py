@@ -116,11 +116,6 @@ def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Te
     return queries_keys.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
 
 
-def leaves_values(method: Method, width: int, dense: int) -> bool:
-    """Whether values are none of the method's business: at full width, unless heads are square."""
-    return width == dense and method.geometry != "square"
-
-
 class Given(Protocol):
     """Mean, second moment and covariance of what all heads give, side by side."""
 
@@ -181,29 +176,6 @@ def values_at_site(
         moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=ridge_rel
     )
     return ValuesAtSite(recovery=recovery, ridge=ridge)
-
-
-def mapped_rows(rows_XC: Tensor, maps_HRD: Tensor) -> Tensor:
-    """Apply each head's map to its rows: [H*D, C] (or [H*D]) -> [H*R, C] (or [H*R])."""
-    heads, _, dense = maps_HRD.shape
-    by_head = rows_XC.reshape(heads, dense, -1)
-    return (maps_HRD @ by_head).reshape(-1, *rows_XC.shape[1:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadMaps:
-    """Per head: new q = q_map q, k = k_map k, v = v_map v."""
-
-    q_HRD: Tensor
-    k_HRD: Tensor
-    v_HRD: Tensor
-
-    def applied(self, rows: Tensor) -> Tensor:
-        """The fused weight [3 C, I] (or bias [3 C]) with every head's rows mapped, in float64."""
-        maps = (self.q_HRD, self.k_HRD, self.v_HRD)
-        sizes = [each.shape[0] * each.shape[2] for each in maps]
-        by_map = rows.double().split(sizes)
-        return torch.cat([mapped_rows(rows_HDI, each) for rows_HDI, each in zip(by_map, maps, strict=True)])
 
 
 def output_energy(moments: Given, weight_OC: Tensor) -> float:

@@ -19,6 +19,7 @@ from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.regression_sums import RegressionSums
 
 from .method import Method
+from .uncentred import regression_uncentred
 
 See = Callable[[Tensor, Tensor, bool], None]
 """Told what merged layers give to the last one [B,N,K], what plain folding lacks of the dense outputs [B,N,O], and
@@ -45,6 +46,11 @@ class Folded(Protocol):
 
     @property
     def bias_O(self) -> Tensor: ...
+
+    @property
+    def is_biasless(self) -> bool:
+        """Whether the last layer gets no bias."""
+        ...
 
     @property
     def foretold(self) -> Fitted:
@@ -75,6 +81,7 @@ class _Sums:
 def _last(folded: Folded, sums: RegressionSums, ridge_rel: float) -> Fitted:
     if not folded.refits:
         return folded.foretold
+    sums = regression_uncentred(sums) if folded.is_biasless else sums
     refit = refit_toward(torch.zeros_like(folded.plain_OK), sums.regression(), strength=ridge_rel)
     return folded.plain_OK + refit.weight_OK, folded.bias_O + refit.bias_O, refit.condition, refit.ridge
 

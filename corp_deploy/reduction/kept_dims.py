@@ -16,7 +16,7 @@ from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.widths import HeadWidths, Width, aligned_widths
+from corp_deploy.families.widths import aligned_widths
 from ground.errors import BadInput
 
 from .method import method_from_preset
@@ -36,20 +36,15 @@ class _Queries:
     shared: int
     groups: int
 
-    def kept(self, width: Width) -> int:
+    def kept(self, width: int) -> int:
         """Dimensions of a head, of what widths count."""
-        return width.qk if isinstance(width, HeadWidths) else width // self.groups * self.joined
+        return width // self.groups * self.joined
 
 
 def _queries(model: nn.Module) -> dict[str, _Queries]:
     """Of sites whose queries and keys may go, by name."""
-    of_heads = {
-        site.name: _Queries(dims=site.qk, joined=1 + site.in_planes, shared=site.grouped, groups=site.groups)
-        for site in sites_of(model).heads
-        if not site.keeps_qk
-    }
     pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
-    return of_heads | {
+    return {
         site.name: _Queries(
             dims=site.dims, joined=site.both.joined, shared=site.both.shared, groups=len(site.groups_HP)
         )

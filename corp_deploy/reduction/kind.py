@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.steps import Branch
 from corp_deploy.families.widths import Width
 
 from .chosen import Chosen, HeadsChosen
-from .loop import Loop
 from .method import Method
 from .report import SiteReport
-from .streams import Streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +23,6 @@ class Reduced:
     modules: dict[str, nn.Module]
     reports: list[SiteReport]
     kept: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearReduced(Reduced):
-    """Of a site of linear layers: the last one is among the modules.
-
-    `kept_K`: the channels that stay, None where none are kept as they were.
-    """
-
-    last: nn.Linear
-    kept_K: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,18 +115,4 @@ class Kind(Protocol):
 
     def curves(self, site: Any, moments: Any, method: Method, known: Any) -> list[ErrorCurve]:
         """What each width loses, a curve a part; none where there is no choice of width."""
-        ...
-
-    def layer(self, site: Any, layer: nn.Module, method: Method, width: Any) -> nn.Module:
-        """The site's layer at one width with random weights, to be timed."""
-        ...
-
-    def rebuilt(self, branch: Branch, site: Any, streams: Streams, method: Method, width: Any) -> Reduced:
-        """Reduced by the statistics of what enters the branch on the model as reduced so far."""
-        ...
-
-    def fitted(
-        self, step: Branch, site: Any, streams: Streams, method: Method, width: Any, loop: Loop
-    ) -> tuple[Reduced, list[SiteReport]]:
-        """Reduced and fitted to the dense stream, which is behind the branch then, the reduced one still before it."""
         ...

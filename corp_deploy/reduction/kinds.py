@@ -6,8 +6,6 @@ from types import MappingProxyType
 from corp_deploy.families.site import Site
 from corp_deploy.families.traced_site import TracedSite
 
-from .channel_kind import ChannelKind
-from .head_kind import HeadKind
 from .kind import Kind
 from .traced_kind import TracedKind
 from .traced_pairs_kind import TracedPairsKind
@@ -15,8 +13,6 @@ from .traced_values_kind import TracedValuesKind
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "channels": ChannelKind(),
-        "heads": HeadKind(),
         "traced channels": TracedKind[TracedSite]("channels"),
         "traced convolutions": TracedKind[TracedSite]("convolutions"),
         "traced queries and keys": TracedPairsKind(),

@@ -1,16 +1,15 @@
 """How a closed loop fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs
 
 from .correct import STRENGTHS
 from .read_tokens import Reads
-from .streams import HELD_OUT_EVERY, Embedded, Streams, entering_first, streams_of
+from .streams import HELD_OUT_EVERY, Streams, entering_first, streams_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +31,5 @@ class Loop:
 
     def streams(self, model: nn.Module, images: InputSet, batch_size: int) -> Streams:
         """Both streams of the images, with what is held out."""
-        return self.streams_of(entering_first(model), images, batch_size)
-
-    def streams_of(self, enter: Callable[[Inputs], Embedded], images: InputSet, batch_size: int) -> Streams:
-        """The same of what `enter` makes of a batch."""
+        enter = entering_first(model)
         return streams_of(enter, images, batch_size, half_ids=self.half_ids, held_out_every=self.held_out_every)

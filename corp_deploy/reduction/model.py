@@ -20,7 +20,6 @@ from ground.effort import Stopwatch, turn
 
 from . import pool
 from .coverage import Coverage, coverage
-from .folded import merged_sites
 from .kind import Choice, Order, Reduced
 from .kinds import kind_of
 from .method import Method
@@ -28,6 +27,7 @@ from .moments import halves_at, require_apart, require_same_model, site_moments
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
+from .traced_folds import merged_sites
 from .traced_kind import TracedReduced
 from .traced_reduction import carried_out
 

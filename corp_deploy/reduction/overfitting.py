@@ -6,24 +6,24 @@ and falls with the number of photographs.
 """
 
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 
-from calib.moments import ChannelMoments, Moments
-from corp_deploy.algebra.ridges import tried
-from corp_deploy.families.channel_site import ChannelSite
+from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
+from corp_deploy.families.site import Site
 
-from .channel_modules import layers_of
-from .channels import kept_channels, recovered, share_lost
-from .method import DEFAULT_RIDGE_REL, Method
+from .kinds import kind_of
+from .method import Method
 from .moments import halves_at, site_moments
 
 LOOKED_AT = 6  # sites, evenly spaced: a solve of half a hidden layer for each half
 WITHIN = 0.1
-_METHOD = Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="keep", mlp_sparsity=0.5)
+_METHOD = Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="keep", mlp_sparsity=0.5, align_hidden=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,31 +60,32 @@ def from_halves(fitted: float, held_out: float, *, groups: int, weights: float) 
 
 def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     """Judged at some MLPs; None for moments that know no groups, or hold no MLPs."""
-    every = [site for site in sites_of(model).channels if site.name in moments.sites]
+    every = [(site, width) for site in sites_of(model).every if (width := _half_of(site, moments))]
     if moments.half is None or not every:
         return None
     sites = every[:: max(1, len(every) // LOOKED_AT)]
     fitted = held_out = weights = 0.0
-    for site in sites:
-        width = max(1, site.width // 2)
-        of_half = _at(site, moments, width)
+    for site, width in sites:
+        of_half = _at(site, moments, width, device(model))
         fitted, held_out = fitted + of_half[0] / len(sites), held_out + of_half[1] / len(sites)
         weights += width / len(sites)
     return from_halves(fitted, held_out, groups=len(moments.group_ids.unique()), weights=weights)
 
 
-def _at(site: ChannelSite, moments: Moments, width: int) -> tuple[float, float]:
-    where = device(site.last)
-    own = site_moments(site, moments, where)
-    assert isinstance(own, ChannelMoments), site.name
+def _half_of(site: Site, moments: Moments) -> int:
+    """About half of an MLP's channels; 0 of all else, and where the moments don't hold it."""
+    is_held = all(each.name in moments.sites for each in site.listening())
+    width = kind_of(site).uniform(site, _METHOD) if is_held and kind_of(site).sparsity(_METHOD) else None
+    return 0 if width is None else site.size_of(width)
+
+
+def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:
+    own, kind = site_moments(site, moments, where), kind_of(site)
     halves = halves_at(site, moments, own, where)
     assert halves is not None, site.name
-    layers = layers_of(site)
-    kept_K = kept_channels(own, layers, _METHOD, width)
-    at = tried(
-        halves,
-        DEFAULT_RIDGE_REL,
-        lambda half, strength: recovered(half, layers, _METHOD, kept_K, strength),
-        lambda recovery, half: share_lost(recovery, kept_K, layers, half),
-    )
-    return at.error_fitted, at.error_held_out
+    chosen, shares = kind.chosen(site, own, _METHOD, width), list[tuple[float, float]]()
+    for half, other in (halves, halves[::-1]):
+        (report,) = kind.reduced(site, half, _METHOD, width, known=chosen, held_out=other).reports
+        assert report.held_out is not None, site.name
+        shares.append((report.error / report.energy, report.held_out.error / report.held_out.energy))
+    return fmean(fitted for fitted, _ in shares), fmean(held_out for _, held_out in shares)

@@ -64,11 +64,6 @@ def _is_read(model: nn.Module) -> Tensor:
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
 
 
-def tokens_read(model: nn.Module) -> Tensor:
-    """Numbers of the tokens of the last stream that the outputs read, ascending."""
-    return _is_read(model).nonzero().squeeze(1)
-
-
 def counts_all(model: nn.Module, reads: Reads | None) -> bool:
     """Whether all tokens count, read or not, see tokens_to_fit."""
     return reads == "all" or (reads is None and gives_patches(model))
@@ -77,9 +72,8 @@ def counts_all(model: nn.Module, reads: Reads | None) -> bool:
 def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
     """The tokens behind the last block whose error counts, None for all.
 
-    `pooled`: those that the outputs read. Without a choice likewise, but all where an output by name has a vector for
-    each patch there, and all of a model without a classifier and outputs by name, whose users read its patch tokens
-    too. A model whose outputs nothing moves is fitted to all.
+    `pooled`: those that the outputs read. Without a choice likewise, but all of a model without a classifier and
+    outputs by name, whose users read its patch tokens too. A model whose outputs nothing moves is fitted to all.
     """
     if counts_all(model, reads):
         return None

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
+from corp_deploy.families.idle_options import CONVOLUTIONS, kinds_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import TracedModule, Tracing
+from corp_deploy.families.traced_module import Tracing
 from corp_deploy.families.traced_sites import names_of
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.programs.program import Program
@@ -60,8 +61,8 @@ def convolutions(program: Program) -> Iterator[Called]:
 
 
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
-    """The images. Raises BadInput without any, and for a model in which no such convolutions are found."""
-    if not isinstance(model, TracedModule) or next(convolutions(tracing(model).program), None) is None:
+    """The images. Raises BadInput without any, and for a model of whose convolutions none can be reduced."""
+    if CONVOLUTIONS not in kinds_of(model) or next(convolutions(tracing(model).program), None) is None:
         raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it away")
     if images is None:
         raise BadInput("--rescale takes means and variances on the calibration images; give them: --images")

@@ -22,7 +22,10 @@ from calib.inputs import named
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
 from calib.store import join, load, save
-from corp_deploy.families.decoder import sites_of_block
+from corp_deploy.families.decoder import traced_block
+from corp_deploy.families.family import listened, sites_of
+from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.store.decoder_layers import DecoderLayers
 from corp_deploy.store.inputs import lineage_for_moments
 from ground.errors import BadInput
@@ -89,10 +92,12 @@ def _embedded(layers: DecoderLayers, inputs: InputSet, batch_size: int) -> Strea
         return [embeddings(next(iter(named(batch).values()))) for batch in inputs.batches(batch_size)]
 
 
-def _listened(layers: DecoderLayers, index: int, block: nn.Module, wanted: frozenset[str]) -> list[Site]:
-    mlp, attention = sites_of_block(index, block, layers.arguments.decoder)
-    every: list[Site] = [*attention.listening(), *mlp.listening()]
-    return [site for site in every if site.name in wanted]
+def _block(layers: DecoderLayers, index: int, where: str) -> TracedModule:
+    return traced_block(index, layers.block(index).to(where), layers.arguments)
+
+
+def _heard(block: TracedModule, wanted: frozenset[str]) -> list[Site]:
+    return [site for site in calibration_taps(block, sites_of(block)) if site.name in wanted]
 
 
 def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run: SequentialRun) -> None:
@@ -121,10 +126,10 @@ def _take_through(
     layers: DecoderLayers, index: int, parts: list[_Part], wanted: frozenset[str], run: SequentialRun
 ) -> None:
     """All streams through one block, which is gone then."""
-    block = layers.block(index).to(run.device)
-    sites = _listened(layers, index, block, wanted)
+    block = _block(layers, index, run.device)
+    sites = _heard(block, wanted)
     for part in parts:
-        _run_block(block, sites, part, index, run)
+        _run_block(listened(block), sites, part, index, run)
 
 
 def _parts(
@@ -143,10 +148,10 @@ def _parts(
 
 def _refuse_memory(layers: DecoderLayers, parts: list[_Part], wanted: frozenset[str], run: SequentialRun) -> None:
     """By the first block: all are alike."""
-    block = layers.block(0)
-    sites = _listened(layers, 0, block, wanted) or _listened(layers, 0, block, _of_first(wanted))
+    block = _block(layers, 0, run.device)
+    sites = _heard(block, wanted) or _heard(block, _of_first(wanted))
     example = parts[0].streams[0][:1]
-    shapes = shapes_of_sites(block.to(run.device), sites, example=example, device=run.device)
+    shapes = shapes_of_sites(listened(block), sites, example=example, device=run.device)
     needed = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
     run.needed(sum(needed.values()) + streams + sum(each.nbytes for each in block.parameters()))
@@ -154,7 +159,7 @@ def _refuse_memory(layers: DecoderLayers, parts: list[_Part], wanted: frozenset[
 
 
 def _of_first(wanted: frozenset[str]) -> frozenset[str]:
-    return frozenset(f"blocks.0.{name.rpartition('.')[2]}" for name in wanted)
+    return frozenset(f"blocks.0.{name.split('.', 2)[2]}" for name in wanted)
 
 
 def write_moments_by_block(

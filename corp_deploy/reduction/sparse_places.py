@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from calib.patches import patches
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_layers import ProgramLayer
 from corp_deploy.families.traced_orders import block_of
 from corp_deploy.store.sparse_layers import rows_of_weight
@@ -106,22 +105,6 @@ class SparsePlace:
         self.layer.weight.copy_(weight_OK.view_as(self.layer.weight))
         if self.layer.bias is not None:
             self.layer.bias.copy_(bias_GO.flatten())
-
-
-def sparse_places(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> Iterator[SparsePlace]:
-    """The layers of the sites of these kinds; what the model itself doesn't hold is none of them."""
-    sites, names = sites_of(model), {id(module): name for name, module in model.named_modules()}
-    every: list[tuple[SparseKind, Layer, int, Callable[[Tensor], None] | None]] = []
-    for site in sites.channels:
-        every += [("mlp", first, 0, None) for first in site.firsts]
-        every.append(("mlp", site.last, site.width, site.reorder_ if site.reorders else None))
-    for heads in sites.heads:
-        every += [("head", first, 0, None) for first in heads.firsts]
-        every.append(("head", heads.last, heads.v, heads.reorder_ if heads.reorders else None))
-    for kind, layer, block, reorder_ in every:
-        if kind in kinds and id(layer) in names:
-            name = names[id(layer)]
-            yield SparsePlace(name=name, path=name, kind=kind, layer=layer, block=block, reorder_=reorder_)
 
 
 def sparse_places_of_program(

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved, named
-from corp_deploy.families.family import family_of, is_run_whole
+from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Walk
 from corp_deploy.families.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
 
-State = Any  # a Walk between two steps, or what enters a model that is run whole, or a part of one, in order
+State = Any  # a Walk between two steps, or what enters a traced model or a part of one, in order
 Run = Callable[[State], object]
 
 
@@ -76,7 +76,7 @@ def pairs_of(
     model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
 ) -> Iterator[Pair]:
     """`weights` of tokens."""
-    if is_run_whole(model) or isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential):
         for batch in inputs.batches(batch_size):
             here = moved(batch, device(model))
             entering = tuple(named(here).values())
@@ -97,9 +97,9 @@ def _onward(part: nn.Module, entering: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def runs_of(model: nn.Module) -> list[Run]:
-    """The steps of a model, or all of it; of what was made of a traced one its parts."""
-    if is_run_whole(model) or isinstance(model, nn.Sequential):
-        return [partial(_onward, part) for part in (model if isinstance(model, nn.Sequential) else [model])]
+    """The steps of a model; of what was made of a traced one its parts."""
+    if isinstance(model, nn.Sequential):
+        return [partial(_onward, part) for part in model]
     return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
 
 

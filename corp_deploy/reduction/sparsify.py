@@ -21,18 +21,16 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
-from corp_deploy.families.family import family_of, is_run_whole
+from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.timm_stream import stream_reordered, stream_scores
 from corp_deploy.families.traced_layers import layered, relayered
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_orders import reordered, scores, streams
 from corp_deploy.traced.finding.site import Site
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
-from .sparse_places import SparsePlace, sparse_places, sparse_places_of_program
+from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
 from .sparse_walk import Pair, Run, State, StepOfBoth, advance_, calls, heard, pairs_of, runs_of
 
@@ -178,8 +176,6 @@ def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
 
 
 def _streams_reordered(model: nn.Module, how: Sparsifying) -> nn.Module:
-    if not isinstance(model, TracedModule):
-        return stream_reordered(model, _order(stream_scores(model), how))
     for stream in streams(model):
         model = reordered(model, stream, _order(scores(model, stream), how))
     return model
@@ -212,13 +208,11 @@ def sparsified(
     """
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how)
-    before, traced = layered(reduced) if isinstance(reduced, TracedModule) else (reduced, ())
+    before, traced = layered(reduced)
     own = replaced(before, {})
     orders = list[tuple[Site, Tensor]]()
-    of_program = sparse_places_of_program(reduced, own, traced, how.kinds, orders)
-    every = list(of_program if traced else sparse_places(own, how.kinds))
-    is_walked = isinstance(reduced, TracedModule) or not is_run_whole(reduced)
-    if is_walked and family_of(reduced).merging_of(reduced) is not None:
+    every = list(sparse_places_of_program(reduced, own, traced, how.kinds, orders))
+    if family_of(reduced).merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)

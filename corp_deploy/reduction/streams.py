@@ -14,7 +14,7 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Branch, Merge, Passage, Step, Unmerge, through
+from corp_deploy.families.steps import Merge, Passage, Step, Unmerge
 from corp_deploy.families.token_merging import Tokens
 from ground.errors import BadInput
 
@@ -29,8 +29,7 @@ class Pair:
     """Both streams [B,N,C] of a few inputs; those `held_out` choose how far to trust a fit to the others.
 
     `weights_BN` tell which tokens are there, None for all. Where tokens are merged the reduced stream has fewer:
-    `sizes_BN` dense tokens stand in each, the dense token m in number `sources_BM` of them. `given_BNC`: what the
-    dense layer gave of the branch that the dense stream is behind, where a norm follows it.
+    `sizes_BN` dense tokens stand in each, the dense token m in number `sources_BM` of them.
     """
 
     dense: Tensor
@@ -40,7 +39,6 @@ class Pair:
     sizes_BN: Tensor | None = None
     sources_BM: Tensor | None = None
     beside_BNX: Tensor | None = None
-    given_BNC: Tensor | None = None
 
     @property
     def present_BN(self) -> Tensor | None:
@@ -67,21 +65,10 @@ class Pair:
         self.dense = reduced if same else self._behind(step, self.dense, self.weights_BN)[0]
         self.reduced, self.beside_BNX = reduced, beside
 
-    def advance_dense(self, branch: Branch) -> None:
-        """The dense stream alone through a branch."""
-        given_BNC = branch.run(branch.layer, self.dense, self.weights_BN)
-        self.dense = branch.plus(self.dense, given_BNC)
-        self.given_BNC = None if branch.behind is None else given_BNC
-
-    def advance_reduced(self, branch: Branch, layer: nn.Module) -> None:
-        """The reduced stream alone through a branch with this layer in place of its own."""
-        self.given_BNC = None
-        self.reduced, self.beside_BNX = branch.passed(layer, self.reduced, self.present_BN)
-
     @staticmethod
     def _behind(step: Step, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(step, Branch | Passage):
-            return through(step, x_BNC, weights_BN)
+        if isinstance(step, Passage):
+            return step.passed(x_BNC, weights_BN)
         assert not isinstance(step, Merge | Unmerge), step
         return step(x_BNC, weights_BN), None
 

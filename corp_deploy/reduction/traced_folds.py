@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from calib.input_set import InputSet
 from calib.inputs import moved
 from calib.moments import Moments
 from corp_deploy.algebra.fold import cluster_rows
@@ -60,6 +61,10 @@ class FoldedRead:
     @property
     def bias_O(self) -> Tensor:
         return self.read.bias_O
+
+    @property
+    def is_biasless(self) -> bool:
+        return self.read.reading.is_biasless
 
     def given(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What merged units give to the layer, and what plain folding lacks of its outputs, of what enters it; `there`:
@@ -266,16 +271,25 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Iterable[Tr
     return show
 
 
-def traced_folds(
+def merged_sites(
     model: nn.Module,
     widths: Widths,
     moments: Moments,
     method: Method,
-    shown: ShownInputs,
+    images: InputSet | None,
     held_out: Moments | None,
-    watch: Stopwatch | None,
-) -> dict[str, Reduced]:
-    """The sites of a traced model, by name, where channels or heads are merged."""
+    watch: Stopwatch | None = None,
+) -> tuple[dict[str, Reduced], tuple[str, ...]]:
+    """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
+    if not method.merges and not method.folds_heads:
+        return {}, ()
+    if images is None:
+        raise BadInput(
+            "merged channels and heads are fitted to and judged by what they give on the calibration images; give "
+            "them: --images"
+        )
+    shown = ShownInputs.of(images, moments, held_out)
+    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
     own, where = tracing(model), device(model)
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
@@ -289,4 +303,5 @@ def traced_folds(
     every = {key: read for fold in folds.values() for key, read in fold.every().items()}
     judged = judged_folds(every, method, _show(model, shown, own, folds.values()))
     others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
-    return {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
+    reduced: dict[str, Reduced] = {name: fold.reduced(judged, method, others[name]) for name, fold in folds.items()}
+    return reduced, (few,) if shown.fitted < moments.images else ()

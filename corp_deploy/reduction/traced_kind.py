@@ -5,7 +5,7 @@ Legend: C groups, K kept, P parts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,22 +94,7 @@ class TracedReduced(Reduced):
         return bool(self.changes or self.mapped or self.selected)
 
 
-class WithoutBranch:
-    """What no site of a traced model is asked for: it stands in segments of a program (families/traced_parts.py times
-    those, traced_loop.py runs them), not in a branch of blocks.
-    """
-
-    def layer(self, *asked: Any) -> NoReturn:
-        raise AssertionError(asked)
-
-    def rebuilt(self, *asked: Any) -> NoReturn:
-        raise AssertionError(asked)
-
-    def fitted(self, *asked: Any) -> NoReturn:
-        raise AssertionError(asked)
-
-
-class TracedKind(WithoutBranch, Generic[OfSite]):
+class TracedKind(Generic[OfSite]):
     """See Kind; one for each part of models, which has sparsities, selections and repairs of its own."""
 
     eliminates: ClassVar[bool] = True
@@ -127,6 +112,10 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
             return method.mlp_sparsity, method.align_hidden, method.mlp_selection, method.mlp_recovery
         return method.attention_sparsity, method.align_head, "obs", "affine"
 
+    def _align(self, site: OfSite, method: Method) -> int:
+        align = self._said(method)[1]
+        return align if method.aligned else max(align, site.multiple)
+
     def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
         return reads_of(site, moments, device)
 
@@ -137,7 +126,7 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         return self._said(method)[0]
 
     def uniform(self, site: OfSite, method: Method) -> int | None:
-        sparsity, align, _, _ = self._said(method)
+        sparsity, align = self._said(method)[0], self._align(site, method)
         if sparsity is None or self.refusal(site, method):
             return None
         if self.part in ("convolutions", "streams"):
@@ -145,7 +134,7 @@ class TracedKind(WithoutBranch, Generic[OfSite]):
         return site.parts * aligned_width(site.width // site.parts, 1.0 - sparsity, align)
 
     def widths(self, site: OfSite, method: Method) -> tuple[int, ...]:
-        align = self._said(method)[1]
+        align = self._align(site, method)
         if self.part == "convolutions":
             step = finer_step(site.width, site.parts, align)
             return (*range(step, site.width, step), site.width)

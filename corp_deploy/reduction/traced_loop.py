@@ -51,6 +51,7 @@ from .traced_read_tokens import places_read
 from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
+from .uncentred import regression_uncentred
 
 Done = Callable[[int], None] | None
 
@@ -291,7 +292,10 @@ class _Making:
         changed = None if was is None else ((weight_GPK - was[0]) * gain_GP[..., None], (bias_GP - was[1]) * gain_GP)
         columns_G = self._columns(layer, weight_GPK)
 
+        is_biasless = layer.bias in self.student.tracing.biasless
+
         def still(half: RegressionSums, group: int) -> RegressionSums:
+            half = regression_uncentred(half) if is_biasless else half
             left = half if changed is None else half.less(changed[0][group], changed[1][group])
             return left.of(columns_G[group])
 

@@ -23,10 +23,10 @@ from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
-from .traced_kind import Mapped, TracedReduced, WithoutBranch, mapped_layer
+from .traced_kind import Mapped, TracedReduced, mapped_layer
 
 
-class TracedPairsKind(WithoutBranch):
+class TracedPairsKind:
     """See Kind."""
 
     eliminates: ClassVar[bool] = False

@@ -34,7 +34,9 @@ from corp_deploy.algebra.swap import swap
 from corp_deploy.families.traced_site import Portion, Reading, TracedSite
 from ground.errors import BadInput
 
+from .statistics import lacking, statistics_before
 from .traced_chosen import fitted, target_of, without_patches
+from .uncentred import channels_uncentred
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
@@ -140,12 +142,9 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
     """
     first, moments_of = dict[str, Reading](), dict[str, Moment]()
     for reading in site.readings:
-        own = moments.sites.get(reading.name)
+        own = statistics_before(site.name, reading.name, moments)
         if not isinstance(own, ChannelMoments | PatchMoments):
-            raise BadInput(
-                f"{site.name}: the moments hold no statistics of {reading.name}, which reads it; calibrate again "
-                "without leaving it out"
-            )
+            raise lacking(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
         moments_of[reading.weight] = own if before is None else added(reading.name, before, own)
     there = {weight: on_device(own, where) for weight, own in moments_of.items()}
@@ -155,6 +154,8 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
 def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
     """The columns of a group stand side by side."""
     layer, where = reading.layer, reading.layer.weight.device
+    if reading.is_biasless and isinstance(moments, ChannelMoments):
+        moments = channels_uncentred(moments)
     portion, places_F = _summed(portion, moments)
     index_F, places_F = torch.from_numpy(portion.columns_CM).flatten().to(where), places_F.to(where)
     weight = reading.gained_weight[portion.rows]

@@ -125,6 +125,17 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
+        """Where queries and keys are no site, who asks to narrow them is told of it here."""
+        if reason := self._keeps_heads(site, method):
+            return reason
+        is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside_queries
+        if is_narrowed or not (method.attention_sparsity and method.reduces_attention):
+            return ""
+        why = f": {site.queries_mixed}" if site.queries_mixed else ""
+        return f"queries and keys stay{why}; --heads square reduces its values"
+
+    def _keeps_heads(self, site: TracedValues, method: Method) -> str:
+        """Why no head goes whole where some are to, or nothing."""
         if not method.heads_sparsity or site.groups.part_G is None:
             return ""
         if sum(len(each.portions) for each in site.readings) > 1:
@@ -132,10 +143,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
         found = site.units() if method.folds_heads else site.with_heads()
         return found if isinstance(found, str) else ""
 
+    def note(self, site: TracedValues, method: Method, width: int | None) -> str | None:
+        reason = "" if width not in (None, site.width) else self.refusal(site, method)
+        return f"{site.name} kept as it is: {reason}" if reason else None
+
     def heads_left(self, site: TracedValues, method: Method) -> int:
         """How many stay whole, before dimensions of them go."""
         heads = len(site.groups_HV)
-        return heads if self.refusal(site, method) else method.heads_left(heads)
+        return heads if self._keeps_heads(site, method) else method.heads_left(heads)
 
     def uniform(self, site: TracedValues, method: Method) -> int | None:
         """Of all heads that are left; of square heads as wide as the queries, where those can be narrowed."""
@@ -152,7 +167,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return tuple(_square(site, size) for size in aligned_widths(_head(site), method.align_head))
 
     def offers(self, site: TracedValues, method: Method) -> tuple[int, ...]:
-        stays = method.value_recovery == "keep" or self.refusal(site, method)
+        stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
         return (site.width,) if stays else self._with_none(site, method)
 
     def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, known: Any = None) -> Chosen | None:

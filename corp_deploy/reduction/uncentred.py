@@ -8,18 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from calib.moments import ChannelMoments, HeadMoments
-from corp_deploy.algebra.regression_sums import DifferenceSums, Gram, RegressionSums
+from calib.moments import ChannelMoments
+from corp_deploy.algebra.regression_sums import Gram, RegressionSums
 
 
 def channels_uncentred(moments: ChannelMoments) -> ChannelMoments:
     """Of what enters a last layer that has no bias."""
     return replace(moments, sum_F=torch.zeros_like(moments.sum_F))
-
-
-def heads_uncentred(moments: HeadMoments) -> HeadMoments:
-    """Of what enters an output projection that has no bias; queries and keys as they are."""
-    return replace(moments, z_sum_C=torch.zeros_like(moments.z_sum_C))
 
 
 def gram_uncentred(gram: Gram) -> Gram:
@@ -31,8 +26,3 @@ def regression_uncentred(sums: RegressionSums) -> RegressionSums:
     """Of inputs and targets."""
     t_O = torch.zeros_like(sums.t_O)
     return RegressionSums(x=gram_uncentred(sums.x), t_O=t_O, tx_OK=sums.tx_OK, tt=sums.tt)
-
-
-def differences_uncentred(sums: DifferenceSums) -> DifferenceSums:
-    """Of inputs and differences."""
-    return DifferenceSums(on_x=regression_uncentred(sums.on_x), d=gram_uncentred(sums.d))

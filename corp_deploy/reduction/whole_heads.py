@@ -3,33 +3,19 @@
 Legend: H heads, D dimensions of queries and keys, V of values, C = H V, O outputs of the projection, M heads left.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from calib.moments import HeadMoments
 from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
-from corp_deploy.families.head_site import HeadSite
 
-from .heads import Given, Halves, output_energy
+from .heads import Given, output_energy
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewerHeads:
-    """A site with fewer heads, its projection refitted, the statistics of those that are left, and what to report."""
-
-    site: HeadSite
-    moments: HeadMoments
-    held_out: HeadMoments | None
-    halves: Halves | None
-    report: SiteReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +57,6 @@ class _Projection:
             return self.recovered(half, method, strength)
 
         return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
-
-
-def moments_of_heads(moments: HeadMoments, kept_M: Tensor) -> HeadMoments:
-    """Those of these heads alone."""
-    width = moments.z_sum_C.numel() // len(moments.q_sum_HD)
-    own_K = (kept_M.unsqueeze(1) * width + torch.arange(width, device=kept_M.device)).flatten()
-    by_head: dict[str, Any] = {
-        each.name: value[kept_M]
-        for each in fields(moments)
-        if isinstance(value := getattr(moments, each.name), Tensor) and not each.name.startswith("z")
-    }
-    return replace(moments, **by_head, z_sum_C=moments.z_sum_C[own_K], zz_CC=moments.zz_CC[own_K[:, None], own_K])
-
-
-def kept_heads(weight_OC: Tensor, moments: HeadMoments, method: Method, count: int, *, grouped: int = 1) -> Tensor:
-    """The heads that stay, by the method's ranking, all of so many neighbours or none [M]."""
-    groups = len(moments.q_sum_HD) // grouped
-    kept_G = kept_groups(weight_OC, moments, method, groups, count // grouped)
-    return (kept_G.unsqueeze(1) * grouped + torch.arange(grouped, device=kept_G.device)).flatten()
 
 
 def kept_groups(weight_OC: Tensor, moments: Given, method: Method, groups: int, count: int) -> Tensor:
@@ -150,27 +117,3 @@ def projected(
     energy = output_energy(moments, weight_OC)
     report = heads_report(site, heads, method, len(kept_M), recovery, energy, elsewhere)
     return recovery, replace(report, ridge_fit=ridge_fit(ridge))
-
-
-def fewer_heads(
-    site: HeadSite,
-    moments: HeadMoments,
-    method: Method,
-    kept_M: Tensor,
-    held_out: HeadMoments | None = None,
-    halves: Halves | None = None,
-) -> FewerHeads:
-    """The site with these of its heads, see `kept_heads`. `halves` of the images choose how strongly the projection is
-    held to the columns that stay (GRAIL's: to nothing).
-    """
-    weight_OC = site.last.weight.detach().double()
-    bias_O = None if site.last.bias is None else site.last.bias.detach().double()
-    recovery, report = projected(site.name, site.heads, (weight_OC, bias_O), moments, method, kept_M, held_out, halves)
-    needs_bias = bias_O is not None or bool(recovery.bias_O.any())
-    return FewerHeads(
-        site=site.of_heads(kept_M, (recovery.weight_OK, recovery.bias_O if needs_bias else None)),
-        moments=moments_of_heads(moments, kept_M),
-        held_out=None if held_out is None else moments_of_heads(held_out, kept_M),
-        halves=None if halves is None else (moments_of_heads(halves[0], kept_M), moments_of_heads(halves[1], kept_M)),
-        report=report,
-    )

@@ -4,12 +4,15 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.values import FILE
 from ground.errors import BadInput
 from ground.files import replacing, sha256_of_file
-from perf.gate.rule import Rule
-from perf.parity.parity import load_parity
-from perf.record.runs import load_bench
+
+if TYPE_CHECKING:
+    from perf.gate.rule import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,21 +23,28 @@ class OldRecords:
     parity: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """Where the older bench record is, and the older parity record; `init` lets records that pass become them where
-    there are none.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Record, heading="Baseline"):
+    """Where the older records are; whether they are such is looked at when they are used."""
 
-    path: Path | None = None
-    init: bool = False
-    parity: Path | None = None
+    path: Path | None = option(FILE, typed="baseline", help="The older bench.json that `baseline` in a rule means.")
+    parity: Path | None = option(
+        FILE,
+        typed="baseline_parity",
+        help="The older parity.json that `baseline` means in rules on its figures, on the same inputs.",
+    )
+    init: bool = option(
+        default=False,
+        typed="init_baseline",
+        help="Make the records that are judged the baselines if they pass and none is.",
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.init and self.path is None and self.parity is None:
             raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
 
-    def require(self, rules: Sequence[Rule] = ()) -> None:
+    def require(self, rules: "Sequence[Rule]" = ()) -> None:
         """Raise BadInput when a baseline is named that is no such record, or is not there and may not be started, and
         when one of the rules asks for one that is not named.
         """
@@ -43,6 +53,9 @@ class Baseline:
                 raise BadInput(
                     f"{path}: no such baseline; give an older {kind}.json, or --init-baseline to start with this one"
                 )
+        from perf.parity.parity import load_parity
+        from perf.record.runs import load_bench
+
         if self.path is not None and self.path.is_file():
             load_bench(self.path)
         if self.parity is not None and self.parity.is_file():

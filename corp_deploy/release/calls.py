@@ -11,6 +11,7 @@ from corp_deploy.invocation.honours import Axis
 from . import names
 from .baseline import Baseline
 from .recipe import Recipe, Target
+from .recipe_table import Table
 from .targets import run_options
 
 SAVE_EVERY_IMAGES = 1024
@@ -18,11 +19,7 @@ RANGE_SAMPLES = 128
 
 
 def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
-    return {
-        "baseline": path_from(root, baseline.path),
-        "baseline_parity": path_from(root, baseline.parity),
-        "init_baseline": baseline.init,
-    }
+    return {name: path_from(root, value) if isinstance(value, Path) else value for name, value in baseline.said.items()}
 
 
 def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
@@ -48,6 +45,10 @@ def _groups(recipe: Recipe, root: Path) -> str | None:
     return path_from(root, recipe.calibration.group_labels) or recipe.calibration.groups
 
 
+def _some(table: Table, *keys: str) -> dict[str, Any]:
+    return {key: getattr(table, key) for key in keys}
+
+
 def calibrate(recipe: Recipe, root: Path) -> Invocation:
     calibration = recipe.calibration
     restricted = calibration.attention_system == "kept"
@@ -57,16 +58,10 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             "model": "dense",
             **recipe.model.trust,
             "images": path_from(root, calibration.images),
-            "samples": calibration.samples,
-            "seed": calibration.seed,
-            "batch_size": calibration.batch_size,
-            "device": calibration.device,
-            "workers": calibration.workers,
-            "max_bad": calibration.max_bad,
+            **_some(calibration, "samples", "seed", "batch_size", "device", "workers", "max_bad"),
             "attention_system": recipe.reduce.choice.method_asked.needs_attention_system,
             "residual": bool(recipe.reduce.residual),
-            "active_eps": calibration.active_eps,
-            "snapshots": calibration.snapshots,
+            **_some(calibration, "active_eps", "snapshots"),
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
             **recipe.reduce.choice.of_statistics.said,
@@ -97,14 +92,10 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         **choice.said,
         "latency_tables": path_from(root, recipe.reduce.latency_tables),
         "images": path_from(root, calibration.images),
-        "samples": calibration.samples,
-        "seed": calibration.seed,
-        "workers": calibration.workers,
-        "max_bad": calibration.max_bad,
+        **_some(calibration, "samples", "seed", "workers", "max_bad"),
         # What proves the result is looked at by nothing before.
         "hold_out": calibration.hold_out if recipe.proves_on_own else None,
         "groups": _groups(recipe, root) if recipe.proves_on_own else None,
-        "device": "cpu",
         "output": "reduced",
     }
     return Invocation(command="reduce", options=_honoured(options, choice.ways))
@@ -117,17 +108,8 @@ def range_samples(recipe: Recipe) -> int:
 
 def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
     """What INT8 and FP8 graphs are made by: some of the calibration's own images."""
-    table, calibration = recipe.export, recipe.calibration
-    return {
-        "rest": table.resting_on,
-        "scales": table.scales or "auto",
-        "balance": table.balance is not False,
-        "keep_rest": list(table.keep_rest),
-        **({} if table.weight_bits in (None, 8) else {"weight_bits": table.weight_bits}),
-        "images": path_from(root, calibration.images),
-        "samples": range_samples(recipe),
-        "seed": calibration.seed,
-    }
+    images = path_from(root, recipe.calibration.images)
+    return {"images": images, "samples": range_samples(recipe), "seed": recipe.calibration.seed}
 
 
 def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
@@ -137,10 +119,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
         options={
             "model": subject,
             **recipe.model.trust,
-            "precision": precisions,
-            "keep_fp32": list(table.keep_fp32),
-            **({} if table.input == "float32" else {"input": table.input}),
-            "break_fusion": list(table.break_fusion),
+            **table.options.said,
             **(_ranges(recipe, root) if table.quantised else {}),
             "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
@@ -148,28 +127,20 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
 
 
 def verify(recipe: Recipe, root: Path) -> Invocation:
-    proof_images, parity = recipe.proof_images, recipe.parity
+    proving, parity = recipe.proof_images, recipe.parity
     return Invocation(
         command="verify",
         arguments=(*names.SUBJECTS, *names.graphs_of(recipe, "reduced")),
         options={
             **recipe.model.trust,
-            "images": path_from(root, proof_images.path),
+            "images": path_from(root, proving.images),
             "labels": path_from(root, recipe.held_out.labels),
-            "samples": proof_images.samples,
-            "seed": proof_images.seed,
-            "hold_out": proof_images.hold_out,
+            **proving.drawn,
+            "hold_out": proving.hold_out,
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": names.MOMENTS,
-            "batch": parity.batches,
-            "min_agreement": parity.min_agreement,
-            "max_error": parity.max_error,
-            "half_factor": parity.half_factor,
-            "quantised_factor": parity.quantised_factor,
-            "max_apart": parity.max_apart,
-            **({"confidence": parity.confidence} if parity.has_shares else {}),
+            **parity.options.said,
             "head": [path_from(root, path) for path in parity.head],
-            **parity.of_maps,
             "metric": parity.metrics(root),
             "output": names.PARITY,
         },
@@ -206,11 +177,7 @@ def _bench(
             **called,
             "batch": table.batches,
             "images": names.SAMPLES,
-            "time_limit": table.time_limit_s,
-            "half_width": table.half_width,
-            "block_ms": table.block_ms,
-            "min_rounds": table.min_rounds,
-            **({"audit": True} if table.audit else {}),
+            **table.plan.said,
             "output": output,
         },
     )

@@ -192,7 +192,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
-    sure = f" {confidence_in_words(limits.confidence)}" if limits.has_shares else ""
+    sure = f" {confidence_in_words(limits.confidence)}" if limits.options.shares else ""
     yield f"* Limits set: agreement at least {limits.min_agreement}{sure}, logit error at most {limits.max_error}."
     if limits.head:
         least = f"IoU at least {limits.min_iou}, pixels that agree at least {limits.min_pixels}"

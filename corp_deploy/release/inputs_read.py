@@ -15,7 +15,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_from_choice
-from corp_deploy.proof.heads import HeadRequest, opened_heads
+from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.reach import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.graph_input import graph_ports
@@ -32,7 +32,7 @@ from .calls import range_samples
 from .incremental import Stage
 from .mistakes import Mistakes
 from .names import MOMENTS, PARITY, parity_name
-from .opened import open_dense, open_proof_images
+from .opened import open_proof_images
 from .recipe import Recipe
 from .recipe_tables import require_more
 from .serving import class_names
@@ -128,7 +128,7 @@ def read_inputs(
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
     with mistakes.at("[model]"):
-        dense = open_dense(recipe.model) if "dense" in names else load_checkpoint(root / "dense")
+        dense = recipe.model.source.opened() if "dense" in names else load_checkpoint(root / "dense")
     if dense is None:
         return
     model = dense.model
@@ -148,7 +148,7 @@ def read_inputs(
         for sentence in (*out_of_reach(recipe, proving.count), *_too_good(proving, _fitted_ids(root, calibration))):
             warn(sentence)
     if any(label.startswith("parity.head") for label in labels):
-        with mistakes.at("parity.head"), opened_heads(HeadRequest(paths=recipe.parity.head), output_ports(model)):
+        with mistakes.at("parity.head"), opened_heads(recipe.parity.head, output_ports(model)):
             pass
     if "package.labels" in labels and recipe.package.labels is not None:
         with mistakes.at("package.labels"):
@@ -169,8 +169,7 @@ def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
 
 def _of_limits(recipe: Recipe, count: int) -> list[str]:
     parity = recipe.parity
-    every = {"parity.min_agreement": parity.min_agreement, "parity.min_pixels": parity.min_pixels}
-    shares = {key: least for key, least in every.items() if least is not None}
+    shares = {f"parity.{name}": least for name, least in parity.options.shares.items()}
     return unreachable(shares, count=count, noun="held-out images", confidence=parity.confidence)
 
 

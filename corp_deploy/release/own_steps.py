@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
-from corp_deploy.proof.candidates import Candidate, Runtime, candidate_from_path, in_runtime
+from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.gate import (
     evidence_of_files,
@@ -21,7 +22,6 @@ from corp_deploy.proof.gate import (
     with_fitted_rule,
     write_trend,
 )
-from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.own_metrics import Meter
@@ -53,7 +53,6 @@ from .bill import bill_of_release
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
-from .opened import open_dense
 from .provenance import provenance
 from .recipe import Recipe, Target
 from .recipe_parity import trusted_metrics
@@ -63,7 +62,7 @@ from .stage_effort import efforts_of
 
 def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
     """The trained model as a directory of its own."""
-    save(open_dense(recipe.model), dirs.into / "dense")
+    save(recipe.model.source.opened(), dirs.into / "dense")
 
 
 def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> None:
@@ -139,8 +138,9 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
         batches=fitting or [profile.tuned],
-        limits=ParityLimits(**recipe.parity.limits).of_few(inputs.count, elsewhere="the held-out images"),
-        heads=HeadRequest(paths=recipe.parity.head, threshold=recipe.parity.map_threshold),
+        limits=ParityLimits.from_options(recipe.parity.options.values).of_few(
+            inputs.count, elsewhere="the held-out images"
+        ),
         answered=meter.measure,
     )
     proof = meter.beside(proof)

@@ -33,7 +33,7 @@ def _recipe_stage(recipe: Recipe, root: Path) -> Stage:
 
 def _name(model: ModelTable) -> str:
     """What the model is called; of a user's code the function, as the file is told of by its content."""
-    return model.model if model.code is None else model.model.rpartition(":")[2]
+    return str(model.model if model.code is None else model.model.rpartition(":")[2])
 
 
 def _dense_stage(recipe: Recipe) -> Stage:

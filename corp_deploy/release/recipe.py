@@ -4,11 +4,11 @@ See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
@@ -58,19 +58,6 @@ class Target:
     @property
     def is_engine(self) -> bool:
         return self.name in ENGINES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofImages:
-    """The images that a release is proved on: `samples` of those at `path`, drawn by `seed`, or all. With `hold_out`
-    only those of them that a calibration by the same values leaves out, which are whole `groups` where some are given.
-    """
-
-    path: Path
-    samples: int | None
-    seed: int
-    hold_out: int | None = None
-    groups: str | None = None
 
 
 class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,13 +193,16 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return judged and not (merges and self.proves_on_own)
 
     @property
-    def proof_images(self) -> ProofImages:
+    def proof_images(self) -> InputOptions:
+        """The images that a release is proved on: of those that a calibration by the same values leaves out, where it
+        holds out some.
+        """
         held_out, calibration = self.held_out, self.calibration
-        if held_out.images is not None:
-            return ProofImages(path=held_out.images, samples=held_out.samples, seed=held_out.seed)
+        if not self.proves_on_own:
+            return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
         labels = calibration.group_labels
-        return ProofImages(
-            path=calibration.images,
+        return InputOptions(
+            images=calibration.images,
             samples=calibration.samples,
             seed=calibration.seed,
             hold_out=calibration.hold_out,

@@ -3,45 +3,26 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.call import path_from
-from corp_deploy.invocation.table import VERIFY_HEADS
+from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts
 from ground.errors import BadInput
 from ground.quantity import shown
-from perf.parity.maps import THRESHOLD
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
-from . import recipe_values
-from .recipe_table import Table, refuse_ignored
+from .recipe_record import record_of, table_of
+from .recipe_values import Locations, Texts
 
 
-class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    batches: recipe_values.Batches = (1, 7, 32)
-    min_agreement: recipe_values.Share | None = None
-    max_error: recipe_values.RelativeError | None = None
-    half_factor: recipe_values.Factor = 4.0
-    quantised_factor: recipe_values.Factor = 2.0
-    max_apart: recipe_values.Share = 0.05
-    head: recipe_values.Locations = ()
-    map_threshold: recipe_values.Level = THRESHOLD
-    max_map_error: recipe_values.RelativeError | None = None
-    min_iou: recipe_values.Share | None = None
-    min_pixels: recipe_values.Share | None = None
-    confidence: recipe_values.Confidence = DEFAULT_CONFIDENCE
-    metric: recipe_values.Texts = ()
-    metric_files: recipe_values.Locations = ()
+class ParityTable(
+    table_of("ParityKeys", options_of(ProofOptions), ("metric", Texts, ()), ("metric_files", Locations, ()))  # type: ignore[misc]
+):
+    """What is proved; `metric`: commands that measure outputs, of which some read `metric_files`."""
 
     def __post_init__(self) -> None:
-        asked = self._of_maps | {"map_threshold": None if self.map_threshold == THRESHOLD else self.map_threshold}
-        refuse_ignored("[parity]", VERIFY_HEADS, self._way, asked)
-        if self.confidence != DEFAULT_CONFIDENCE and not self.has_shares:
-            raise BadInput(
-                f"parity.confidence is {self.confidence:g}, of the interval of a share of inputs, and none has a "
-                "limit; give min_agreement, or min_pixels with a head"
-            )
+        _ = self.options
         if self.metric_files and not self.metric:
             raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
         names = [path.name for path in self.metric_files]
@@ -74,28 +55,9 @@ class ParityTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
 
     @property
-    def has_shares(self) -> bool:
-        """Whether a share of inputs has a limit, which an interval has to keep to."""
-        return self.min_agreement is not None or self.min_pixels is not None
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """What the reduced model may differ by, under the names that the proof has for it."""
-        names = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart", "confidence")
-        return {name: getattr(self, name) for name in names} | self._of_maps
-
-    @property
-    def _way(self) -> str:
-        return "some" if self.head else "none"
-
-    @property
-    def _of_maps(self) -> dict[str, Any]:
-        return {"max_map_error": self.max_map_error, "min_iou": self.min_iou, "min_pixels": self.min_pixels}
-
-    @property
-    def of_maps(self) -> dict[str, Any]:
-        """What is asked of heads' maps, as `verify` takes it; nothing without heads."""
-        return VERIFY_HEADS.honoured(self._way, {"map_threshold": self.map_threshold} | self._of_maps)
+    def options(self) -> ProofOptions:
+        """The same as `verify` takes it."""
+        return record_of(ProofOptions, self, "parity")
 
 
 def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:

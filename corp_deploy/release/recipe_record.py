@@ -1,23 +1,24 @@
-"""A table of a recipe that a record declares, see invocation/option.py: its keys, and the record that they make."""
+"""A table of a recipe that records declare, see invocation/option.py: its keys, and the record that they make."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, defstruct
-from msgspec.structs import asdict
+from msgspec.structs import fields
 
 from corp_deploy.invocation.option import Option, Record, options_of
-from corp_deploy.invocation.values import CHANNELS, ByKind, OneOf, Spelled, Values
+from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, Repeated, Spelled, Values
+from ground.errors import BadInput
 from ground.quantity import Count, Real
 
 from .recipe_table import Table
-from .recipe_values import number_in
+from .recipe_values import list_of, number_in
 
 R = TypeVar("R", bound=Record)
 
 
-def _type(values: Values) -> Any:
+def type_of(values: Values) -> Any:
     """What msgspec reads, which a refusal describes."""
     if isinstance(values, Count | Real):
         return number_in(values)
@@ -26,6 +27,13 @@ def _type(values: Values) -> Any:
         case OneOf(words, on):
             literal = Literal[words]  # type: ignore[valid-type]  # of a tuple that is made here
             return Annotated[bool | literal if on else literal, said]
+        case ListOf(each, example, different):
+            such = [each.from_text(word) for word in example.split(",")]
+            return list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
+        case Repeated(each=each):
+            return list_of(type_of(each or TEXT), f"each {each or TEXT}")
+        case Spelled(kind=kind) if kind is tuple:
+            return list_of(type_of(TEXT), str(values), least=1)
         case Spelled(kind=kind) if kind in (bool, Path):
             return Annotated[kind, said]
         case Spelled(or_whole=True):
@@ -36,33 +44,46 @@ def _type(values: Values) -> Any:
 
 def _keys(option: Option) -> Iterator[tuple[str, str, Values, Any]]:
     """Each with its kind, what it may be and its default; an option that is told apart by kind has a key for each."""
+    name = option.in_recipe if isinstance(option.in_recipe, str) else option.name
     if not isinstance(option.of, ByKind):
-        yield option.name, "", option.of, option.default
+        yield name, "", option.of, option.default
         return
     defaults: Mapping[str, Any] = option.taken(None) or {}
     for kind in sorted(option.of.kinds, key=CHANNELS.__ne__):
-        name = option.name if kind == CHANNELS else f"{option.name}_{kind}"
-        yield name, kind, option.of.kinds[kind], defaults.get(kind)
+        yield name if kind == CHANNELS else f"{name}_{kind}", kind, option.of.kinds[kind], defaults.get(kind)
 
 
-def table_of(name: str, record: type[Record]) -> Any:
-    """The class of a table with the record's keys."""
+def table_of(name: str, options: Mapping[str, Option], *own: tuple[Any, ...], **defaults: Any) -> Any:
+    """The class of a table with the options' keys behind its `own`, each a name, a type, and a default where it has
+    one; `defaults` are those of options that are others here.
+    """
     keys = [
-        (key, _type(values) if default is not None else _type(values) | None, default)
-        for option in options_of(record).values()
-        if option.in_recipe
+        (key, type_of(values) if (kept := defaults.get(key, default)) is not None else type_of(values) | None, kept)
+        for option in options.values()
+        if option.in_recipe and option.name not in {key for key, *_ in own}
         for key, _, values, default in _keys(option)
     ]
-    return defstruct(name, keys, bases=(Table,), frozen=True, kw_only=True, forbid_unknown_fields=True)
+    return defstruct(name, [*own, *keys], bases=(Table,), frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
-def record_of(record: type[R], table: Table) -> R:
-    """The record that a table's keys make."""
-    given = {name: value for name, value in asdict(table).items() if value is not None}
-    values: dict[str, Any] = {}
-    for name, option in options_of(record).items():
-        if option.in_recipe and isinstance(option.of, ByKind):
-            values[name] = {kind: given[key] for key, kind, *_ in _keys(option) if key in given} or None
-        elif option.in_recipe:
-            values[name] = given.get(name)
-    return record(**values)
+def record_of(record: type[R], table: Table, where: str, **others: Any) -> R:
+    """The record that a table's keys make, some of its values given. Raises BadInput, naming the table, for what may
+    not be, and for what is set there and would be ignored.
+    """
+    known = {field.name: field.default for field in fields(table)}
+    given = {name: value for name in known if (value := getattr(table, name)) is not None}
+    asked, values = dict(others), dict(others)
+    for option in options_of(record).values():
+        keys = [(kind, key) for key, kind, *_ in _keys(option) if option.in_recipe and key in given]
+        if not keys or option.name in others:
+            continue
+        by_kind = {kind: given[key] for kind, key in keys}
+        values[option.name] = by_kind if isinstance(option.of, ByKind) else by_kind[""]
+        if any(given[key] != known[key] for _, key in keys):
+            asked[option.name] = values[option.name]
+    try:
+        made = record(**values)
+        made.refuse_ignored(asked)
+    except BadInput as error:
+        raise BadInput(f"[{where}]: {error}") from None
+    return made

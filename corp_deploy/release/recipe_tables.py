@@ -8,16 +8,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from corp_deploy.families.outputs import Outputs
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import file_and_function, is_code
+from corp_deploy.invocation.calibration import CalibrateRun
+from corp_deploy.invocation.engine import EngineOptions
+from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
+from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.running import BenchOptions, PlanOptions
+from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.values import OneOf
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from . import recipe_values
+from .recipe_record import record_of, table_of, type_of
 from .recipe_table import Table
 
 
@@ -36,36 +40,24 @@ class LicencesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True
     held_out: recipe_values.Licence | None = None
 
 
-class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelTable(
+    table_of("ModelKeys", options_of(Source), ("model", recipe_values.Text), ("kwargs", recipe_values.Arguments, {}))  # type: ignore[misc]
+):
     """`model` is a directory as an absolute path, behind hf: where transformers wrote it, a timm name, which goes
     with `weights`, or module:PATH.py:FUNCTION with the absolute path of a user's code.
     """
-
-    model: recipe_values.Text
-    weights: recipe_values.Location | None = None
-    kwargs: recipe_values.Arguments = msgspec.field(default_factory=dict)
-    ema: recipe_values.Flag | None = None
-    mean: recipe_values.Means | None = None
-    std: recipe_values.Deviations | None = None
-    crop_pct: recipe_values.ShareKept | None = None
-    interpolation: recipe_values.Interpolation | None = None
-    crop_mode: recipe_values.CropMode | None = None
-    outputs: recipe_values.OutputNames | None = None
 
     def __post_init__(self) -> None:
         try:
             json.dumps(self.kwargs)
         except TypeError:
             raise BadInput(f"model.kwargs is {self.kwargs!r:.200}, expected no dates and times in it") from None
-        try:
-            _ = self.named_outputs
-        except BadInput as error:
-            raise BadInput(f"model.{error}") from None
+        _ = self.source
 
     @property
-    def named_outputs(self) -> Outputs | None:
-        """What the model gives by name, None for its own output."""
-        return None if self.outputs is None else Outputs(self.outputs)
+    def source(self) -> Source:
+        """The same as commands take it."""
+        return record_of(Source, self, "model", name=self.model)
 
     @property
     def code(self) -> Path | None:
@@ -87,17 +79,6 @@ class ModelTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """What stands before the directory of another library's model."""
         return PREFIX if self.model.startswith(PREFIX) else ""
 
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """What of the preprocessing is set."""
-        return Preprocessing(
-            mean=self.mean,
-            std=self.std,
-            crop_pct=self.crop_pct,
-            interpolation=self.interpolation,
-            crop_mode=self.crop_mode,
-        )
-
 
 def require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
     """Raise BadInput unless more images are fitted to than the last snapshot is of."""
@@ -108,22 +89,22 @@ def require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
         )
 
 
-class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CalibrationTable(
+    table_of(  # type: ignore[misc]
+        "CalibrationKeys",
+        options_of(Drawn)
+        | options_of(CalibrateRun, "batch_size", "device")
+        | options_of(Decoded)
+        | options_of(CalibrateRun, "hold_out", "active_eps", "snapshots"),
+        ("images", recipe_values.Location),
+        ("groups", type_of(OneOf(("image", "folder", "file"))) | None, None),
+        ("group_labels", recipe_values.Location | None, None),
+        ("attention_system", type_of(OneOf(("whole", "kept"))) | None, None),
+        active_eps=None,
+        snapshots=None,
+    )
+):
     """`snapshots`: after how many images moments are kept too, so that the report tells how many are enough."""
-
-    images: recipe_values.Location
-    samples: recipe_values.Images | None = None
-    seed: recipe_values.Seed = 0
-    batch_size: recipe_values.Batch = 32
-    device: recipe_values.Device = "cpu"
-    workers: recipe_values.Workers = 0
-    max_bad: recipe_values.BadImages = 0
-    hold_out: recipe_values.Images | None = None
-    groups: recipe_values.Groups | None = None
-    group_labels: recipe_values.Location | None = None
-    attention_system: recipe_values.AttentionSystem | None = None
-    active_eps: recipe_values.Magnitude | None = None
-    snapshots: recipe_values.Snapshots | None = None
 
     def __post_init__(self) -> None:
         counts = self.snapshots or ()
@@ -134,15 +115,12 @@ class CalibrationTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=T
             require_more(fitted, counts)
 
 
-class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeldOutTable(
+    table_of("HeldOutKeys", options_of(InputOptions, "images", "labels", "samples", "seed"))  # type: ignore[misc]
+):
     """Images that prove the result: `images`, or those that calibration.hold_out leaves out where there are none;
     `labels` are then of all calibration images.
     """
-
-    images: recipe_values.Location | None = None
-    labels: recipe_values.Location | None = None
-    samples: recipe_values.Images | None = None
-    seed: recipe_values.Seed = 0
 
     def __post_init__(self) -> None:
         if self.images is None and (self.samples is not None or self.seed):
@@ -152,14 +130,14 @@ class HeldOutTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
 
 
-class BenchTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    batches: recipe_values.Batches = (1, 8, 32)
-    time_limit_s: recipe_values.Seconds = 20.0
-    half_width: recipe_values.ShareKept = 0.01
-    block_ms: recipe_values.Milliseconds = 25.0
-    min_rounds: recipe_values.Rounds = 16
-    threads: recipe_values.Threads | None = None
-    audit: recipe_values.Flag = False
+class BenchTable(
+    table_of("BenchKeys", options_of(PlanOptions) | options_of(BenchOptions, "batches", "threads"))  # type: ignore[misc]
+):
+    """How long is measured, and of what."""
+
+    @property
+    def plan(self) -> PlanOptions:
+        return record_of(PlanOptions, self, "bench")
 
 
 class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,11 +157,13 @@ class PackageTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True)
     labels: recipe_values.Location | None = None
 
 
-class TargetTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TargetTable(
+    table_of(  # type: ignore[misc]
+        "TargetKeys",
+        options_of(EngineOptions, "precision", "sparse"),
+        ("batch", recipe_values.Text | None, None),
+        ("sms", recipe_values.Texts, ()),
+        ("fail_if", recipe_values.Texts, ()),
+    )
+):
     """One of [targets], which may leave out what follows from the other tables."""
-
-    precision: recipe_values.Precision | None = None
-    batch: recipe_values.Text | None = None
-    sms: recipe_values.Texts = ()
-    sparse: recipe_values.Flag = False
-    fail_if: recipe_values.Texts = ()

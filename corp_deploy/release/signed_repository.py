@@ -26,11 +26,11 @@ def unsign_repository(repository: Path) -> bool:
 def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:
     """Write manifest.json, which says what the repository is called and what is in it, and model.sig over all.
 
-    Raises BadInput where lint-repo finds an error: what somebody else laid there is not vouched for.
+    Raises BadInput where `package lint` finds an error: what somebody else laid there is not vouched for.
     """
     errors = [each for each in lint_repository(repository) if each.severity == ERROR]
     if errors:
-        raise BadInput(f"{repository}: not signed: {errors[0]}; lint-repo tells of all")
+        raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` tells of all")
     files = {
         path.relative_to(repository).as_posix(): {
             "sha256": sha256_of_file(path),

@@ -43,15 +43,13 @@ def _has_rows(model: str, folder: Path) -> tuple[bool, bool]:
             return False, True
     import torch
 
-    from corp_deploy.families.channel_site import ChannelSite
-    from corp_deploy.families.head_site import HeadSite
-    from corp_deploy.families.idle_options import CONVOLUTIONS, kinds_of
+    from corp_deploy.families.idle_options import CONVOLUTIONS, HEADS, MLPS, kinds_of
     from corp_deploy.store.checkpoint import dense_from_architecture
 
     with torch.device("meta"):
         dense = dense_from_architecture(architecture)
     kinds = kinds_of(dense)
-    return CONVOLUTIONS in kinds, not kinds or bool(kinds & {ChannelSite.kind, HeadSite.kind})
+    return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
 
 
 def _require_timm_name(model: str) -> None:

@@ -3,13 +3,15 @@
 Every function reads what its invocation names below `dirs.root` and writes below `dirs.into`.
 """
 
+from dataclasses import replace
+
 from calib.groups import BY_NAME
 from calib.images import Images
-from calib.parts import parts_of
 from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.inputs import InputOptions, Parted
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
@@ -20,7 +22,6 @@ from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.heads import HeadRequest
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.own_metrics import Meter
@@ -38,20 +39,17 @@ from ground.effort import turn
 from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
-from perf.parity.maps import THRESHOLD
 from perf.parity.parity import Parity
 from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
 from .incremental import StageDirs
 from .opened import open_proof_images
-from .recipe import ProofImages
 from .recipe_parity import trusted_metrics
 from .recipe_tables import require_more
 from .serving import AS_MEASURED, package_of_directory
 
 DRAWN = ("samples", "seed")
-LIMITS = ("min_agreement", "max_error", "half_factor", "quantised_factor", "max_apart", "confidence")
 
 
 def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) -> Images:
@@ -95,10 +93,8 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
 
 def _fitted(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
     """The calibration's images, without those that are to prove the result."""
-    images, hold_out = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), run.options.get("hold_out")
-    if hold_out is None:
-        return images
-    return parts_of(images, hold_out=hold_out, groups=_groups(dirs, run), seed=run["seed"]).fitted
+    images, asked = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), Parted.from_options(run.options)
+    return replace(asked, groups=_groups(dirs, run)).parted(images, run["seed"]).fitted
 
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
@@ -136,28 +132,24 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
-    asked = ProofImages(
-        path=dirs.root / run["images"],
+    asked = InputOptions(
+        images=dirs.root / run["images"],
         hold_out=run.options.get("hold_out"),
         groups=_groups(dirs, run),
         **run.some(*DRAWN),
     )
     source = open_proof_images(dense.model, asked)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
-    heads = run.options.get("head") or []
-    of_maps = {name: run[name] for name in ("max_map_error", "min_iou", "min_pixels") if heads}
+    limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
     meter = Meter(trusted_metrics(run.options.get("metric") or ()), inputs, below=dirs.root)
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
         inputs,
-        batches=run["batch"],
-        limits=ParityLimits(**run.some(*(name for name in LIMITS if name in run.options)), **of_maps),
+        batches=limits.batches,
+        limits=replace(limits, heads=tuple(dirs.root / path for path in limits.heads)),
         moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
-        heads=HeadRequest(
-            paths=tuple(dirs.root / path for path in heads), threshold=run.options.get("map_threshold", THRESHOLD)
-        ),
         answered=meter.measure,
     )
     proof = meter.beside(proof)

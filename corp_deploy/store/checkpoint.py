@@ -5,7 +5,6 @@ the preprocessing, and the lineage: all that it takes to build the model again, 
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import dense_model, family_of, outputs_of, sites_of, with_outputs
+from corp_deploy.families.decoder import NAME as DECODER
+from corp_deploy.families.decoder_folded import as_decoders
+from corp_deploy.families.family import dense_model, family_of, outputs_of, with_outputs
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
+from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_eva_folded import as_timms_eva, is_eva
 from corp_deploy.families.timm_folded import as_program, is_of_widths
@@ -147,23 +149,15 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
 
 def _widths(model: nn.Module) -> dict[str, Any]:
     """As config.json has them."""
-    if isinstance(model, TracedModule):
-        return sites_record(model)
-    return {site.name: site.as_json() for site in sites_of(model).every}
+    assert isinstance(model, TracedModule), type(model)
+    return sites_record(model)
 
 
 def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
     """The dense model with every site brought to its recorded widths, weights not yet set."""
-    recorded = config.sites
-    if isinstance(model, TracedModule):
-        program = config.program
-        return model if program is None else as_recorded(model, recorded, asdict(program), where=where)
-    modules: dict[str, nn.Module] = {}
-    for site in sites_of(model).every:
-        if site.name not in recorded:
-            raise BadInput(f"{where}: no entry {site.name!r}; the file was edited or cut off, write the model again")
-        modules |= site.recorded(recorded[site.name])
-    return replaced(model, modules)
+    program = config.program
+    assert isinstance(model, TracedModule), type(model)
+    return model if program is None else as_recorded(model, config.sites, asdict(program), where=where)
 
 
 def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
@@ -186,7 +180,10 @@ def _of_widths(
     model: TracedModule, architecture: Architecture, config: ModelConfig, state: State, where: str
 ) -> tuple[nn.Module, State]:
     """The program that version 0.1 had no word for, and its weights."""
-    library = partial(dense_from_architecture, architecture)
+    library, state = partial(dense_from_architecture, architecture), by_layers(model, config.sites, state)
+    if architecture.family == DECODER:
+        state, left = as_decoders(model, architecture, config.sites, state, where=where)
+        return as_program(model, config.sites, state, library, where=where, known=left)
     if is_eva(model):
         state, left = as_timms_eva(model, config.sites, state, library, where=where)
         return as_program(model, config.sites, state, library, where=where, known=left)
@@ -196,6 +193,12 @@ def _of_widths(
     assert isinstance(dense, TracedModule), type(dense)
     sites, state = as_timms(dense, config.sites, state, where=where)
     return as_program(dense, sites, state, library, where=where)
+
+
+def _fits(model: nn.Module, state: State) -> bool:
+    """Whether it takes the weights as they are."""
+    expected = {name: each.shape for name, each in model.state_dict().items()}
+    return expected == {name: each.shape for name, each in state.items()}
 
 
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
@@ -226,19 +229,14 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     architecture = Architecture(name=built.name, kwargs=built.kwargs, preprocessing=recorded, family=config.family)
     with torch.device("meta"):
         model = dense_from_architecture(architecture)
-    # Labels of a program's elements are numbers.
-    with nullcontext() if isinstance(model, TracedModule) else torch.device("meta"):
-        if isinstance(model, TracedModule):  # whose program is that of its outputs
-            model = _with_outputs(model, config, where)
-        model = _resized(model, config, where)
-        if not isinstance(model, TracedModule):
-            model = _with_outputs(model, config, where)
-        if config.merging is not None:
-            model = _merging(model, config.merging, where)
     read = read_weights(weights)
-    if isinstance(model, TracedModule) and is_of_widths(config.sites):
+    model = _resized(_with_outputs(model, config, where), config, where)
+    if is_of_widths(config.sites) and not _fits(model, read.state):
+        assert isinstance(model, TracedModule), type(model)
         model, state = _of_widths(model, architecture, config, read.state, where)
         read = replace(read, state=state)
+    if config.merging is not None:
+        model = _merging(model, config.merging, where)
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)

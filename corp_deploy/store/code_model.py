@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.named_sites import NamedSites
-from corp_deploy.families.own_modules import architecture_of
+from corp_deploy.families.own_modules import architecture_of, images_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import PREFIX, Code, file_and_function
 from ground.errors import BadInput
@@ -15,7 +14,7 @@ from ground.files import regular
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .weight_fit import require_fit
-from .weights import State, Weights, read_weights
+from .weights import read_weights
 
 MOST_BYTES = 1_000_000
 
@@ -35,26 +34,14 @@ def _code(text: str) -> Code:
         raise BadInput(f"{path}: not UTF-8, expected Python's source") from None
 
 
-def _own_names(model: nn.Module, state: State) -> State:
-    """Weights by the names that the model has here, where attentions are modules of this package's."""
-    renamed = model.naming.renamed if isinstance(model, NamedSites) else {}
-
-    def own(name: str) -> str:
-        before = next((each for each in renamed if name.startswith(each)), "")
-        return renamed[before] + name.removeprefix(before) if before else name
-
-    return {own(name): tensor for name, tensor in state.items()}
-
-
 def _refuse_unfit(model: nn.Module, preprocessing: Preprocessing, text: str) -> None:
-    """Raise BadInput for a mean or a std of other channels, and for any preprocessing of a model that has its own."""
-    if isinstance(model, NamedSites):
-        preprocessing.for_channels(model.naming.shape[0])
+    """Raise BadInput for a mean or a std of other channels, and for any of a model that takes no images."""
+    if (images := images_of(model)) is not None:
+        preprocessing.for_channels(images.shape[0])
     elif preprocessing.settings:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
         raise BadInput(
-            f"--model {text:.200}: the function gives a model of a known family, which has its preprocessing itself; "
-            f"drop {options}, and let the function set it"
+            f"--model {text:.200}: the function gives a model that takes no images, or a decoder; drop {options}"
         )
 
 
@@ -72,9 +59,8 @@ def load_from_code(
     notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model",)
     if weights is not None:
         read = read_weights(weights, ema=ema)
-        state = _own_names(model, read.state)
-        require_fit(model, Weights(path=weights, state=state))
-        load_weights(model, state, where=weights)
+        require_fit(model, read)
+        load_weights(model, read.state, where=weights)
         notes += read.notes
     source = {"code": code.file, "sha256": code.sha256, "notes": list(notes)}
     if weights is not None:

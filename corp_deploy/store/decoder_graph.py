@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from corp_deploy.families.decoder_builder import (
+    CLASSES,
     PROVIDERS,
     SETTINGS,
     WEIGHTS,
@@ -80,6 +81,12 @@ def _value_bytes(graph: Path) -> int:
         if value.name.startswith("past_key_values.") and kind in known:
             return known[kind]
     raise BadInput(f"{graph}: takes no cache in FP32 or FP16, expected a decoder's graph; write one by export-decoder")
+
+
+def is_of_decoder(directory: Path) -> bool:
+    """Whether it is a decoder's graph with its settings, or a plain directory that one can be built of."""
+    plain = (directory / CONFIG).is_file() and config_of_transformers(directory).get("model_type") in CLASSES
+    return plain or (directory / SETTINGS).is_file()
 
 
 def graph_of_directory(directory: Path) -> DecoderGraph:

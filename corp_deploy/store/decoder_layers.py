@@ -22,6 +22,7 @@ from corp_deploy.families.decoder_checkpoint import (
     refuse_foreign,
 )
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
+from corp_deploy.families.traced_model import take_beside_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
@@ -46,8 +47,8 @@ class DecoderLayers:
     def checkpoint(self) -> Checkpoint:
         """The model without its weights, which tells its sites and how texts become its inputs."""
         with torch.device("meta"):
-            model = TextDecoder(self.arguments.decoder, self.arguments.text).eval()
-        decoder.take_beside_(model, self.directory)
+            model = decoder.traced_decoder(TextDecoder(self.arguments.decoder), self.arguments.text)
+        take_beside_(model, self.directory)
         return Checkpoint(
             model=model,
             architecture=decoder.architecture_of(self.kind, self.arguments),

@@ -29,12 +29,8 @@ INSTEAD = (
 
 def _architecture(model: nn.Module, config: dict[str, Any]) -> Architecture:
     """What builds it again, as far as the module tells."""
-    name = str(config["architecture"])
-    try:
-        shape = image_spec(model).shape
-    except BadInput:  # of a library's own form, which its family takes apart while it is built
-        shape = tuple(config["input_size"])
-    return Architecture(name=name, kwargs=timm_library.input_and_classes(model, (shape[1], shape[2])))
+    kwargs = timm_library.input_and_classes(model, timm_library.made_size(model))
+    return Architecture(name=str(config["architecture"]), kwargs=kwargs)
 
 
 def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:

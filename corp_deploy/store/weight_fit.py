@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families.family import timm_family_of
 from corp_deploy.families.modules import counts_of_batches
+from corp_deploy.families.timm_library import unused
+from corp_deploy.families.traced_model import adapted_state
 from ground.errors import BadInput
 
 from .weights import State, Weights, first_names
@@ -78,7 +79,7 @@ def _misfit(state: State, expected: State) -> _Misfit:
 
 def _adapted(model: nn.Module, weights: Weights, misfit: str) -> dict[str, torch.Tensor]:
     try:
-        return timm_family_of(model).adapted_state(model, weights.state)
+        return adapted_state(model, weights.state)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
         reason = str(error).partition("\n")[0][:150] or type(error).__name__
         raise BadInput(
@@ -149,7 +150,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     state = _adapted(model, weights, before.words(whole, expected))
     notes = _notes(weights.state, state)
     state = {**counts, **state}
-    without = [name for name in state if name not in expected and name.startswith(timm_family_of(model).unused(model))]
+    without = [name for name in state if name not in expected and name.startswith(unused(model))]
     if without:
         state = {name: tensor for name, tensor in state.items() if name not in without}
         notes.append(f"not used, as the model was built without: {first_names(without)}")

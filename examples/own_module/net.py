@@ -1,4 +1,4 @@
-"""A net of no library's, and the function that names where it can be reduced: what `--model module:...` is given.
+"""A net of no library's, and the function that names where it is to be reduced: what `--model module:...` is given.
 
 corp-deploy inspect --model module:examples/own_module/net.py:build --trust-code
 """

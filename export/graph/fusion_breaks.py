@@ -28,9 +28,7 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
     """
     if not patterns:
         return proto
-    broken = onnx.shape_inference.infer_shapes(proto)
-    values = {value.name: value for value in broken.graph.value_info}
-    marked = _marked(broken, patterns)
+    values, marked = _typed(proto), _marked(proto, patterns)
     copy = ModelProto()
     copy.CopyFrom(proto)
     for site, name in marked.items():
@@ -50,10 +48,14 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
 
 def breakable(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
     """Those of these modules and nodes that can be broken, in the order of the graph."""
-    typed = onnx.shape_inference.infer_shapes(proto)
-    values = {value.name: value for value in typed.graph.value_info}
-    marked = _marked(typed, sites)
-    return tuple(site for site, name in marked.items() if _unfit(typed, values.get(name)) is None)
+    values = _typed(proto)
+    return tuple(site for site, name in _marked(proto, sites).items() if _unfit(proto, values.get(name)) is None)
+
+
+def _typed(proto: ModelProto) -> dict[str, ValueInfoProto]:
+    """By name what is inside; with shapes that the graph computes: keys are turned by those of their own."""
+    typed = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    return {value.name: value for value in typed.graph.value_info}
 
 
 def breaks_of_graph(proto: ModelProto) -> tuple[GraphPort, ...]:

@@ -52,13 +52,11 @@ def takes_pixels(
     weights against the sum of all pixels, which errs more than normalising ahead, in float32.
     """
     own = copy.deepcopy(model).cpu().eval()
-    path = first_convolution(own, shape) if folded else ""
+    path, convolution = _first_convolution(own, shape) if folded else ("", None)
     mean, std = _real(normalisation.mean), _real(normalisation.std)
-    if path:
-        convolution = own.get_submodule(path)
-        assert isinstance(convolution, nn.Conv2d), path
+    if convolution is not None:
         own.set_submodule(path, _folded(convolution, -mean / std, 1 / std))
-    _enter_through_(own, PixelEntry() if path else PixelEntry(_column(mean), _column(1 / std)))
+    _enter_through_(own, PixelEntry(_column(mean), _column(1 / std)) if convolution is None else PixelEntry())
     return PixelModel(model=own, folded_into=path)
 
 
@@ -67,45 +65,57 @@ def _real(shares: tuple[float, ...]) -> Tensor:
     return LARGEST * torch.tensor(shares, dtype=torch.float64)
 
 
-def first_convolution(model: nn.Module, shape: tuple[int, ...]) -> str:
-    """The path of the plain convolution, without padding, that alone reads images [1,*shape] and is run once; empty
-    where there is none.
+def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, nn.Conv2d | None]:
+    """What the module does, and its path, that alone reads images [1,*shape] and is run once, for nothing but a plain
+    convolution without padding; empty and None where there is none.
     """
     images = torch.zeros(1, *shape)
     before = images._version
-    calls: list[str] = []
-    seen: list[str] = []
+    calls: list[tuple[str, bool]] = []
+    readers = _Readers(images)
 
-    def listen(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            calls.append(path)
-            seen.extend([path] if args and args[0] is images else [])
+    def listen(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, _: tuple[Any, ...], answer: Any) -> None:
+            calls.append((path, any(made.is_all_of(module, answer) for made in readers.found)))
 
         return hook
 
-    handles = [
-        module.register_forward_pre_hook(listen(path))
-        for path, module in model.named_modules()
-        if type(module) is nn.Conv2d and path  # a subclass may standardise its weights, or pad by itself
-    ]
+    handles = [module.register_forward_hook(listen(path)) for path, module in model.named_modules() if path]
     try:
-        with torch.no_grad(), _Readers(images) as readers:
+        with torch.no_grad(), readers:
             model(images)
     finally:
         for handle in handles:
             handle.remove()
-    plain = [path for path in seen if calls.count(path) == 1 and _is_foldable(model.get_submodule(path))]
-    alone = readers.functions == [torch.conv2d] and images._version == before
-    return plain[0] if alone and len(plain) == len(seen) == 1 else ""
+    alone = len(readers.found) == 1 and images._version == before
+    path = next((path for path, is_first in calls if is_first and alone), "")
+    is_once = [each for each, _ in calls].count(path) == 1
+    convolution = readers.found[0].convolution if is_once else None
+    return ("", None) if convolution is None else (path, convolution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What was made of a tensor, and the plain convolution that did it, or None."""
+
+    made: Tensor
+    version: int
+    convolution: nn.Conv2d | None
+
+    def is_all_of(self, module: nn.Module, answer: Any) -> bool:
+        """Whether it is a convolution by the module's own weights, and its answer."""
+        if self.convolution is None or answer is not self.made or self.made._version != self.version:
+            return False
+        return getattr(module, "weight", None) is self.convolution.weight
 
 
 class _Readers(TorchFunctionMode):
-    """Which functions make other tensors of one."""
+    """What reads a tensor and makes another one."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
-        self.functions: list[Any] = []
+        self.found: list[_Reading] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {**(kwargs or {})}
@@ -113,13 +123,32 @@ class _Readers(TorchFunctionMode):
         reads = any(each is self._tensor for each in torch.utils._pytree.tree_leaves((args, given)))
         made = [each for each in torch.utils._pytree.tree_leaves(answer) if isinstance(each, Tensor)]
         if reads and any(each is not self._tensor for each in made):
-            self.functions.append(func)
+            convolution = _plain(*args, **given) if func in _CONVOLUTIONS else None
+            self.found.append(_Reading(made=made[0], version=made[0]._version, convolution=convolution))
         return answer
 
 
-def _is_foldable(convolution: nn.Module) -> bool:
-    assert isinstance(convolution, nn.Conv2d), convolution
-    return convolution.groups == 1 and convolution.padding in ((0, 0), "valid")
+_CONVOLUTIONS = (torch.conv2d, torch.ops.aten.conv2d.default)  # the latter in traced programs
+
+
+def _plain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> nn.Conv2d | None:
+    """As a module by the same tensors, where it neither pads nor has groups, and they are parameters."""
+    are_own = isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
+    if groups != 1 or padding not in (0, (0, 0), [0, 0], "valid") or not are_own:
+        return None
+    wide, channels, *kernel = weight.shape
+    sizes = [each if isinstance(each, int) else tuple(each) for each in (stride, dilation)]
+    own = nn.Conv2d(channels, wide, tuple(kernel), sizes[0], 0, sizes[1], device="meta")  # type: ignore[arg-type]
+    own.weight, own.bias = weight, bias
+    return own.eval()
 
 
 def _folded(convolution: nn.Conv2d, shift: Tensor, scale: Tensor) -> nn.Conv2d:

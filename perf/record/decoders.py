@@ -17,7 +17,7 @@ from ground.records import Positive, record_from_file
 from .runs import Bench
 
 KIND, VERSION = "decoder-bench", 1
-AGAIN = "make the record again with `corp-deploy bench-decoder`"
+AGAIN = "make the record again with `corp-deploy bench`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ def _proofs() -> None:
            "--min-rounds", "6", "--threads", "1")  # fmt: skip
     called("gate", "records/bench.json", "records/parity.json", "--fail-if", "params >= dense", "--history", "kept",
            "-o", "records/gate.json", codes=(0, 3))  # fmt: skip
-    called("redundancy", "--moments", "moments/vit.safetensors", "-o", "records/redundancy.json")
+    called("inspect", "redundancy", "--moments", "moments/vit.safetensors", "-o", "records/redundancy.json")
     Path("records/doctor.json").write_text(called("doctor", "--json"), encoding="utf-8")
     called("latency-table", "--model", "models/vit", "-o", "tables", "--batch", "1", "--threads", "1", *ALIGN)
     snapshots = [f"moments/vit-snapshots{part}.safetensors" for part in (".8", ".16", "")]
@@ -229,8 +229,8 @@ def _decoders() -> None:
         called("export-decoder", source, "-o", graph, "--length", "16")
     called("perplexity", "hf:llama-hf", "llama-saved", "--text", "text.txt", "--samples", "4",
            "-o", "records/perplexity.json", codes=(0, 3))  # fmt: skip
-    called("verify-decoder", "llama-hf", "llama-graph", "--length", "6", "-o", "records/decoder-parity.json")
-    called("bench-decoder", "llama-graph", "llama-graph-reduced", "--length", "4", "--cached", "4", *QUICK,
+    called("verify", "llama-hf", "llama-graph", "--random", "2", "--length", "6", "-o", "records/decoder-parity.json")
+    called("bench", "llama-graph", "llama-graph-reduced", "--length", "4", "--cached", "4", *QUICK,
            "--block-ms", "1", "--min-rounds", "6", "--threads", "1", "-o", "records/decoder-bench.json")  # fmt: skip
 
 

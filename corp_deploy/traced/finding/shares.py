@@ -94,7 +94,7 @@ def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tens
     sides = _sides(flow, node)
     if operation(node) != _ATTENTION or not sides:
         return [(cost, sides)]
-    return [(cost // len(sides), [side]) for side in sides]
+    return [(cost // 2, [side]) for side in sides]
 
 
 def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:

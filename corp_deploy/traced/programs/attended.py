@@ -36,9 +36,9 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
     """
     if operation(product) == WHOLE:
-        mask = _argument(product, 3, "attn_mask")
+        mask = argument(product, 3, "attn_mask")
         added = _whatever(program, mask, ()) if isinstance(mask, fx.Node) else None
-        if added is None and mask is None and _argument(product, 5, "is_causal"):
+        if added is None and mask is None and argument(product, 5, "is_causal"):
             added = torch.ones(*(sizes_at_one(each)[-2] for each in product.all_input_nodes[:2])).tril().bool()
         if added is not None and added.dtype == torch.bool:
             added = torch.zeros(added.shape, device=added.device).masked_fill(~added, -torch.inf)
@@ -46,6 +46,23 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     scores = _before_softmax(product)
     added = None if scores is None or scores is product else _whatever(program, scores, (product,))
     return added if added is not None and bool(added.any()) else None
+
+
+def factor(program: Program, product: fx.Node) -> float | None:
+    """What an attention's products of queries and keys are multiplied by on their way to its softmax; None where that
+    is no one number, or hangs on the inputs.
+    """
+    if operation(product) == WHOLE:
+        scale = product.kwargs.get("scale")
+        return float(sizes_at_one(product.all_input_nodes[0])[-1] ** -0.5 if scale is None else scale)  # type: ignore[arg-type]
+    scores = _before_softmax(product)
+    nodes = None if scores is None else needed(program, scores, (product,))[0]
+    if scores is None or nodes is None:
+        return None
+    ones = torch.ones(sizes_at_one(product), device=_where(program))
+    zero, one = (run(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
+    times = (one - zero)[zero.isfinite()]
+    return float(times[0]) if torch.allclose(times, times[:1]) else None
 
 
 def seen(added: Tensor) -> Tensor:
@@ -71,7 +88,8 @@ def unread(program: Program, given: fx.Node) -> Tensor | None:
     return ~is_read if bool(is_read.any()) and not bool(is_read.all()) else None
 
 
-def _argument(node: fx.Node, place: int, name: str) -> object:
+def argument(node: fx.Node, place: int, name: str) -> object:
+    """Given by its place, or by its name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
@@ -96,7 +114,7 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
     while len(at.users) == 1:
         (user,) = at.users
         if operation(user) in SOFTMAX:
-            sizes, dim = sizes_at_one(at), _argument(user, 1, "dim")
+            sizes, dim = sizes_at_one(at), argument(user, 1, "dim")
             is_over_keys = dim in (-1, len(sizes) - 1)
             return at if is_over_keys and sizes == sizes_at_one(product) else None
         if operation(user) not in _BETWEEN:

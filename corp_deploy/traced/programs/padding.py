@@ -34,6 +34,11 @@ def padded(program: Program) -> fx.GraphModule:
     return fx.GraphModule(program.graph, graph)
 
 
+def has_uneven(program: Program) -> bool:
+    """Whether queries and keys are of another width than values in any attention that can be padded."""
+    return any(pads for whole in program.nodes for pads in _pads(whole))
+
+
 def _values_place(node: fx.Node) -> int:
     return 2 if operation(node) == WHOLE else 1
 

@@ -1,0 +1,99 @@
+"""What --help tells of a command with many options: the ten that people use first, and the names of the others."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import cleandoc
+from textwrap import fill
+from typing import Any
+
+import click
+
+_HEADING = "heading"
+
+
+def under(heading: str, option: Callable[..., Any]) -> Callable[..., Any]:
+    """The option, which --help-all shows under this heading."""
+
+    def decorate(command: Any) -> Any:
+        decorated = option(command)
+        vars(decorated.__click_params__[-1])[_HEADING] = heading
+        return decorated
+
+    return decorate if heading else option
+
+
+def _show_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        context.meta[__name__] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all options, by what they are of, and exit.",
+)
+
+
+class Command(click.Command):
+    """`first` are the options that --help tells of, in that order and as typed; --help-all tells of all."""
+
+    def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first = first.split()
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), HELP_ALL]
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The first paragraph and the example, where not all is asked for."""
+        if __name__ in ctx.meta:
+            return super().format_help_text(ctx, formatter)
+        first, *others = cleandoc(self.help or "").split("\n\n")
+        for text in (first, *(each for each in others if each.startswith(("Example:", "Exit codes:")))):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write(_filled(formatter, text.split()))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        by_name = {each.opts[0]: each for each in options}
+        first = [*(by_name[f"--{name}"] for name in self.first), *options[-2:]]
+        if __name__ in ctx.meta:
+            for heading, each in by_heading(options).items():
+                _write(formatter, heading, [option.get_help_record(ctx) for option in each])
+        else:
+            _write(formatter, "Options", [option.get_help_record(ctx) for option in first])
+            with formatter.section("More options (--help-all says what they do)"):
+                for heading, each in by_heading(each for each in options if each not in first).items():
+                    words = [f"{heading}:", *(option.opts[0] for option in each)]
+                    formatter.write(_filled(formatter, words, hanging="  "))
+        group = ctx.parent and ctx.parent.command
+        every = group.commands.items() if isinstance(group, click.Group) else ()
+        below = [(name, each.get_short_help_str(200)) for name, each in every if name.startswith(f"{ctx.info_name} ")]
+        _write(formatter, "See also", below)
+
+
+def by_heading(parameters: Iterable[click.Parameter]) -> Mapping[str, Sequence[click.Option]]:
+    """The options among them."""
+    found: dict[str, list[click.Option]] = {}
+    for each in parameters:
+        if isinstance(each, click.Option):
+            found.setdefault(str(vars(each).get(_HEADING, "General")), []).append(each)
+    return found
+
+
+def _filled(formatter: click.HelpFormatter, words: Sequence[str], hanging: str = "") -> str:
+    """A paragraph in which no name is broken in two."""
+    indent = formatter.current_indent * " "
+    text, own = indent + " ".join(words), indent + hanging
+    return fill(text, formatter.width, subsequent_indent=own, break_on_hyphens=False) + "\n"
+
+
+def _write(formatter: click.HelpFormatter, heading: str, rows: list[Any]) -> None:
+    if rows:
+        with formatter.section(heading):
+            formatter.write_dl(rows)

@@ -1,0 +1,173 @@
+"""Sites by the layers that their user names: of all that are found in a module's program those between these alone."""
+
+import copy
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp_deploy.traced.finding.site import Site as Groups
+from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.programs.attended import factor
+from ground.errors import BadInput
+from ground.ports import Role
+
+from .module_facts import facts_of_images
+from .preprocessing import Preprocessing
+from .site import Site
+from .sites import Sites
+from .traced_facts import tracing
+from .traced_module import TracedModule, Tracing, known_of, traced_module
+from .traced_pairs import TracedPairs
+from .traced_sites import names_of, traced_sites
+
+CLOSE = 1e-4
+EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'
+EXPECTED_ATTENTION = '{"qkv": NAME, "proj": NAME, "heads": N}, with "scale" where that is to be held against its own'
+
+
+def with_named_sites(
+    model: nn.Module,
+    *,
+    inputs: tuple[int, int, int],
+    mlps: Mapping[str, tuple[str, ...]],
+    attentions: Mapping[str, Mapping[str, Any]],
+    role: Role,
+    preprocessing: Preprocessing,
+) -> TracedModule:
+    """See corp_deploy.sites. Raises BadInput for names that are none, for layers between which the program has no such
+    site, and for a module that can't be traced.
+    """
+    if not mlps and not attentions:
+        raise BadInput("sites: none named; give mlps or attentions")
+    with torch.device("cpu"), torch.inference_mode(False):
+        copied = copy.deepcopy(model).float().eval()
+        facts = facts_of_images(copied, inputs, preprocessing, role)
+        traced = traced_module(copied, facts)
+        own = tracing(traced)
+        found = _Found(traced, own, traced_sites(own), names_of(own))
+        chosen = {name for path, layers in mlps.items() for name in found.of_mlp(path, layers)}
+        chosen |= {name for path, said in attentions.items() for name in found.of_attention(path, said)}
+        known_of(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
+    return traced
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """All sites of a module's program."""
+
+    model: nn.Module
+    own: Tracing
+    sites: Sites
+    named: Mapping[str, Groups]
+
+    def of_mlp(self, path: str, layers: tuple[str, ...]) -> list[str]:
+        """The names of what lies between its layers."""
+        if len(layers) not in (2, 3) or not all(isinstance(layer, str) for layer in layers):
+            raise BadInput(f"{_where(path)}: got {layers!r:.150}, expected {EXPECTED_MLP}")
+        first, last, *up = (self._linear(path, layer) for layer in layers)
+        return self._between(path, ("channels", "gated channels"), (first, *up), last)
+
+    def of_attention(self, path: str, said: Mapping[str, Any]) -> list[str]:
+        """The names of its values, and of its queries and keys where these are no lump."""
+        if not {"qkv", "proj", "heads"} <= said.keys() <= {"qkv", "proj", "heads", "scale"}:
+            raise BadInput(f"{_where(path)}: got {dict(said)!r:.150}, expected {EXPECTED_ATTENTION}")
+        qkv, proj = (self._linear(path, said[part]) for part in ("qkv", "proj"))
+        values = self._between(path, ("values",), (qkv,), proj)
+        heads = sum(groups.parts for name, groups in self.named.items() if name in values)
+        if said["heads"] != heads:
+            raise BadInput(f"{_where(path)}: got {said['heads']!r:.50} heads, the program has {heads}; say these")
+        pairs = [name for name, groups in self.named.items() if _is_written(groups, ("queries and keys",), (qkv,))]
+        if said.get("scale") is not None:
+            _refuse_other_scale(path, [each for each in self.sites.every if each.name in pairs], said["scale"])
+        return [*values, *pairs]
+
+    def _linear(self, path: str, layer: str) -> str:
+        name = f"{path}.{layer}" if path else layer
+        try:
+            module = self.model.get_submodule(name)
+        except AttributeError:
+            known = [each for each, _ in self.model.named_modules() if each and each.count(".") == name.count(".")][:4]
+            raise BadInput(f"sites: the model has no module {name!r:.150}; it has such as {', '.join(known)}") from None
+        if not isinstance(module, nn.Linear):
+            raise BadInput(f"sites: {name} is {type(module).__name__}, expected a linear layer")
+        return name
+
+    def _between(self, path: str, kinds: Sequence[str], firsts: Sequence[str], last: str) -> list[str]:
+        """The names of sites of these kinds that all first layers write and the last one reads."""
+        written = {name: groups for name, groups in self.named.items() if _is_written(groups, kinds, firsts)}
+        names = [name for name, groups in written.items() if f"{last}.weight" in _names(groups.readers)]
+        reasons = [each.reason for each in self.sites.refused if each.name in names]
+        if reasons or not names:
+            reason = reasons[0] if reasons else self._why(firsts, last)
+            raise BadInput(
+                f"{_where(path)}: no {kinds[0]} between {firsts[0]} and {last} can be reduced: {reason}; leave it out"
+            )
+        return names
+
+    def _why(self, firsts: Sequence[str], last: str) -> str:
+        """What the program says of layers that have no such site between them."""
+        if uncalled := [each for each in (*firsts, last) if f"{each}.weight" not in self.own.uses]:
+            return f"{uncalled[0]} is never called"
+        stays = {each.name: each.reason for each in self.own.found.stays}
+        if reasons := [stays[f"{each}.weight"] for each in firsts if f"{each}.weight" in stays]:
+            return reasons[0]
+        given = [groups for groups in self.named.values() if f"{firsts[0]}.weight" in _names(groups.writers)]
+        readers = {name.removesuffix(".weight") for groups in given for name in _names(groups.readers)}
+        kinds = dict.fromkeys(groups.kind for groups in given)
+        return f"{firsts[0]} gives {' and '.join(kinds)}, which {', '.join(sorted(readers))} reads"
+
+
+def _where(path: str) -> str:
+    return f"sites: {path or 'the model'}"
+
+
+def _names(spans: Sequence[Span]) -> set[str]:
+    return {span.name for span in spans}
+
+
+def _is_written(groups: Groups, kinds: Sequence[str], layers: Sequence[str]) -> bool:
+    """Whether they are of these kinds, and all of these layers write them."""
+    return groups.kind in kinds and {f"{layer}.weight" for layer in layers} <= _names(groups.writers)
+
+
+def _refuse_other_scale(path: str, pairs: Sequence[Site], scale: object) -> None:
+    """Raise BadInput for another scale than the program's."""
+    own = [_scale(each) for each in pairs if isinstance(each, TracedPairs)]
+    given = float(scale) if isinstance(scale, int | float) else math.nan
+    if own and all(each is not None and math.isclose(each, given, rel_tol=CLOSE) for each in own):
+        return
+    by = f"by {own[0]:.6g}" if own and own[0] is not None else "otherwise than by one number"
+    raise BadInput(f"{_where(path)}: got scale {scale!r:.50}, the program scales {by}; leave `scale` out")
+
+
+def _scale(site: TracedPairs) -> float | None:
+    """By what queries, keys and their products are multiplied; None where that is no one number."""
+    by_product = factor(site.program, site.tracing.by_node[site.product])
+    scales = [side.scale_HTD.flatten() for side in site.repair.sides if site.repair.mixing == "free"]
+    if by_product is None or not scales or any(not torch.allclose(each, each[:1]) for each in scales):
+        return None
+    return by_product * math.prod(float(each[0]) for each in scales)
+
+
+def by_layers(model: TracedModule, sites: Container[str], state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights of version 0.1 by the names of the model's own layers: in place of named attentions, which are among
+    these sites, stood modules with `qkv` and `proj` there.
+    """
+    facts, renamed = known_of(model).facts, dict[str, str]()
+    if facts is None or facts.sites is None:
+        return state
+    for name, groups in names_of(tracing(model)).items():
+        path = name.removesuffix(".v")
+        if groups.kind == "values" and path in sites:
+            own = {"qkv": groups.writers[0].name, "proj": groups.readers[0].name}
+            renamed |= {f"{path}.{part}": weight.rpartition(".")[0] for part, weight in own.items()}
+
+    def name_of(name: str) -> str:
+        layer, _, leaf = name.rpartition(".")
+        return f"{renamed[layer]}.{leaf}" if layer in renamed else name
+
+    return {name_of(name): tensor for name, tensor in state.items()}

@@ -1,0 +1,63 @@
+"""What builds an engine, or an optimised graph, and what shapes it, as a command asks for it. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from export.engine.options import BatchProfile, BuildOptions
+from ground.precision import EVERY_WORD
+from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
+
+from .option import PathLike, Record, option
+from .table import BUILD, ENGINE_OPTIONS
+from .values import FILE, OneOf, Repeated, Spelled
+
+PROFILE = Spelled(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Record, heading="Engine"):
+    """Of what is None the builder decides. An option that what builds would ignore is refused, see BUILD."""
+
+    backend: Literal["tensorrt", "tensorrt-rtx", "onnxruntime"] = option(
+        default="tensorrt", help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU."
+    )
+    batch: Sequence[BatchProfile] = option(
+        Repeated(each=PROFILE),
+        (),
+        help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
+    )
+    sm: Sequence[str] = option(
+        Repeated(), (), help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}"
+    )
+    precision: str | None = option(OneOf(EVERY_WORD), help="Refuse other graphs.")
+    timing_cache: PathLike | None = option(
+        FILE, help=f"TensorRT's timing cache: read, reused, written whole. {BUILD.help('timing_cache')}"
+    )
+    optimization_level: int | None = option(
+        OPTIMIZATION_LEVEL, help=f"The builder's effort. {BUILD.help('optimization_level')}"
+    )
+    workspace_mib: int | None = option(
+        WORKSPACE_MIB, help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}"
+    )
+    version_compatible: bool = option(
+        default=False, help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}"
+    )
+    compatibility: Literal["ampere-plus", "same-compute-capability", "portable", "targets"] | None = option(
+        help="A plan that runs on more GPUs, with its price: plans for one GPU each are built too, beside it. "
+        f"{BUILD.help('compatibility')}",
+    )
+    sparse: bool = option(
+        default=False, help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}"
+    )
+    device: Literal["cpu", "cuda"] = option(default="cpu", help=BUILD.help("device"))
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        way = f"{self.backend}-{self.device}" if self.backend == "onnxruntime" else self.backend
+        BUILD.refuse([("", way)], options)
+
+    def of_engine(self, command: str) -> BuildOptions:
+        """As the room of export takes them; the command goes into the record."""
+        asked = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
+        named = {ENGINE_OPTIONS.get(name, name): value for name, value in asked.items() if name != "device"}
+        return BuildOptions(**named, command=command)

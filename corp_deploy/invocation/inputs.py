@@ -1,0 +1,160 @@
+"""Inputs of a model, as a command, a recipe or Python names them. No torch before they are opened."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ground.errors import BadInput
+from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
+
+from .honours import spelled
+from .option import Record, option
+from .table import INPUTS
+from .values import FILE, PATH, TEXT
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from calib.input_set import InputSet
+    from calib.parts import Parts
+    from corp_deploy.store.checkpoint import Checkpoint
+
+Inputs = TypeVar("Inputs", bound="InputSet")
+KINDS = ("images", "text", "tokens", "arrays")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Record, heading="Inputs"):
+    """How many inputs, of those that there are."""
+
+    samples: int | None = option(IMAGES, help="Use this many images, drawn by --seed; default: all.")
+    seed: int = option(SEED, 0, help="Seed of the draw of --samples.")
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        return {"samples": self.samples, "seed": self.seed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded(Record, heading="Inputs"):
+    """How images are decoded."""
+
+    workers: int = option(WORKERS, 0, help="Processes that decode images.")
+    max_bad: int = option(BAD_IMAGES, 0, help="Unreadable images to skip.")
+
+    @property
+    def decoded(self) -> dict[str, Any]:
+        return {"workers": self.workers, "max_bad": self.max_bad}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parted(Record, heading="Inputs"):
+    """Which of them calibrate was told to hold out. Raises BadInput for groups of which none are."""
+
+    hold_out: int | None = option(
+        IMAGES,
+        help="How many calibrate --hold-out left out, by the same --images, --samples, --seed and --groups: reduce "
+        "leaves these out too, and verify judges on these alone.",
+    )
+    groups: str | None = option(
+        TEXT, help="With --hold-out: which images belong together, as calibrate --groups was told."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups is not None and self.hold_out is None:
+            raise BadInput("--groups says which images --hold-out takes together; give both, or none")
+
+    def parted(self, inputs: Inputs, seed: int) -> "Parts[Inputs]":
+        """What calibrate fits to, and what it holds out, none without `hold_out`."""
+        from calib.parts import parts_of
+
+        return parts_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+
+    def proving(self, inputs: Inputs, seed: int) -> Inputs:
+        """Those that a model is proved on: what is held out, or all."""
+        parts = self.parted(inputs, seed)
+        return parts.fitted if parts.held_out is None else parts.held_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(Parted, Decoded, Drawn):
+    """Which inputs, one kind of them, or none. Raises BadInput for several."""
+
+    images: Path | None = option(
+        PATH,
+        help="A folder of images, or .npy / .npz / .safetensors with float32 [N,3,H,W] that is already preprocessed.",
+    )
+    text: Path | None = option(
+        FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
+    )
+    tokens: Path | None = option(
+        FILE, help="For a decoder: token ids, whole numbers .npy, a row a sequence or one stream."
+    )
+    arrays: Path | None = option(
+        FILE,
+        help="For a model of arrays: .npz or .safetensors with one for each input, by its name; of one a .npy too.",
+    )
+    labels: Path | None = option(FILE, help="Class indices of the images in their order (.npy, or key labels of .npz).")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self._given) > 1:
+            first, second = map(spelled, list(self._given)[:2])
+            raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        if self.path is not None and self.images is None:
+            INPUTS.refuse([("", "text" if self.arrays is None else "arrays")], options)
+
+    @property
+    def _given(self) -> dict[str, Path]:
+        return {name: path for name in KINDS if (path := self.values[name]) is not None}
+
+    @property
+    def path(self) -> Path | None:
+        return next(iter(self._given.values()), None)
+
+    @property
+    def words(self) -> str:
+        """The option by which they were given, as a command line has it."""
+        return f"{spelled(next(iter(self._given), 'images'))} {shlex.quote(str(self.path))}"
+
+    def open(self, checkpoint: "Checkpoint") -> "InputSet":
+        """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
+        from corp_deploy.store.inputs import arrays_for_model, ids_for_model, images_for_model, texts_for_model
+
+        if self.text is not None:
+            return texts_for_model(checkpoint.model, self.text, **self.drawn)
+        if self.tokens is not None:
+            return ids_for_model(checkpoint.model, self.tokens, **self.drawn)
+        if self.arrays is not None:
+            return arrays_for_model(checkpoint.model, self.arrays, **self.drawn)
+        assert self.images is not None, self
+        return images_for_model(checkpoint.model, self.images, **self.drawn, **self.decoded)
+
+    def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
+        """Those of the opened images [N], where labels are given."""
+        from calib.images import Images
+        from corp_deploy.store.inputs import labels_from_path
+
+        if self.labels is None:
+            return None
+        assert isinstance(inputs, Images), inputs  # texts with labels were refused
+        return labels_from_path(self.labels, inputs, checkpoint.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenInputs(InputOptions):
+    """The same where there have to be some."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is None:
+            raise BadInput(
+                "Missing option '--images', or '--text' or '--tokens' for a model that takes text, or '--arrays' for "
+                "one of arrays."
+            )

@@ -1,0 +1,61 @@
+"""What is proved of a reduced model, at which batches and by which heads, as a command, a recipe or Python asks for it.
+No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ground.quantities import LEVEL
+from ground.quantity import BATCH
+
+from .option import PathLike, Record, option
+from .proof_limits import LimitOptions
+from .table import VERIFY_HEADS
+from .values import FILE, ListOf, OneOf, Repeated
+
+Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(Record, heading="Heads apart"):
+    """What looks at outputs."""
+
+    heads: Sequence[PathLike] = option(
+        Repeated(each=FILE),
+        (),
+        typed="head",
+        in_recipe="head",
+        help="ONNX graph of a dense head: it reads named outputs and gives score maps [B,K,H,W] or [B,H,W]; repeat.",
+    )
+    map_threshold: float = option(LEVEL, 0.5, help="What a map of one class alone shows is above this; 0 for logits.")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        VERIFY_HEADS.refuse([("", self._way)], options)
+        super().refuse_ignored(options)
+
+    @property
+    def _way(self) -> str:
+        return "some" if self.heads else "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
+    """The limits, with what is run and what looks at its outputs."""
+
+    batches: Sequence[int] = option(
+        ListOf(BATCH, "1,8,32"), (1, 7, 32), typed="batch", help="Batch sizes to run every candidate at."
+    )
+    runtimes: Sequence[Runtime] = option(
+        Repeated(each=OneOf(get_args(Runtime))),
+        (),
+        typed="runtime",
+        in_recipe=False,
+        help="Judge every graph in this runtime too, a link of its own behind ONNX Runtime's: as the graph is typed, "
+        "or computed in FP16 or BF16; repeat.",
+    )
+
+    @property
+    def said(self) -> dict[str, Any]:
+        told = VERIFY_HEADS.honoured(self._way, super().said)
+        return {name: value for name, value in told.items() if self.shares or name != "confidence"}

@@ -1,0 +1,98 @@
+"""Where a model comes from, as a command, a recipe or Python says it. No torch before it is loaded."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corp_deploy.families.outputs import EXAMPLE, Outputs, outputs_from_text
+from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
+from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
+from ground.quantity import shown
+from ground.records import record_from_text
+
+from .option import PathLike, Record, option
+from .values import FILE, ListOf, OneOf, Spelled
+
+if TYPE_CHECKING:
+    from corp_deploy.store.checkpoint import Checkpoint
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    return record_from_text(text, dict[str, Any], where=shown(text), remedy="give one such as '{\"img_size\": 384}'")
+
+
+CHANNELS = "0.485,0.456,0.406"
+JSON = Spelled(span="json", expected="a JSON object", kind=dict, read=_json_object)
+OUTPUT_NAMES = Spelled(
+    span="name,name,...",
+    expected=f"names of outputs, such as {EXAMPLE}",
+    kind=tuple,
+    read=lambda text: outputs_from_text(text).names,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Record, heading="Model"):
+    """Where a model comes from, and what of it is set otherwise.
+
+    `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
+    repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), or `module:PATH.py:FUNCTION` (with
+    `trust_code`). `kwargs` are the arguments of its library; `ema` takes the moving average of the weights (True) or
+    the raw ones (False); `mean` and `std` (a number for all channels, or one for each), `crop_pct` in (0, 1],
+    `interpolation` and `crop_mode` go before the model's own preprocessing; `outputs` are what it gives, by name:
+    ("class", "patches", "block8"). Nothing is read before a function is given it, and nothing is ever downloaded.
+    """
+
+    name: PathLike = field(kw_only=False)
+    weights: PathLike | None = field(
+        default=None,
+        kw_only=False,
+        metadata=option(FILE, help="Trained weights: .safetensors, .pth, .pt, .pth.tar, .bin, .ckpt.").metadata,
+    )
+    kwargs: Mapping[str, Any] | None = option(
+        JSON, typed="model_kwargs", help="Arguments for timm's model, a JSON object."
+    )
+    ema: bool | None = option(help="Moving-average weights or raw ones; default: as timm does.")
+    mean: Sequence[float] | None = option(
+        ListOf(MEAN, CHANNELS, different=False), help="Mean pixel of the training; default: timm's."
+    )
+    std: Sequence[float] | None = option(
+        ListOf(DEVIATION, CHANNELS, different=False), help="Deviation of its pixels; default: timm's."
+    )
+    crop_pct: float | None = option(SHARE_KEPT, help="Share of a side that the crop keeps.")
+    interpolation: str | None = option(OneOf(INTERPOLATIONS), help="How images are resized.")
+    crop_mode: str | None = option(OneOf(CROP_MODES), help="How what is not square is cropped.")
+    outputs: Sequence[str] | None = option(
+        OUTPUT_NAMES, help="What the model gives, such as class,patches,block8; default: its own output."
+    )
+    trust_code: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.named_outputs
+
+    @property
+    def named_outputs(self) -> Outputs | None:
+        """What the model gives by name, None for its own output. Raises BadInput for names that are none."""
+        return None if self.outputs is None else Outputs(tuple(self.outputs))
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What of it is set."""
+        of_images = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
+        return Preprocessing(**{name: self.values[name] for name in of_images})
+
+    def opened(self) -> "Checkpoint":
+        """Raises BadInput as load_dense does."""
+        from corp_deploy.store.dense_model import load_dense
+
+        return load_dense(
+            os.fspath(self.name),
+            weights=None if self.weights is None else Path(self.weights),
+            kwargs=self.kwargs or {},
+            ema=self.ema,
+            preprocessing=self.preprocessing,
+            outputs=self.named_outputs,
+        )
