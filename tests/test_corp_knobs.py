@@ -174,7 +174,7 @@ def test_what_nothing_honours_is_refused() -> None:
 
 
 def test_the_threshold_of_what_is_active_stands_in_the_moments() -> None:
-    (mlp,) = (each for name, each in load_moments(home() / "m.safetensors").sites.items() if name.endswith("mlp"))
+    mlp = load_moments(home() / "m.safetensors").sites["blocks.0.mlp.fc2"]
     assert mlp.eps == EPS  # type: ignore[union-attr]
     assert mlp.active_share_F.numpy() == pytest.approx((np.abs(activations()) > EPS).mean(0), abs=1e-3)  # type: ignore[union-attr]
 
