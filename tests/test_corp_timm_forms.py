@@ -172,7 +172,7 @@ def test_statistics_are_those_of_a_loop_over_images(form: str) -> None:
     """To the rounding of a float32 model, whose products depend on how many images go through it at once."""
     theirs, images = library(form), pixels(checkpoint(form).model, 24)
     found = {name: each for name, each in moments(form).sites.items() if isinstance(each, ChannelMoments)}
-    assert len(found) >= 4
+    assert len(found) >= 2  # one layer may read several sites
     for name, statistics in found.items():
         x_XF = heard(theirs, name, images)
         assert statistics.tokens == len(x_XF)
