@@ -135,7 +135,7 @@ class Probe:
         effects = dict[Trial, float]()
         for trial in trials:
             if trial in known:
-                changed = {name: each.to(graph.get_parameter(name)) for name, each in known[trial].items()}
+                changed = {name: each.to(graph.get_parameter(name).dtype) for name, each in known[trial].items()}
                 effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
