@@ -138,6 +138,17 @@ def test_what_no_configuration_can_say_is_refused_before_any_work(
     assert not (home / "refused").exists()
 
 
+def test_what_has_fewer_groups_is_reduced_and_saved_again(home: Path, tmp_path: Path) -> None:
+    reduced(home, "llama", "fewer", "--whole-heads", 0.5)
+    moments = tmp_path / "moments.safetensors"
+    invoked("calibrate", "--model", home / "fewer", "--text", home / "text.txt", "--samples", 24, "-o", moments)
+    own = ("--model", home / "fewer", "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "--save-as", "hf")
+    invoked("reduce", *own, "-o", tmp_path / "again")
+    ids = decoders.ids(2)
+    model = theirs(tmp_path / "again" / "hf")
+    torch.testing.assert_close(logits_of(model, ids), logits_of(load(tmp_path / "again"), ids), rtol=1e-5, atol=1e-5)
+
+
 def explicit(attention: HeadAttention, x_BNC: Tensor) -> Tensor:
     """Loops over sequences, heads and queries, in float64."""
     rows, bias = attention.qkv.weight.double(), attention.qkv.bias

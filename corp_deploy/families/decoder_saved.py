@@ -15,11 +15,11 @@ from .decoder_checkpoint import state_to_transformers
 from .decoder_config import architecture_from_transformers
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
+from .sites import Sites
 from .text_decoder import DecoderArchitecture
 from .traced_pairs import TracedPairs
-from .traced_site import TracedSite
 from .traced_values import TracedValues
-from .widths import Widths
+from .widths import Width, Widths
 
 _HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}
 _WITHOUT_HEADS = ("opt", "gpt2")
@@ -59,10 +59,9 @@ def _unlike(name: str, count: int, first: tuple[str, int], what: str) -> str:
 def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense decoder can't say."""
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
-    every = {name: width for name, width in widths.items() if isinstance(width, int)}
-    reasons = [_unsayable_heads(name, each, dense, kind) for name, each in every.items() if name.endswith(_OF_HEADS)]
-    values = {name: width // dense.head for name, width in every.items() if name.endswith(".v")}
-    hidden = {name: width for name, width in every.items() if not name.endswith(_OF_HEADS)}
+    reasons = [_unsayable_heads(name, each, dense, kind) for name, each in widths.items() if name.endswith(_OF_HEADS)]
+    values = {name: width // dense.head for name, width in widths.items() if name.endswith(".v")}
+    hidden = {name: width for name, width in widths.items() if not name.endswith(_OF_HEADS)}
     for each, what in ((values, "heads with values of their own"), (hidden, "channels")):
         reasons += [_unlike(name, count, next(iter(each.items())), what) for name, count in each.items()]
     if reason := next(filter(None, reasons), ""):
@@ -79,12 +78,20 @@ def _said(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArc
     return own | {hidden_entry(kind): hidden, **heads, "head_dim": dense.head}
 
 
-def _sayable_width(site: TracedSite, dense: DecoderArchitecture) -> int:
-    """As `refuse_unsayable` has it: of queries and keys as if all heads were there; of narrower values that of one."""
-    if isinstance(site, TracedPairs):
-        return site.width // len(site.groups_HP) * dense.groups
-    is_narrower = isinstance(site, TracedValues) and site.width != site.parts * dense.head
-    return site.width // site.parts if is_narrower else site.width
+def sayable_widths(config: Mapping[str, Any], sites: Sites, asked: Widths) -> Widths:
+    """Of a decoder with these sites, some of other widths, as `refuse_unsayable` has it: of queries and keys as if all
+    heads were there; of values that are narrower now those of one head. Of a constant 0.
+    """
+    dense = architecture_from_transformers(config, where="--save-as hf")
+    widths: dict[str, Width] = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}
+    for site in sites.every:
+        width = asked.get(site.name, site.width)
+        if isinstance(site, TracedPairs):
+            width = width // len(site.groups_HP) * dense.groups
+        elif isinstance(site, TracedValues) and site.width != site.parts * dense.head:
+            width = site.width // site.parts
+        widths[site.name] = width
+    return widths
 
 
 def _refuse_biases(state: Mapping[str, Tensor], dense: DecoderArchitecture) -> None:
@@ -99,9 +106,7 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     configuration can't say, and for a bias that its class hasn't got.
     """
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
-    constants = {f"blocks.{index}.{part}": 0 for index in range(dense.layers) for part in ("mlp", "attn.v")}
-    found = [site for site in sites_of(decoder).every if isinstance(site, TracedSite)]
-    widths = constants | {site.name: _sayable_width(site, dense) for site in found}
+    widths = sayable_widths(config, sites_of(decoder), {})
     refuse_unsayable(config, widths)
     state = {name: tensor.detach().cpu() for name, tensor in decoder.state_dict().items()}
     _refuse_biases(state, dense)

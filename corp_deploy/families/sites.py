@@ -12,7 +12,7 @@ from torch import nn
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .site import Site
-from .widths import is_empty
+from .widths import Width, is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,10 @@ class Sites:
         """Of all places, those refused too."""
         refused = (kind for refusal in self.refused for kind in refusal.sites.values())
         return frozenset({*(site.kind for site in self.every), *refused})
+
+    @property
+    def widths(self) -> dict[str, Width]:
+        return {site.name: site.width for site in self.every}
 
     @property
     def by_name(self) -> dict[str, Site]:

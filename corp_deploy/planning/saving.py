@@ -33,8 +33,7 @@ def require_sayable(dense: Checkpoint, asked: ReductionRequest) -> None:
     origin = origin_of(dense)
     if reason := _unsayable(dense, asked):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-    widths = {site.name: site.width for site in sites_of(dense.model).every}
-    origin.refuse_unsayable(widths | uniform_widths(dense.model, asked.method))
+    origin.refuse_unsayable(sites_of(dense.model), uniform_widths(dense.model, asked.method))
 
 
 def refuse_outdated(directory: Path, asked: ReductionRequest) -> None:

@@ -16,6 +16,7 @@ from corp_deploy.families.family import family_of, image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
 from corp_deploy.families.sentence_files import FILES, require_sentence_files
+from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 from ground.files import write_json
@@ -41,8 +42,10 @@ class Origin(Protocol):
         """The content of what stands beside configuration and weights, by path."""
         ...
 
-    def refuse_unsayable(self, widths: Widths) -> None:
-        """Raise BadInput, naming the site, for widths of all sites that the configuration can't say."""
+    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
+        """Raise BadInput, naming the site, for widths asked for that the configuration can't say, or those that the
+        other sites have.
+        """
         ...
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
@@ -62,8 +65,8 @@ class Tower:
     def files(self) -> Mapping[str, Any]:
         return {PREPROCESSOR: self.preprocessor} if self.preprocessor else {}
 
-    def refuse_unsayable(self, widths: Widths) -> None:
-        hf_saved.refuse_unsayable(self.model, widths)
+    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
+        hf_saved.refuse_unsayable(self.model, {**sites.widths, **asked})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         if family_of(checkpoint.model).merging_of(checkpoint.model) is not None:
@@ -82,8 +85,8 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     beside: tuple[str, ...]
     files: dict[str, Any]
 
-    def refuse_unsayable(self, widths: Widths) -> None:
-        bert_saved.refuse_unsayable(self.config, widths)
+    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
+        bert_saved.refuse_unsayable(self.config, {**sites.widths, **asked})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
@@ -95,8 +98,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     files: dict[str, Any]
 
-    def refuse_unsayable(self, widths: Widths) -> None:
-        decoder_saved.refuse_unsayable(self.config, widths)
+    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
+        decoder_saved.refuse_unsayable(self.config, decoder_saved.sayable_widths(self.config, sites, asked))
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return decoder_saved.saved(checkpoint.model, self.config)
