@@ -1,8 +1,6 @@
-"""The seam: what a family of models has to tell, and which family a model is of.
+"""The seam: how a model is built by the family that config.json names, and what is told of it once it is traced.
 
-A family is a file (or an object) with the functions of `seam.Told`; it alone spells its library's names. It says where
-sites are and how the model is run, taken apart, built again and exported. What is done at a site is the business of the
-kind of site.
+Builders alone spell their library's names. What is done at a site is the business of the kind of site.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -107,7 +105,7 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
 
 
 def token_weights(model: nn.Module) -> TokenWeights:
-    """How much each token of inputs counts, for a model of any family; of a traced one where there are as many."""
+    """How much each token of inputs counts, where there are as many."""
     weights = partial(family_of(model).token_weights, model)
 
     def of_some(inputs: Inputs) -> OfSomeTokens | None:
@@ -118,7 +116,7 @@ def token_weights(model: nn.Module) -> TokenWeights:
 
 
 def listened(model: nn.Module) -> nn.Module:
-    """What to run for the sites of a model of any family to be heard: itself, or its program."""
+    """What to run for the sites of a model to be heard: its program."""
     return traced_model.listened(model)
 
 
@@ -128,7 +126,7 @@ def has_uneven_heads(model: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module, site: Site) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The linear layers that have a site's weights, of a program convolutions too, by name in the model."""
+    """The linear layers and convolutions that have a site's weights, by name in the model."""
     return dict(traced_model.layers_of(model, site))
 
 

@@ -1,4 +1,4 @@
-"""What a family of models has to tell, and what it may: the seam's protocols."""
+"""What is told of a model, whatever built it: the seam's protocols."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

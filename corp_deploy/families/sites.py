@@ -1,7 +1,7 @@
 """What a model offers to reduction: its sites, and the places that are refused.
 
-A family finds the sites; a site tells where to listen, what it costs at any width, how it is written down, and makes
-its modules at other widths. What is done to a site is no business of it (see reduction/kinds.py).
+Sites are found in the traced program; a site tells where to listen, what it costs at any width and how it is written
+down. What is done to a site is no business of it (see reduction/kinds.py).
 """
 
 from collections.abc import Mapping

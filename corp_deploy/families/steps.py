@@ -16,8 +16,8 @@ from .token_merging import TokenMerge, Tokens, sources_of, unmerged
 class Passage:
     """A segment of a program as rows of tokens.
 
-    `sites`: those that stand in it. `compared`: what gives beside what the
-    module does that which tokens are then compared by.
+    `sites`: those that stand in it. `compared`: what gives beside what the module does that which tokens are then
+    compared by.
     """
 
     module: nn.Module
@@ -80,7 +80,7 @@ Step = Merge | Unmerge | Passage | Outlet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """A residual stream on its way through the steps, with what of the branch behind it tokens are compared by, and
+    """A residual stream on its way through the steps, with what of the segment behind it tokens are compared by, and
     what it was at the outlets passed.
     """
 

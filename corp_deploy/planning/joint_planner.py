@@ -54,7 +54,7 @@ class JointPlanner:
 
     def tried_at(self, share: float) -> WidthPlan:
         """The best on the probe's images of those that were predicted to be the best, and of the best one's widths
-        allocated again beside its losses; all are told.
+        allocated again where tokens are merged so; all are told.
         """
         ways = self.joint.ranked(share)[:TRIED]
         models = [self.joint.carried_out(way) for way in ways]

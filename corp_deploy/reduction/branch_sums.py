@@ -1,10 +1,6 @@
-"""What a closed loop sums over both streams at one branch, in as few runs of its layers as the algebra allows.
+"""What is summed over a stream: of the images of a fit and of those held out apart, its energy, and whether it is finite.
 
-An MLP's hidden channels are summed once, before any is chosen: the regression on those kept is a part of the sums. The
-dense stream is advanced on the way, so that what the reduced one lacks of it is known. Where a norm follows the layer
-that is brought in front of it (algebra/norm_behind.py), and tokens count by how much the norm passes of a change there.
-
-Legend: B images of a piece, N tokens, C channels of the stream, F hidden channels, K inputs of a last linear layer.
+Legend: B images of a piece, N tokens, C channels of the stream.
 """
 
 from collections.abc import Callable

@@ -63,7 +63,8 @@ def group_corrections(
 ) -> tuple[list[tuple[Tensor, Tensor]], LoopFit]:
     """Weight and bias from the inputs of each group to what is lacking of its outputs, all of one strength.
 
-    A group has its sums of the fit and those held out; else as `correction`.
+    A group has its sums of the fit and those held out. The strength is that which errs least on what is held out, none
+    where no correction does; with `both_ways` either half is fitted and judges the other. `energy`: of the target.
     """
     each_way = [_ways(fit, held_out, both_ways=both_ways) for fit, held_out in groups]
     tried: dict[float | None, _Tried] = {None: _Tried.of_none(each_way)}
