@@ -1,7 +1,7 @@
 """Ridges chosen on the other half of the images, against explicit loops in float64 over images and strengths."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.channels import ChannelLayers
 from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -29,6 +28,16 @@ from corp_deploy.store.inputs import images_for_model
 from tests import tiny
 
 COUNT, CROPS = 24, 4
+
+
+@dataclass(frozen=True)
+class ChannelLayers:
+    """The dense layers of an MLP in float64."""
+
+    first_FI: Tensor
+    first_bias_F: Tensor | None
+    second_OF: Tensor
+    second_bias_O: Tensor | None
 
 
 def opened(path: Path) -> Images:

@@ -67,7 +67,6 @@ def test_scores_are_their_formulas() -> None:
     np.testing.assert_allclose(select.magnitude(weight), norm_F, rtol=1e-12)
     np.testing.assert_allclose(select.combined(second_F, weight), (x**2).mean(0) * norm_F, rtol=1e-12)
     np.testing.assert_allclose(select.variance(variance_F), x.var(0), rtol=1e-12)
-    np.testing.assert_allclose(select.active(torch.tensor([0.25, 1.0])), [0.25, 1.0])
     by_hand = [sum(abs(w[o, i]) for o in range(5)) * np.sqrt((x[:, i] ** 2).mean()) for i in range(11)]
     np.testing.assert_allclose(select.wanda(second_F, weight), by_hand, rtol=1e-12)
     first = torch.from_numpy(w.T.copy())  # any rows will do

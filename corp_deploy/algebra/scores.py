@@ -36,11 +36,6 @@ def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
     return second_F * magnitude(weight_OF)
 
 
-def active(active_share_F: Tensor) -> Tensor:
-    """P(|x_i| > eps): how often a channel is on at all."""
-    return active_share_F.clone()
-
-
 def variance(covariance_F: Tensor) -> Tensor:
     """Var[x_i] from the diagonal of the covariance (variance-based pruning)."""
     return covariance_F.clone()

@@ -100,12 +100,3 @@ class SequenceRotary(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         both: tuple[Tensor, Tensor] = self.of_length(q.shape[-2]).to(q.dtype)(q, k)
         return both
-
-    def narrowed(self, planes_HK: Tensor) -> "SequenceRotary":
-        """The same for heads of these planes alone."""
-        freqs_HP = self.freqs_HP.expand(len(planes_HK), -1)
-        return SequenceRotary(freqs_HP.gather(1, planes_HK).contiguous())
-
-    def of_heads(self, kept_H: Tensor) -> "SequenceRotary":
-        """The same for these heads alone."""
-        return SequenceRotary(self.freqs_HP if len(self.freqs_HP) == 1 else self.freqs_HP[kept_H])

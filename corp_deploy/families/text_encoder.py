@@ -112,10 +112,7 @@ class Block(nn.Module):
         self.attn = HeadAttention(
             dim=width,
             heads=heads,
-            qk=size,
-            v=size,
-            scale=size**-0.5,
-            geometry="square",
+            head=size,
             qkv_bias=True,
             proj_bias=True,
         )

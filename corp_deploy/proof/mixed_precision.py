@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
@@ -68,7 +68,7 @@ def sites_to_keep(
     feeds: Feeds,
     *,
     opset: int | None,
-    geometry: Geometry | None = None,
+    geometry: HeadGeometry | None = None,
     factor: float = 4.0,
     held_in: FloatType = FLOAT16,
 ) -> Mixed:
@@ -120,7 +120,7 @@ def mended_mixed(
     answers: Answers,
     *,
     opset: int | None,
-    geometry: Geometry | None = None,
+    geometry: HeadGeometry | None = None,
     factor: float = 4.0,
     held_in: FloatType = FLOAT16,
     breaks: Sequence[str] = (),

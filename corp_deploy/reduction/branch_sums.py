@@ -1,4 +1,4 @@
-"""What is summed over a stream: of the images of a fit and of those held out apart, its energy, and whether it is finite.
+"""Sums over a stream: of the images of a fit and of those held out apart, its energy, and whether it is finite.
 
 Legend: B images of a piece, N tokens, C channels of the stream.
 """

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from corp_deploy.families.family import family_of, image_spec
-from corp_deploy.families.head_attention import Geometry
+from corp_deploy.families.widths import HeadGeometry
 from export.graph.pixels import takes_pixels
 from ground.errors import BadInput
 from ground.ports import Port
@@ -48,7 +48,7 @@ def export_form(
     checkpoint: Checkpoint,
     *,
     precision: str,
-    geometry: Geometry | None = None,
+    geometry: HeadGeometry | None = None,
     graph_input: GraphInput = "float32",
     quantised: bool = False,
 ) -> ExportForm:

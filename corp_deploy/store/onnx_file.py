@@ -10,9 +10,9 @@ from typing import Any
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
 from corp_deploy.families.family import family_of, output_ports
-from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks
 from export.graph.ports import ports_of_graph
 from export.graph.to_onnx import onnx_from_model, save
@@ -73,7 +73,7 @@ def export_checkpoint(
     opset: int | None = None,
     batch: int | None = None,
     keep_fp32: Sequence[str] = (),
-    geometry: Geometry | None = None,
+    geometry: HeadGeometry | None = None,
     breaks: Sequence[str] = (),
     graph_input: GraphInput = "float32",
 ) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.head_attention import Geometry
 from corp_deploy.families.norm_types import NORMS
+from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.number_format import WEIGHT_BITS
 from export.graph.observe import Feeds
@@ -50,7 +50,7 @@ def quantiser_of(
     *,
     opset: int | None = None,
     batch: int | None = None,
-    geometry: Geometry | None = None,
+    geometry: HeadGeometry | None = None,
     graph_input: GraphInput = "float32",
 ) -> Quantiser:
     """All that quantised graphs of a model are made of; `feeds` are as the graph takes them, see export_form. Raises
