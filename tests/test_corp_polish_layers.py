@@ -36,7 +36,7 @@ def reduced(dense: nn.Module) -> nn.Module:
 
 def errors(dense: nn.Module, model: nn.Module, pairs: list[Pair]) -> dict[bool, float]:
     """Of the class token behind the last block, which is all that the classes are of, by whether held out."""
-    walk_layers(dense, model, pairs, None, lambda *_: None)
+    walk_layers(dense, model, pairs, lambda *_: None)
     out = {}
     for held_out in (False, True):
         own = [pair for pair in pairs if pair.held_out == held_out]
@@ -76,7 +76,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
     list(family_of(dense).steps(dense))
     for each in (dense, model):
         tracing(each).running.graph.double()
-    walk_layers(dense, model, pairs, None, compare)
+    walk_layers(dense, model, pairs, compare)
     assert looked_at == [f"blocks.{index}.{part}" for index in (0, 1) for part in ("attn", "mlp")]
     assert max(heaviest) > 1.0
 

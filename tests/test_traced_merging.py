@@ -23,6 +23,7 @@ from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.families.steps import Merge, Walk
 from corp_deploy.families.token_merging import key_bias
 from corp_deploy.families.traced_layers import layered
+from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
@@ -199,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
     make, reason = REFUSED[name]
     model = make().eval()
-    if not traced_model.accepts(model):
+    if not isinstance(model, TracedModule):
         model = traced_model.traced(model, Architecture(name=name, family="module"))
     with pytest.raises(BadInput, match=reason):
         traced_model.with_merging(model, Merging(schedule=(1, 1)))

@@ -64,15 +64,14 @@ def fit_by_adam_(own: Sublayer, layers: Sequence[nn.Module], pairs: Sequence[Pai
 
 
 @torch.no_grad()
-def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam, read: Tensor | None) -> float:
+def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Adam) -> float:
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
     seconds = [0.0]
 
     def fit(step: Passage, name: str, both: list[Pair]) -> None:
-        assert isinstance(step, Passage), name
         start, own = time.process_time(), segment_sublayer(model, step)
         fit_by_adam_(own, [each.layer for each in own.matrices], both, how)
         seconds.append(time.process_time() - start)
 
-    walk_layers(dense, model, pairs, read, fit)
+    walk_layers(dense, model, pairs, fit)
     return sum(seconds)

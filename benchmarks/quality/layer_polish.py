@@ -35,7 +35,6 @@ from corp_deploy.polish.newton import Newton
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
-from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import Missing
@@ -155,17 +154,16 @@ def rows_of(subject: Subject) -> Rows:
     yield row("closed loop", reduced, time.process_time() - start)
     judge = range(HELD_OUT_EVERY - 1, inputs.count, HELD_OUT_EVERY)
     fitted = [index for index in range(inputs.count) if index not in judge]
-    read = tokens_to_fit(dense)
     for sweeps in subject.newton:
         model = replaced(reduced, {})
         pairs = pairs_of(dense, inputs.subset(fitted), inputs.subset(list(judge)))
         start = time.process_time()
-        fit_layers_(dense, model, pairs, Newton(), sweeps=sweeps, read=read)
+        fit_layers_(dense, model, pairs, Newton(), sweeps=sweeps)
         yield row(f"Gauss-Newton, {sweeps} sweep{'s'[: sweeps > 1]}", model, time.process_time() - start)
     for steps in subject.adam:
         model = replaced(reduced, {})
         pairs = pairs_of(dense, inputs.subset(fitted), inputs.subset(list(judge)))
-        seconds = adam_layers_(dense, model, pairs, Adam(steps=steps), read)
+        seconds = adam_layers_(dense, model, pairs, Adam(steps=steps))
         yield row(f"Adam, {steps} steps a sublayer", model, seconds)
 
 

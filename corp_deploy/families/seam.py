@@ -10,7 +10,6 @@ from calib.inputs import Inputs
 from ground.pixels import Normalisation
 from ground.ports import OutputPort, Port
 
-from .maps import Grid
 from .merging import Merging
 from .sites import Sites
 from .steps import Step
@@ -80,34 +79,20 @@ class Family(Protocol):
         """Where the model can be reduced, dense or already reduced, and what is refused with the reason."""
         ...
 
-    def steps(self, model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
-        """From the first residual stream to the last, for evaluation, in the order they run; `read`: the tokens behind
-        the last block that count, None for all.
-        """
+    def steps(self, model: nn.Module) -> Iterator[Step]:
+        """From the first residual stream to the last, for evaluation, in the order they run."""
         ...
 
     def embedded(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """The residual stream [B,N,C] that enters the first step."""
         ...
 
-    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
-        """The model's output for the residual stream behind its last step; `sources_BM`: where in it each token of the
-        first stream is, None where none are merged.
-        """
-        ...
-
-    def normed(self, model: nn.Module, x_BNC: Tensor) -> Tensor:
-        """A residual stream as the model's head reads it, token by token: behind its last norm."""
+    def finished(self, model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
+        """The model's output for the residual stream behind its last step."""
         ...
 
     def token_kinds(self, model: nn.Module) -> tuple[str, ...]:
         """What each token of the last residual stream is, in order."""
-        ...
-
-    def grid(self, model: nn.Module, layer: str) -> Grid | None:
-        """Height and width of the map that patch tokens make, row by row, behind the layer of this path, an empty one
-        for the last stream; None where they make none. Raises BadInput where they stand in another order.
-        """
         ...
 
     def depth(self, model: nn.Module) -> int:

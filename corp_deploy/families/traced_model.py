@@ -42,7 +42,7 @@ from .traced_facts import input_spec as input_spec
 from .traced_facts import output_ports as output_ports
 from .traced_facts import tracing as tracing
 from .traced_merging import Mergeable
-from .traced_module import TracedModule, known_of, merging_module, traced_module
+from .traced_module import known_of, merging_module, traced_module
 from .traced_narrowing import narrowed
 from .traced_segments import ByRows, Layout, Segment, layout_of
 from .traced_site import TracedSite
@@ -54,10 +54,6 @@ _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
     "can be followed from block to block; leave --polish away"
 )
-
-
-def accepts(model: nn.Module) -> bool:
-    return isinstance(model, TracedModule)
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -138,7 +134,7 @@ def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
     return layout_of(first.before if is_first else last.after, input_spec(model).shape)
 
 
-def steps(model: nn.Module, *, read: Tensor | None = None) -> Iterator[Step]:
+def steps(model: nn.Module) -> Iterator[Step]:
     """The segments of the program, the last one where a site stands there or several outputs are of what is behind it,
     and what becomes of tokens between them; none where no stream can be followed.
     """
@@ -203,7 +199,7 @@ def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     return entering.rows(x)
 
 
-def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor | None = None) -> Tensor:
+def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
     """Raises BadInput where the program gives several tensors."""
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
@@ -212,21 +208,12 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs, sources_BM: Tensor
     return leaving.tensor(x_BNC)
 
 
-def normed(model: nn.Module, x_BNC: Tensor) -> Tensor:
-    """Raises BadInput: which norm is the head's isn't known."""
-    raise BadInput(f"{type(model).__name__}: of a traced model no norm behind the last block is known")
-
-
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
     """Of the streams that attentions add to, where tokens can be merged; those in front are called class tokens."""
     found = tracing(model).mergeable
     if isinstance(found, str):
         return ()
     return (*["class"] * found.protected, *["patch"] * (found.tokens - found.protected))
-
-
-def grid(model: nn.Module, layer: str) -> None:
-    """Tokens make no map."""
 
 
 def depth(model: nn.Module) -> int:

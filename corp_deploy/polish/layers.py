@@ -6,7 +6,7 @@ Legend: B inputs, N tokens, C channels.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
@@ -56,13 +56,13 @@ def _sites(step: Step) -> tuple[str, ...]:
     return step.sites if isinstance(step, Passage) and isinstance(step.module, ByRows) else ()
 
 
-def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Tensor | None, fit: Fit) -> None:
+def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit) -> None:
     """Take both streams through both models, and `fit` each branch or segment of the reduced one that has a narrower
     site, in place; the dense stream is behind it then, the reduced one before it.
     """
     family, fitted = family_of(dense), set(fitted_steps(dense, model))
-    before = (step for step in family.steps(dense, read=read) if not isinstance(step, Merge | Unmerge))
-    for step in family.steps(model, read=read):
+    before = (step for step in family.steps(dense) if not isinstance(step, Merge | Unmerge))
+    for step in family.steps(model):
         if isinstance(step, Merge | Unmerge):  # the dense stream is never merged
             for pair in pairs:
                 pair.advance(step)
@@ -80,9 +80,7 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], read: Ten
 
 
 @torch.no_grad()
-def fit_layers_(
-    dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int, read: Tensor | None = None
-) -> list[PartReport]:
+def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int) -> list[PartReport]:
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
     reports = list[PartReport]()
 
@@ -92,7 +90,7 @@ def fit_layers_(
         fitted.run(position)
         reports.append(fitted.report(name, position))
 
-    walk_layers(dense, model, pairs, read, fit)
+    walk_layers(dense, model, pairs, fit)
     return reports
 
 
@@ -106,4 +104,4 @@ def polish_layers_(subject: Subject, parts: Parts) -> None:
             parts.fit_(name, sweeps, of=count)
 
     pairs = pairs_of(subject.dense, subject.inputs.fitted, subject.inputs.held_out)
-    walk_layers(subject.dense, model, pairs, subject.read, fit)
+    walk_layers(subject.dense, model, pairs, fit)
