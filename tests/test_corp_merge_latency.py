@@ -119,7 +119,8 @@ def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, anew: LatencyTa
     measure_merge_latencies(dense, CHOICES, LOSSES, anew)
     kept = {path: path.stat().st_mtime_ns for path in anew.cache.iterdir()}
     cells = sum(len(latency_table.load_table(path).cells) for path in kept)
-    assert len(kept) == 2 * TOKENS + (2 * TOKENS - 1) + 1  # of three tokens a merge has one size
+    # The first block's attention, ahead of every merge; layers behind merges; of three tokens a merge has one size.
+    assert len(kept) == 2 + 3 * TOKENS + (2 * TOKENS - 1) + 1
     assert cells <= 48
     again = measure_merge_latencies(dense, CHOICES, LOSSES, anew)
     assert {path: path.stat().st_mtime_ns for path in anew.cache.iterdir()} == kept

@@ -32,7 +32,8 @@ def done(home: Path) -> Path:
     invoked("calibrate", "--model", home / "dense", *images, "-o", home / "m.safetensors")
     model = ("--model", home / "dense", "--outputs", ",".join(OUTPUTS), "--moments", home / "m.safetensors", *images)
     result = invoked("reduce", *model, "--mlp", 0.5, "--align", "mlp=8,head=8", "--closed-loop", "-o", home / "reduced")
-    assert "only places that outputs read" not in result.output
+    behind = "blocks.1.attn.proj, blocks.1.mlp.fc1, blocks.1.mlp.fc2"  # registers of the last block are in no output
+    assert f"only places that outputs read count in the fits of {behind}" in " ".join(result.output.split())
     invoked("export", "--model", home / "reduced", "-o", home / "reduced" / "model.onnx", "--precision", "fp32,fp16")
     return home
 

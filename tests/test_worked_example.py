@@ -15,7 +15,7 @@ def test_the_script_runs_where_it_is_put(
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(SCRIPT), run_name="__main__")
     printed = capsys.readouterr().out
-    assert "400 images fitted to, 12 sites" in printed
+    assert "400 images fitted to, 18 sites" in printed
     assert "PASS (4 links judged) on 500 images" in printed
     assert (tmp_path / "worked" / "bench.json").is_file()
 

@@ -55,7 +55,7 @@ def as_merged(dense: Checkpoint, asked: ReductionRequest) -> tuple[Checkpoint, R
     """
     dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
     merging = family_of(dense.model).merging_of(dense.model)
-    if asked.merging.merge_metric == "keys" or (merging is not None and merging.compares_attention):
+    if asked.merging.is_auto or merging is not None:  # tokens merge behind attentions
         asked = replace(asked, method=replace(asked.method, empties=False))
     return dense, asked
 

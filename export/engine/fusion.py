@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32, HALVES
@@ -98,9 +98,20 @@ def fusion_of(kernels: tuple[Kernel, ...], proto: ModelProto, profiles: int) -> 
 
 
 def attention_sites(proto: ModelProto) -> tuple[str, ...]:
-    """Sites that hold a softmax or an Attention operator, in graph order."""
+    """Sites of Attention operators and of softmaxes, in graph order; a softmax whose shares a mean reads ranks tokens
+    (token merging drops those of little attention) and mixes none.
+    """
+    readers: dict[str, list[NodeProto]] = defaultdict(list)
+    for node in proto.graph.node:
+        for name in node.input:
+            readers[name].append(node)
+
+    def is_averaged(node: NodeProto) -> bool:
+        users = readers[node.output[0]]
+        return any(user.op_type == "ReduceMean" or (user.op_type == "Cast" and is_averaged(user)) for user in users)
+
     nodes = [node for node in proto.graph.node if node.op_type in ("Softmax", "Attention")]
-    return tuple(dict.fromkeys(site_of(node.name) for node in nodes))
+    return tuple(dict.fromkeys(site_of(node.name) for node in nodes if not is_averaged(node)))
 
 
 def site_of(node: str) -> str:
