@@ -1,11 +1,16 @@
 """A model as it is named on the command line."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from corp_deploy.invocation.source import Source
+from corp_deploy.release.recipe_file import as_named
 from corp_deploy.views.console import Output
 
 from .declared import options_from
@@ -41,7 +46,21 @@ class ModelChoice(Source):
 
 def _model_choice(model: str, **options: Any) -> ModelChoice:
     with usage_errors():
-        return ModelChoice(model, **options)
+        choice = ModelChoice(model, **options)
+    return as_named(choice)
+
+
+@contextmanager
+def as_directory(path: Path, out: Output) -> Iterator[Path]:
+    """The path itself; where it is a file that names a model, a directory of that for as long as this is open."""
+    if path.suffix != ".toml":
+        yield path
+        return
+    from corp_deploy.store.checkpoint import save
+
+    with TemporaryDirectory() as scratch:
+        save(as_named(ModelChoice(path)).load(out), Path(scratch) / path.stem)
+        yield Path(scratch) / path.stem
 
 
 def dense_options(command: Command) -> Command:
@@ -52,7 +71,8 @@ def dense_options(command: Command) -> Command:
 MODEL_HELP = (
     "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
     "vision transformer, text encoder or decoder of transformers, torchvision:vit_b_16 and its like "
-    "(with --weights), or module:PATH.py:FUNCTION (with --trust-code)."
+    "(with --weights), module:PATH.py:FUNCTION (with --trust-code), or a .toml file with [model] that says all of "
+    "it: a recipe, or what calibrate writes beside its moments."
 )
 
 
