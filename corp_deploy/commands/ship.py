@@ -44,8 +44,8 @@ def ship(
     output: Path,
     out: Output,
 ) -> None:
-    """Make a smaller model and all that ships with it, of MODEL and a folder of images. It is calibrated, reduced,
-    exported, proved, timed beside the dense one, judged, and packed for a server.
+    """Make a release of a model and a folder of images. MODEL is calibrated, reduced, exported, proved, timed beside
+    what it was, judged, and packed for a server.
 
     MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images held out of all
     before prove the result; which, is drawn by --seed.
