@@ -112,6 +112,17 @@ def test_the_fastest_target_that_is_here_is_taken(home: Path, tmp_path: Path, mo
     assert (target.name, target.precision) == ("tensorrt-rtx", "fp16")
 
 
+def test_paths_that_nobody_typed_stay_in_the_directory(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    recipe_of(home, output, monkeypatch)
+    text = (output / "recipe.toml").read_text()
+    for history, said in (("../history", f"gate.history leads out of {output}"), ("history", "interrupted")):
+        (output / "recipe.toml").write_text(text.replace("[gate]", f'[gate]\nhistory = "{history}"'))
+        assert said in ship(home, output).stderr
+
+
 def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(home, tmp_path / "out", monkeypatch, "--outputs", "class,patches")
     assert (recipe.parity.min_agreement, recipe.gate.fail_if) == (None, ("speedup@b2 < 1.0",))

@@ -153,7 +153,7 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def _places(tables: Tables) -> Iterator[tuple[str, Path]]:
+def places(tables: Tables) -> Iterator[tuple[str, Path]]:
     """Every path that the tables name, by its key."""
     for name, table in tables.items():
         for word, value in table.items():
@@ -180,7 +180,7 @@ def _with_bases(path: Path, seen: tuple[Path, ...], bound: Path | None) -> Table
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
     raw = _read(path)
     own = _tables(path, raw)
-    for name, place in _places(own):
+    for name, place in places(own):
         _refuse_outside(path, name, place, bound)
     if "extends" not in raw:
         return own

@@ -21,7 +21,7 @@ from ground.precision import EVERY_WORD
 
 from .names import RECIPE
 from .recipe import Recipe, TargetName
-from .recipe_file import SECTIONS, load_recipe, model_table
+from .recipe_file import SECTIONS, load_recipe, model_table, places
 from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
@@ -88,18 +88,26 @@ class ToShip:
 def recipe_to_ship(asked: ToShip, root: Path) -> Recipe:
     """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
 
-    Raises BadInput, naming the keys, for a directory that holds the release of another one; for what `Source.opened`
+    Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
+    own that lead out of it; for what `Source.opened`
     refuses, and for fewer images than can be parted.
     """
     path = root / RECIPE
     if not path.exists():
         return _new(asked, root)
-    recipe = load_recipe(path, trust_paths=True)
+    recipe, here = load_recipe(path, trust_paths=True), root.resolve()
     if others := list(_differences(asked, recipe)):
         raise BadInput(
             f"{path}: is the recipe of another release: {'; '.join(others)}; change it there and run "
             f"`{again(recipe, root)}`, or give another --output"
         )
+    named = {place for _, place in places(asked.tables)}
+    for name, place in places({name: msgspec.structs.asdict(getattr(recipe, name)) for name in SECTIONS}):
+        if place not in named and not place.is_relative_to(here):
+            raise BadInput(
+                f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "
+                f"run `{again(recipe, root)}` if it may"
+            )
     return recipe
 
 
