@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation.source import Source
-from corp_deploy.release.recipe_file import as_named
 from corp_deploy.views.console import Output
 
 from .declared import options_from
@@ -26,6 +25,12 @@ class ModelChoice(Source):
     @property
     def model(self) -> str:
         return os.fspath(self.name)
+
+    def as_named(self) -> "ModelChoice":
+        """The model that a file names, where this is one."""
+        from corp_deploy.release.recipe_file import as_named
+
+        return as_named(self)
 
     def look(self, out: Output) -> "Checkpoint":
         """The model to be looked at and not run: of a bare name of timm's without any weights."""
@@ -47,7 +52,7 @@ class ModelChoice(Source):
 def _model_choice(model: str, **options: Any) -> ModelChoice:
     with usage_errors():
         choice = ModelChoice(model, **options)
-    return as_named(choice)
+    return choice.as_named()
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def as_directory(path: Path, out: Output) -> Iterator[Path]:
     from corp_deploy.store.checkpoint import save
 
     with TemporaryDirectory() as scratch:
-        save(as_named(ModelChoice(path)).load(out), Path(scratch) / path.stem)
+        save(ModelChoice(path).as_named().load(out), Path(scratch) / path.stem)
         yield Path(scratch) / path.stem
 
 

@@ -8,9 +8,8 @@ from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.inputs import Drawn
 from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.ship import ShipOptions
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.names import RECIPE
-from corp_deploy.release.ship import ShipOptions, ToShip, again, recipe_to_ship
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
@@ -59,6 +58,9 @@ def ship(
     Example: corp-deploy ship deit_small_patch16_224 --weights deit_small.safetensors --images photos/ --macs 0.7
     -o shipped
     """
+    from corp_deploy.release.names import RECIPE
+    from corp_deploy.release.ship import ToShip, again, recipe_to_ship
+
     asked = ToShip(source=model, images=images, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
     recipe, path = recipe_to_ship(asked, output), output / RECIPE
     closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"

@@ -14,12 +14,13 @@ from corp_deploy.families import trusted_code
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.source import Source
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import regular
 
-from .recipe import Recipe, TargetName
+from .recipe import Recipe
 from .recipe_table import Table
 from .recipe_tables import ModelTable, TargetTable
 

@@ -1,10 +1,10 @@
 """The recipe of a model and a folder of images, where nobody has written one. Imports no torch before it opens them."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -12,46 +12,21 @@ from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.inputs import Drawn
-from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.ship import MOST_HELD_OUT, ShipOptions, TargetName
 from corp_deploy.invocation.source import Source
-from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from ground.errors import BadInput
-from ground.precision import EVERY_WORD
 
 from .names import RECIPE
-from .recipe import Recipe, TargetName
+from .recipe import Recipe
 from .recipe_file import SECTIONS, load_recipe, model_table, places
 from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
-MOST_HELD_OUT = 256
 LEAST_IMAGES = 16
 MACS = 0.7
 BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-cpu")
 """What a model is to run on, the first that is here; ONNX Runtime on the CPU is told of where it is not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShipOptions(Record, heading="What is made"):
-    """On which images, for what."""
-
-    held_out: Path | None = option(
-        PATH,
-        help=f"Other images that prove the result; default: half of --images, at most {MOST_HELD_OUT}, which nothing "
-        "is fitted to.",
-    )
-    labels: Path | None = option(
-        FILE, help="Class indices of --held-out, without that of all --images: accuracy is told then."
-    )
-    target: TargetName | None = option(
-        OneOf(get_args(TargetName)), unsaid="the fastest that is here", help="What the model is to run on."
-    )
-    precision: Sequence[str] = option(
-        ListOf(OneOf(EVERY_WORD), "fp32,fp16"),
-        ("fp32", "fp16"),
-        help="Precisions of the graphs: a CPU runs the first, a GPU fp16 where it is among them.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
