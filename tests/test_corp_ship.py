@@ -207,7 +207,9 @@ def test_every_command_takes_the_file(home: Path, model_file: Path, tmp_path: Pa
     weights = json.loads((reduced / "config.json").read_text())
     assert weights["lineage"]["source"]["weights"] == "weights.safetensors"
     invoked("calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
-    assert not (tmp_path / "m.model.toml").exists(), "a directory says it all"
+    invoked("calibrate", "--model", model_file, "--images", home / "images.npy", "-o", tmp_path / "n.safetensors")
+    assert (tmp_path / "n.safetensors").read_bytes() == model_file.with_name("m.safetensors").read_bytes()
+    assert not list(tmp_path.glob("*.model.toml")), "a directory says it all, and so does a file"
     assert corp_deploy.load(model_file).state_dict().keys() == tiny.checkpoint().model.state_dict().keys()
 
 

@@ -11,7 +11,7 @@ from corp_deploy.views.console import Output
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, model_options
-from .options import FILE, output_options
+from .options import FILE, explicit_options, output_options
 from .repeat import command_again
 from .sequential import calibrate_by_block
 from .stopwatch import keep_effort, stopwatch_on
@@ -100,11 +100,12 @@ def calibrate(
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
         resumed, said = run.goes_on, output.with_suffix(".model.toml")
+        says = bool(model.asked) and not explicit_options()["model"].endswith(".toml")
         with watch.of("calibrate"):
             summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
-        if summaries and model.asked:
+        if summaries and says:
             write_text(said, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
@@ -114,5 +115,5 @@ def calibrate(
         every = [*record.get("snapshots", []), *summaries]
         lines = [line_of_moments(summary, source.noun) for summary in every]
         lines += lines_of_overfitting(summaries[0])
-        lines += [f"{said}: the model, for --model of the next commands"] * bool(model.asked)
+        lines += [f"{said}: the model, for --model of the next commands"] * says
         out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)
