@@ -19,6 +19,7 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
+from tests.encoders import write_encoder
 
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
 QUICK = ("--batch", "2", "--time-limit", "0.5")
@@ -155,6 +156,15 @@ def test_a_name_without_weights_is_told_of_both_ways(home: Path, tmp_path: Path)
     assert done.exit_code == 2
     assert "needs --weights" in done.stderr
     assert ".model.toml that calibrate writes" in done.stderr
+
+
+def test_a_model_of_texts_goes_step_by_step(home: Path, tmp_path: Path) -> None:
+    write_encoder(tmp_path / "bert")
+    words = ("--images", home / "images.npy", "-o", tmp_path / "out")
+    assert (
+        "takes text, and a release is of a model for images"
+        in invoked("ship", f"hf:{tmp_path / 'bert'}", *words, code=2).stderr
+    )
 
 
 # How far it is

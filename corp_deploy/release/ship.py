@@ -108,10 +108,15 @@ def again(recipe: Recipe, root: Path) -> Invocation:
 
 
 def _new(asked: ToShip, root: Path) -> Recipe:
-    from corp_deploy.families.family import output_ports
+    from corp_deploy.families.family import family_of, output_ports
     from corp_deploy.store.inputs import images_for_model
 
     model = asked.source.opened().model
+    if (takes := family_of(model).input_spec(model).medium) != "images":
+        raise BadInput(
+            f"{asked.source.name}: takes {takes}, and a release is of a model for images; go step by step: calibrate, "
+            "reduce, export, verify, bench, gate"
+        )
     count = images_for_model(model, asked.images, **asked.drawn.drawn).count
     if asked.options.held_out is None and count < LEAST_IMAGES:
         raise BadInput(
