@@ -39,6 +39,7 @@ from .commands.perplexity import perplexity
 from .commands.reduce import reduce_command
 from .commands.release import check, release
 from .commands.report import report
+from .commands.ship import ship
 from .commands.sweep import sweep_command
 from .commands.verify import verify
 
@@ -99,14 +100,15 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Reduce": (reduce_command, sweep_command, latency_table),
     "Graph": (export_command, build, audit),
     "Proof": (verify, bench, compare, gate, report),
-    "Release": (release, check, package, lint_repo, serve_version),
+    "Release": (ship, release, check, package, lint_repo, serve_version),
     "Decoder": (perplexity, export_decoder_command),
-    "Machine": (doctor, demo, completion),
+    "Machine": (doctor, completion, demo),
 }
 """The commands by what they are of. Those of two words belong to the one of the first, whose help tells of them."""
 
 RENAMED = {
     "merge-moments": "calibrate --merge",
+    "completion": "doctor completion",
     "redundancy": "inspect redundancy",
     "compare": "bench compare",
     "lint-repo": "package lint",

@@ -5,9 +5,9 @@ files there are.
 
 A comment in front of a block says what is not plain: `<!-- exits: 1 -->` of its commands, `<!-- needs: tensorrt -->`
 where the first exits with 4 without that package and the others are left out, `<!-- busy: other programs -->` where
-they may be refused in these words while others have the machine, `<!-- varies: times -->` where what is printed has
-other numbers each time, `<!-- file: release.toml -->` for a file that the block is written to. What is shown below a
-command has to be printed by it.
+they may be refused, or inconclusive, in these words while others have the machine, `<!-- varies: times -->` where what
+is printed has other numbers each time, `<!-- file: release.toml -->` for a file that the block is written to. What is
+shown below a command has to be printed by it.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ import pytest
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
-from ground.errors import EXIT_BAD_INPUT, EXIT_MISSING
+from ground.errors import EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_MISSING
 from tests.printed import WIDE, lacking
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def run_line(line: str, expected: int, busy: str | None = None) -> str | None:
     wide = mock.patch("corp_deploy.views.console.WIDTH_WITHOUT_TERMINAL", WIDE)
     with wide, mock.patch.object(sys, "argv", words):
         result = CliRunner().invoke(main, words[1:])
-    if busy is not None and result.exit_code == EXIT_BAD_INPUT and busy in result.output:
+    if busy is not None and result.exit_code in (EXIT_BAD_INPUT, EXIT_INCONCLUSIVE) and busy in result.output:
         return None
     assert result.exit_code == expected, f"{line}\n{result.output}"
     return result.output

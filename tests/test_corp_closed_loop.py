@@ -275,10 +275,13 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     method = method_from_preset(preset, geometry=geometry, **half)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    counted: list[int] = []
-    reduction = reduce_by_closed_loop(model, opened(model, tiny.images(16)), method, done=counted.append)
+    counted: list[tuple[int, int]] = []
+    reduction = reduce_by_closed_loop(
+        model, opened(model, tiny.images(16)), method, done=lambda *told: counted.append(told)
+    )
     values = 24 if geometry == "square" else 48
-    assert counted == list(range(1, 5 + 2 * (geometry == "square")))
+    count = 4 + 2 * (geometry == "square")
+    assert counted == [(finished, count) for finished in range(1, count + 1)]
     widths = {site.name.removeprefix("blocks."): site.width for site in sites_of(reduction.model).every}
     assert widths == {
         f"{at}.{name}": width for at in (0, 1) for name, width in (("attn.qk", 24), ("attn.v", values), ("mlp", 96))

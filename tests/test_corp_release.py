@@ -684,7 +684,7 @@ def test_a_starter_is_written_once(home: Path) -> None:
 
 @pytest.mark.parametrize("shell", SOURCES)
 def test_completion_prints_a_script(shell: str) -> None:
-    result = run("completion", shell)
+    result = run("doctor", "completion", shell)
     assert result.exit_code == 0
     assert "_CORP_DEPLOY_COMPLETE" in said(result)
 

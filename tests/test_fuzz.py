@@ -188,6 +188,6 @@ def test_calls_that_cannot_go_well(calls_home: Path) -> None:
 
 
 def test_a_fault_of_a_call_is_told() -> None:
-    good = CliRunner().invoke(main, ["completion", "bash"])
+    good = CliRunner().invoke(main, ["doctor", "completion", "bash"])
     found = bad_calls.faults_of(good, {"kept": "a", "lost": "b"}, {"kept": "c", "new": "d"})
     assert found == ["exit code 0", "a message of 0 letters", "changed kept", "left new"]

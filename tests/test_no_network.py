@@ -54,7 +54,7 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
     quick = ["--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1]
     return {
         "doctor": (["doctor"], 0),
-        "completion": (["completion", "bash"], 0),
+        "doctor completion": (["doctor", "completion", "bash"], 0),
         "inspect": (["inspect", "--model", dense], 0),
         "calibrate": (["calibrate", "--model", dense, *images, "-o", moments], 0),
         "calibrate --merge": (["calibrate", "--merge", moments, home / "other.safetensors", "-o", home / "two"], 0),
@@ -74,6 +74,7 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
         "package lint": (["package", "lint", home / "repository"], 0),
         "package serve": (["package", "serve", home / "repository", "--model-version", 1], 0),
         "release": (["release", home / "r.toml", "--init", dense], 0),
+        "ship": (["ship", dense, *images, "-o", home / "shipped"], 2),
         "check": (["check", home], 2),
     }  # fmt: skip
 

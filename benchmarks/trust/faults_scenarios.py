@@ -229,7 +229,7 @@ def _others_of(home: Path) -> dict[str, tuple[object, ...]]:
         "inspect": ("--model", home / "dense"),
         "package lint": (_older_repository(home) / "repository",),
         "doctor": (),
-        "completion": ("bash",),
+        "doctor completion": ("bash",),
     }  # fmt: skip
 
 
@@ -239,7 +239,8 @@ def scenarios_of_others(home: Path) -> Iterator[Scenario]:
     _decoder(home)
     yield _serve_version(home)
     for command, options in (_results_of(home) | _others_of(home)).items():
-        words = (*command.partition(":")[0].split(), *options, *(() if command == "completion" else ("--quiet",)))
+        quiet = () if command == "doctor completion" else ("--quiet",)
+        words = (*command.partition(":")[0].split(), *options, *quiet)
         if command != "audit":  # TensorRT is not for forks
             run(*words)
         yield Scenario(

@@ -11,6 +11,7 @@ from torch import nn
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation.option import PathLike as PathLike
 from corp_deploy.invocation.source import Source as Source
+from corp_deploy.release.recipe_file import as_named
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
@@ -27,7 +28,7 @@ def opened(model: ModelLike) -> Iterator[Checkpoint]:
     if isinstance(model, nn.Module):
         yield checkpoint_from_module(model)
         return
-    source = model if isinstance(model, Source) else Source(model)
+    source = as_named(model if isinstance(model, Source) else Source(model))
     if isinstance(source.name, os.PathLike) and not Path(source.name).is_dir():
         raise BadInput(f"{os.fspath(source.name)}: no such directory, expected one that corp-deploy wrote")
     with trusting_code(source.trust_code):

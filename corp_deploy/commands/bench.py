@@ -14,6 +14,7 @@ from ground.errors import EXIT_INCONCLUSIVE
 from .declared import record_options
 from .decoder import bench_graphs
 from .help import Command
+from .model_choice import as_directory
 from .options import ANY_PATH, FILE, explicit_options, output_options, trust_engine_option, trust_option, usage_errors
 
 
@@ -42,7 +43,8 @@ def bench(
     """Time DENSE against REDUCED, interleaved in one process. An A/A run of DENSE stands beside them.
 
     Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code
-    (--trust-code, with --images FILE.npy of what they take). Exit code 3 where no batch size could be measured in time.
+    (--trust-code, with --images FILE.npy of what they take). DENSE may also be a .toml with [model], as calibrate
+    writes it. Exit code 3 where no batch size could be measured in time.
 
     Directories of export-decoder, or plain ones of transformers, which are exported to FP32 first, are timed by prefill
     and decoding; every length and every batch size has the time limit for itself.
@@ -62,10 +64,14 @@ def bench(
     if of_graphs:
         timed = bench_graphs(dense, reduced, output, asked, of_decoders, out)
         click.get_current_context().exit(0 if timed else EXIT_INCONCLUSIVE)
-    with out.progress("measuring", 100, unit="%") as done:
+    with (
+        as_directory(dense, out) as dense_run,
+        as_directory(reduced, out) as reduced_run,
+        out.progress("measuring", 100, unit="%") as done,
+    ):
         measured = measure(
-            dense,
-            reduced,
+            dense_run,
+            reduced_run,
             batches=asked.batches,
             plan=asked.plan,
             running=asked.running,

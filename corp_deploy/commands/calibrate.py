@@ -11,7 +11,7 @@ from corp_deploy.views.console import Output
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, model_options
-from .options import FILE, output_options
+from .options import FILE, explicit_options, output_options
 from .repeat import command_again
 from .sequential import calibrate_by_block
 from .stopwatch import keep_effort, stopwatch_on
@@ -38,6 +38,9 @@ def calibrate(
 
     Every image is looked at once; with the statistics that costs as much as about 2 bare forward asked. With --attn
     a pass before it ranks, unless --moments does.
+
+    What goes with a model's name (weights, arguments, preprocessing) is written beside OUTPUT, as OUTPUT's name with
+    .model.toml in place of its suffix: give that as --model to the commands that follow.
 
     With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
     its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
@@ -71,9 +74,11 @@ def calibrate(
         write_moments,
     )
     from corp_deploy.reduction.summary import reference_of_summary
+    from corp_deploy.release.recipe_file import model_table
+    from corp_deploy.release.recipe_toml import text_of_model
     from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
     from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
-    from ground.files import write_json
+    from ground.files import write_json, write_text
     from ground.gpu import require_device
 
     require_device(asked.device)
@@ -94,11 +99,14 @@ def calibrate(
             fitting=lambda share: command_again(attn=f"{share:g}"),
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
-        resumed = run.goes_on
+        resumed, said = run.goes_on, output.with_suffix(".model.toml")
+        says = bool(model.asked) and not explicit_options()["model"].endswith(".toml")
         with watch.of("calibrate"):
             summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
+        if summaries and says:
+            write_text(said, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
         keep_effort(watch, output, step="calibrate", device=asked.device, resumed=resumed)
@@ -107,4 +115,5 @@ def calibrate(
         every = [*record.get("snapshots", []), *summaries]
         lines = [line_of_moments(summary, source.noun) for summary in every]
         lines += lines_of_overfitting(summaries[0])
+        lines += [f"{said}: the model, for --model of the next commands"] * says
         out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)

@@ -1,22 +1,22 @@
-"""corp-deploy completion, and what --version prints."""
+"""corp-deploy doctor completion, and what --version prints."""
 
 import click
 from click.shell_completion import get_completion_class
 
 SOURCES = {
-    "bash": 'bash: eval "$(corp-deploy completion bash)" in ~/.bashrc',
-    "zsh": 'zsh: eval "$(corp-deploy completion zsh)" in ~/.zshrc',
-    "fish": "fish: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish",
+    "bash": 'bash: eval "$(corp-deploy doctor completion bash)" in ~/.bashrc',
+    "zsh": 'zsh: eval "$(corp-deploy doctor completion zsh)" in ~/.zshrc',
+    "fish": "fish: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish",
 }
 
 
-@click.command(epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
+@click.command("doctor completion", epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
 @click.argument("shell", type=click.Choice(list(SOURCES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print what completes commands and options in a shell.
 
-    Example: corp-deploy completion fish > ~/.config/fish/completions/corp-deploy.fish
+    Example: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish
     """
     script = get_completion_class(shell)
     assert script is not None, shell

@@ -4,10 +4,11 @@ import click
 
 from corp_deploy.views.console import Output
 
+from .help import Above
 from .options import output_options
 
 
-@click.command()
+@click.command(cls=Above)
 @output_options
 def doctor(out: Output) -> None:
     """Show what this machine has, and what each lack disables.

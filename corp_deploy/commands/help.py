@@ -38,7 +38,18 @@ HELP_ALL = click.Option(
 )
 
 
-class Command(click.Command):
+class Above(click.Command):
+    """Its help tells of the commands of two words that begin with its own."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        group = ctx.parent and ctx.parent.command
+        every = group.commands.items() if isinstance(group, click.Group) else ()
+        below = [(name, each.get_short_help_str(200)) for name, each in every if name.startswith(f"{ctx.info_name} ")]
+        _write(formatter, "See also", below)
+        super().format_epilog(ctx, formatter)
+
+
+class Command(Above):
     """`first` are the options that --help tells of, in that order and as typed; --help-all tells of all."""
 
     def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:
@@ -71,10 +82,6 @@ class Command(click.Command):
                 for heading, each in by_heading(each for each in options if each not in first).items():
                     words = [f"{heading}:", *(option.opts[0] for option in each)]
                     formatter.write(_filled(formatter, words, hanging="  "))
-        group = ctx.parent and ctx.parent.command
-        every = group.commands.items() if isinstance(group, click.Group) else ()
-        below = [(name, each.get_short_help_str(200)) for name, each in every if name.startswith(f"{ctx.info_name} ")]
-        _write(formatter, "See also", below)
 
 
 def by_heading(parameters: Iterable[click.Parameter]) -> Mapping[str, Sequence[click.Option]]:

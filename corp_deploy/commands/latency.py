@@ -48,8 +48,8 @@ def latency_table(model: ModelChoice, output: Path, asked: LatencyOptions, out: 
     target = LatencyTarget(
         backend=asked.backend, batches=tuple(sorted(asked.batch)), cache=output, threads=asked.threads
     )
-    with out.progress("measuring", None, unit="tables"):
-        tables = measure_tables(model.load(out), method, target)
+    with out.progress("measuring", None, unit="tables") as done:
+        tables = measure_tables(model.load(out), method, target, done=done)
     rows = latency_rows(tables, target.batches)
     out.result(
         {"rows": rows, "measured": tables.measured},

@@ -1,6 +1,10 @@
 """A model as it is named on the command line."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +26,12 @@ class ModelChoice(Source):
     def model(self) -> str:
         return os.fspath(self.name)
 
+    def as_named(self) -> "ModelChoice":
+        """The model that a file names, where this is one."""
+        from corp_deploy.release.recipe_file import as_named
+
+        return as_named(self)
+
     def look(self, out: Output) -> "Checkpoint":
         """The model to be looked at and not run: of a bare name of timm's without any weights."""
         from corp_deploy.store.dense_model import is_bare_name, without_weights
@@ -41,7 +51,21 @@ class ModelChoice(Source):
 
 def _model_choice(model: str, **options: Any) -> ModelChoice:
     with usage_errors():
-        return ModelChoice(model, **options)
+        choice = ModelChoice(model, **options)
+    return choice.as_named()
+
+
+@contextmanager
+def as_directory(path: Path, out: Output) -> Iterator[Path]:
+    """The path itself; where it is a file that names a model, a directory of that for as long as this is open."""
+    if path.suffix != ".toml":
+        yield path
+        return
+    from corp_deploy.store.checkpoint import save
+
+    with TemporaryDirectory() as scratch:
+        save(ModelChoice(path).as_named().load(out), Path(scratch) / path.stem)
+        yield Path(scratch) / path.stem
 
 
 def dense_options(command: Command) -> Command:
@@ -52,7 +76,8 @@ def dense_options(command: Command) -> Command:
 MODEL_HELP = (
     "A timm name (with --weights), a directory written by corp-deploy, a snapshot of a timm repository, hf:DIR, a "
     "vision transformer, text encoder or decoder of transformers, torchvision:vit_b_16 and its like "
-    "(with --weights), or module:PATH.py:FUNCTION (with --trust-code)."
+    "(with --weights), module:PATH.py:FUNCTION (with --trust-code), or a .toml file with [model] that says all of "
+    "it: a recipe, or what calibrate writes beside its moments."
 )
 
 

@@ -12,6 +12,7 @@ from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.values import TEXT, Repeated
 from corp_deploy.release.baseline import Baseline
+from corp_deploy.release.pace import Pace
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
 
@@ -23,9 +24,9 @@ from .signing_choice import SigningChoice, VerifyingChoice
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from corp_deploy.release.incremental import Stage, StageStatus
+    from corp_deploy.release.incremental import StageStatus
     from corp_deploy.release.recipe import Recipe
-    from corp_deploy.release.run import Released, StageListener
+    from corp_deploy.release.run import Released
     from corp_deploy.release.signer import Signer
 
 
@@ -124,7 +125,7 @@ def release(
     elif run.only:
         _only(loaded, output, run.only, older, out)
     else:
-        _release(ctx, loaded, output, older, signing.signer(), out)
+        ctx.exit(make(loaded, output, older, signing.signer(), out))
 
 
 class Loaded(NamedTuple):
@@ -175,13 +176,6 @@ def _plan_only(loaded: Loaded, output: Path, baseline: Baseline, out: Output) ->
     _rows(planned, out, f"{script}: run it where the targets are, in this directory, then run release again")
 
 
-def _noted(out: Output) -> "StageListener":
-    def note(stage: "Stage", why: str) -> None:
-        out.note(f"{stage.name}: {why}")
-
-    return note
-
-
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
     from corp_deploy.store.model_config import load_model_config
@@ -195,7 +189,7 @@ def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
 def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: Baseline, out: Output) -> None:
     from corp_deploy.release.run import run_only
 
-    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=_noted(out))
+    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=Pace(out.note))
     _say_of_weights(outcome.finished, output, out)
     done = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
     out.result({"made": outcome.finished, "cached": outcome.cached}, done)
@@ -209,13 +203,20 @@ SIGNATURES = {
 }
 
 
-def _release(
-    ctx: click.Context, loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | None", out: Output
-) -> None:
+def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | None", out: Output, *closing: str) -> int:
+    """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.run import release as make_release
 
+    pace = Pace(out.note)
     done = make_release(
-        loaded.recipe, output, baseline, path=loaded.path, warn=out.warn, starts=_noted(out), signer=signer
+        loaded.recipe,
+        output,
+        baseline,
+        path=loaded.path,
+        warn=out.warn,
+        starts=pace,
+        planned=pace.plan,
+        signer=signer,
     )
     outcome = done.outcome
     _say_of_weights(outcome.finished, output, out)
@@ -230,11 +231,11 @@ def _release(
     if done.exit_code is None:
         for name, why in outcome.blocked.items():
             out.warn(f"{name}: {why}")
-        out.result(record, "stages are left for another machine; --plan-only writes them as a script")
-        ctx.exit(EXIT_MISSING)
+        out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
+        return EXIT_MISSING
     signature = "" if done.signature is None else f"; {SIGNATURES[done.signature]}"
-    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}{signature}")
-    ctx.exit(done.exit_code)
+    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}{signature}", *closing)
+    return done.exit_code
 
 
 def _summary(done: "Released") -> str:

@@ -53,7 +53,7 @@ def verify(
     asked: VerifyRun,
     out: Output,
 ) -> None:
-    """Prove on real inputs how far CANDIDATES are from REFERENCE.
+    """Prove on real inputs how far CANDIDATES are from REFERENCE. That is named as --model elsewhere names a model.
 
     Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
     --max-error. Exit 3 when no link had one.
@@ -70,6 +70,9 @@ def verify(
     1e-4 where --max-error says nothing, others are measured then.
 
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
+
+    REFERENCE is a directory, hf:DIR, a timm name with --weights, a .toml with [model] (of a recipe, or beside moments
+    of calibrate) and whatever else --model takes.
 
     With a .plan (or .onnx) as REFERENCE, engines of one graph are compared with it; exit 5 where they were built of
     others. Where two versions need an environment each, --write-golden keeps what the first answers, and its directory

@@ -38,11 +38,12 @@ class Source(Record, heading="Model"):
     """Where a model comes from, and what of it is set otherwise.
 
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
-    repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), or `module:PATH.py:FUNCTION` (with
-    `trust_code`). `kwargs` are the arguments of its library; `ema` takes the moving average of the weights (True) or
-    the raw ones (False); `mean` and `std` (a number for all channels, or one for each), `crop_pct` in (0, 1],
-    `interpolation` and `crop_mode` go before the model's own preprocessing; `outputs` are what it gives, by name:
-    ("class", "patches", "block8"). Nothing is read before a function is given it, and nothing is ever downloaded.
+    repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), `module:PATH.py:FUNCTION` (with
+    `trust_code`), or a .toml file whose table [model] says all of this. `kwargs` are the arguments of its library;
+    `ema` takes the moving average of the weights (True) or the raw ones (False); `mean` and `std` (a number for all
+    channels, or one for each), `crop_pct` in (0, 1], `interpolation` and `crop_mode` go before the model's own
+    preprocessing; `outputs` are what it gives, by name: ("class", "patches", "block8"). Nothing is read before a
+    function is given it, and nothing is ever downloaded.
     """
 
     name: PathLike = field(kw_only=False)

@@ -41,7 +41,11 @@ from .within import figure, smallest_within
 
 
 def with_sparsity(
-    reduction: Reduction, choice: SparseChoice, inputs: InputSet | None, *, done: Callable[[int], None] | None = None
+    reduction: Reduction,
+    choice: SparseChoice,
+    inputs: InputSet | None,
+    *,
+    done: Callable[[int, int], None] | None = None,
 ) -> Reduction:
     """The reduction with its model's layers sparse, and a sentence on what became of them; itself where none are
     asked for.
@@ -94,7 +98,7 @@ def reduce_as_asked(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
@@ -144,7 +148,7 @@ def _within(
     images: InputSet | None,
     judges: Judges | None,
     held_out: Moments | None,
-    done: Callable[[int], None] | None,
+    done: Callable[[int, int], None] | None,
     watch: Stopwatch | None,
 ) -> tuple[Reduction, WidthPlan]:
     """The smallest model within a limit; every budget on the way is planned from one look at the images."""
@@ -178,7 +182,7 @@ def as_planned(
     *,
     images: InputSet | None,
     held_out: Moments | None,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
     """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
@@ -236,7 +240,7 @@ def reduce_checkpoint(
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:

@@ -10,7 +10,7 @@ the whole model by its digest.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -218,7 +218,13 @@ def _identity(checkpoint: Checkpoint) -> str:
     return f"{model_digest(checkpoint.model)} {checkpoint.model!r}{merging}"
 
 
-def measure_tables(checkpoint: Checkpoint, method: Method, where: LatencyTarget) -> Tables:
+def measure_tables(
+    checkpoint: Checkpoint,
+    method: Method,
+    where: LatencyTarget,
+    *,
+    done: Callable[[int, int], None] = lambda finished, total: None,
+) -> Tables:
     """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
     holds them. Raises BadInput for a site of a traced model that can't be narrower.
     """
@@ -239,10 +245,13 @@ def measure_tables(checkpoint: Checkpoint, method: Method, where: LatencyTarget)
             of_merges[step] = name = merge_name(merge, entering, channels)
             inputs = (Port(name="tokens", shape=(entering, channels)),)
             grids[name] = grid_of_merge(name, merge, inputs, where, at)
-        found = {name: cached_table(grid, where.plan, where.cache, **how) for name, grid in grids.items()}
-        wholes = [cached_table(grid_of_model(checkpoint, where, at), where.plan, where.cache, **how)]
-        if merges:
-            wholes.append(cached_table(grid_of_model(unmerged, where, at), where.plan, where.cache, **how))
+        models = [checkpoint, unmerged] if merges else [checkpoint]
+        every = [*grids.values(), *(grid_of_model(each, where, at) for each in models)]
+        tables = list[tuple[LatencyTable, bool]]()
+        for grid in every:
+            tables.append(cached_table(grid, where.plan, where.cache, **how))
+            done(len(tables), len(every))
+        found, wholes = dict(zip(grids, tables, strict=False)), tables[len(grids) :]
     return Tables(
         by_name={name: table for name, (table, _) in found.items()},
         names={site.name: names.get(site.name, {}) for site in sites_of(model).every},

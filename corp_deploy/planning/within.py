@@ -136,11 +136,12 @@ def smallest_within(
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
     *,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """The model of the smallest budget that is within the limit, and its plan, which says what was tried.
 
-    `reduced` carries a plan out; `done` is told how many models have been tried. At most log2(STEPS) + 1 models are
+    `reduced` carries a plan out; `done` is told how many models have been tried, of how
+    many at most. At most log2(STEPS) + 1 models are
     reduced, each judged in one pass over the inputs. Raises BadInput where even the largest budget is not within it.
     """
     judge = Judge(planner.probe.model, judging, asked.limit.measure)
@@ -158,7 +159,7 @@ def smallest_within(
         else:
             fails = middle
         if done is not None:
-            done(len(trials))
+            done(len(trials), len(trials) + max(holds - fails - 1, 0).bit_length())
     if answer is None:
         _refuse_unreachable(asked.limit, asked.currency, str(judging), trials)
     within = Within(

@@ -124,7 +124,7 @@ def reduce(
     eliminations: Mapping[str, Order] | None = None,
     held_out: Moments | None = None,
     images: InputSet | None = None,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
@@ -133,8 +133,8 @@ def reduce(
     not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
     moments of other images, judges every site again. `images` are looked at where channels are merged, the calibration
     images and those held out, told apart by their content, and where convolutions are rescaled, all of them. `done` is
-    told how many sites are finished. `watch` takes the time of selecting as a part of its own. All runs where the model
-    is.
+    told how many sites of how many are finished. `watch` takes the time of selecting as a part of its own. All runs
+    where the model is.
     Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
     calibration images too.
     """
@@ -165,7 +165,7 @@ def reduce(
         modules |= new.modules
         reports += new.reports
         if done is not None:
-            done(finished)
+            done(finished, len(affected))
     reports = list(reports if widths is None else as_allocated(reports))
     found = {site.name: new for site, new in zip(affected, every, strict=True) if isinstance(new, TracedReduced)}
     if found:

@@ -12,7 +12,7 @@ from .method import Method
 from .model import Reduction
 from .traced_loop import reduce_traced
 
-Done = Callable[[int], None] | None
+Done = Callable[[int, int], None] | None
 
 
 def reduce_by_closed_loop(

@@ -198,13 +198,13 @@ def sparsified(
     how: Sparsifying,
     *,
     batch_size: int = 32,
-    done: Callable[[int], None] | None = None,
+    done: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, SparsityReport]:
     """A copy of the model with k:n sparse layers, refitted on these inputs, and what became of each layer.
 
     Where tokens are merged the targets are of the sparse stream itself, whose tokens are others than the reduced one's.
-    Memory: two residual streams of all inputs in float32. `done` is told how many layers are finished. Raises BadInput
-    where no layer can be sparse, and for activations that are not finite.
+    Memory: two residual streams of all inputs in float32. `done` is told how many layers of how many are finished.
+    Raises BadInput where no layer can be sparse, and for activations that are not finite.
     """
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how)
@@ -231,7 +231,7 @@ def sparsified(
                 made, has_order = _made_sparse_(place, sums, how)
                 reports[name] = _reported(place, sums, made, how, has_order, count)
                 if done is not None:
-                    done(len(reports))
+                    done(len(reports), len(reports) + len(waiting))
             if not waiting:
                 break
             advance_(pairs, step)

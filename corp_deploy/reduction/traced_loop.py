@@ -53,7 +53,7 @@ from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
 from .uncentred import regression_uncentred
 
-Done = Callable[[int], None] | None
+Done = Callable[[int, int], None] | None
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ class _Making:
             later = {layer.node for other in self.steps for layer in self._readers(other.site)}
             self._reduce(segment, step, later)
             if done is not None:
-                done(len(self.new))
+                done(len(self.new), len(self.new) + len(self.steps))
         segment.advance_(self.pieces, with_dense=self.loop is not None)
 
     def _readers(self, site: TracedSite) -> list[Called]:

@@ -4,11 +4,12 @@ See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from corp_deploy.invocation.inputs import InputOptions
+from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
@@ -34,7 +35,6 @@ from .recipe_tables import (
     TargetTable,
 )
 
-TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx"]
 ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
 ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 

@@ -1,25 +1,32 @@
 """A recipe from its TOML file and those it extends. A refusal names the file and key, what was got and expected."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from corp_deploy.families import trusted_code
 from corp_deploy.families.trusted_code import file_and_function, is_code
+from corp_deploy.invocation.honours import spelled
+from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.ship import TargetName
+from corp_deploy.invocation.source import Source
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import regular
 
-from .recipe import Recipe, TargetName
+from .recipe import Recipe
 from .recipe_table import Table
-from .recipe_tables import TargetTable
+from .recipe_tables import ModelTable, TargetTable
 
 MOST_BYTES = 2**20
 DEEPEST = 40
+S = TypeVar("S", bound=Source)
 Tables = dict[str, dict[str, Any]]
 
 
@@ -147,7 +154,7 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def _places(tables: Tables) -> Iterator[tuple[str, Path]]:
+def places(tables: Tables) -> Iterator[tuple[str, Path]]:
     """Every path that the tables name, by its key."""
     for name, table in tables.items():
         for word, value in table.items():
@@ -174,7 +181,7 @@ def _with_bases(path: Path, seen: tuple[Path, ...], bound: Path | None) -> Table
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
     raw = _read(path)
     own = _tables(path, raw)
-    for name, place in _places(own):
+    for name, place in places(own):
         _refuse_outside(path, name, place, bound)
     if "extends" not in raw:
         return own
@@ -195,6 +202,40 @@ def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -
         return kind(**table)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
+
+
+def model_table(source: Source) -> ModelTable:
+    """A model as it was named here, as the table of a recipe, paths made absolute."""
+    here = Path.cwd()
+    given = {name: value for name, value in source.values.items() if value is not None}
+    given |= {"weights": (here / given["weights"]).resolve()} if "weights" in given else {}
+    return ModelTable(model=_model_text(here, os.fspath(source.name)), **given)
+
+
+def load_model_table(path: Path) -> ModelTable:
+    """[model] of a file that may be a whole recipe, and have nothing else; the user named it, so that its paths may
+    lead anywhere. Raises BadInput as load_recipe does, and for a file without one.
+    """
+    path = path.resolve()
+    table = _with_bases(path, (), None).get("model")
+    if table is None:
+        raise BadInput(f"{path}: has no [model], expected the table that says which model, as a recipe has it")
+    model: ModelTable = _built(path, "model", table, ModelTable)
+    return model
+
+
+def as_named(source: S) -> S:
+    """A model by the table of the file that it names, where it names one; else as it is. Raises BadInput for what is
+    given beside a file that says it all.
+    """
+    path = Path(source.name)
+    if path.suffix != ".toml":
+        return source
+    if source.asked:
+        others = ", ".join(spelled(options_of(Source)[name].typed) for name in source.asked)
+        raise BadInput(f"{path}: says itself what goes with its model; drop {others}, or change [model] in it")
+    table = load_model_table(path)
+    return replace(source, name=table.model, **table.source.values)
 
 
 def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:

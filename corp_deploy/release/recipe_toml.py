@@ -9,9 +9,11 @@ import msgspec
 from corp_deploy.families import trusted_code
 
 from .recipe import Recipe
+from .recipe_tables import ModelTable
 from .rendering import toml_from
 
 HEAD = "# The resolved recipe of this release: every key with its value, defaults included."
+HEAD_OF_MODEL = "# A model with all that goes with its name: give this file wherever a model is named, or in a recipe."
 
 
 def relative_text(path: Path, directory: Path) -> str:
@@ -27,12 +29,26 @@ def _set(value: Any) -> Any:
     return value
 
 
+def _content(table: msgspec.Struct, directory: Path) -> Any:
+    return _set(msgspec.to_builtins(table, enc_hook=lambda path: relative_text(path, directory)))
+
+
+def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = _content(model, directory)
+    if model.directory is not None:
+        content["model"] = f"{model.prefix}{relative_text(model.directory, directory)}"
+    if model.code is not None:
+        function = model.model.rpartition(":")[2]
+        content["model"] = f"{trusted_code.PREFIX}{relative_text(model.code, directory)}:{function}"
+    return content
+
+
+def text_of_model(model: ModelTable, directory: Path) -> str:
+    """The table of a model alone, paths relative to `directory`: it names the model there."""
+    return f"{HEAD_OF_MODEL}\n\n{toml_from({'model': _model_content(model, directory)})}"
+
+
 def text_of_recipe(recipe: Recipe, directory: Path) -> str:
     """The whole recipe with its defaults, paths relative to `directory`; it reads back as the same recipe there."""
-    content = msgspec.to_builtins(recipe, enc_hook=lambda path: relative_text(path, directory))
-    if recipe.model.directory is not None:
-        content["model"]["model"] = f"{recipe.model.prefix}{relative_text(recipe.model.directory, directory)}"
-    if recipe.model.code is not None:
-        function = recipe.model.model.rpartition(":")[2]
-        content["model"]["model"] = f"{trusted_code.PREFIX}{relative_text(recipe.model.code, directory)}:{function}"
-    return f"{HEAD}\n\n{toml_from(_set(content))}"
+    content = _content(recipe, directory) | {"model": _model_content(recipe.model, directory)}
+    return f"{HEAD}\n\n{toml_from(content)}"

@@ -108,12 +108,14 @@ def release(
     path: Path,
     warn: Warn = _unwarned,
     starts: StageListener = _unheard,
+    planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None,
     signer: Signer | None = None,
 ) -> Released:
-    """Run what is not done, and sign what passes; `path` is the recipe's file. Raises BadInput for what it names and
-    will not do, before any work, and when another process works in the directory.
+    """Run what is not done, and sign what passes; `path` is the recipe's file, `planned` hears what will be done first
+    of all. Raises BadInput for what it names and will not do, before any work, and when another process works in the
+    directory.
     """
-    require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn)
+    planned(require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn))
     if signer is not None:
         _require_signer(recipe, signer)
     root.mkdir(parents=True, exist_ok=True)

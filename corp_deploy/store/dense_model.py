@@ -193,7 +193,10 @@ def _loaded(
     asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
     built = dense_from_architecture(asked)
     if file is None:
-        raise BadInput(f"--model {model} is a timm name and needs --weights ({KINDS}) of the trained model")
+        raise BadInput(
+            f"{model} is a timm name and needs --weights ({KINDS}) of the trained model; or give in its place a file "
+            "that says both: the .model.toml that calibrate writes, or a recipe"
+        )
     return with_weights(
         built,
         asked,

@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -39,15 +40,24 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
+class _Count(MofNCompleteColumn):
+    """Nothing where it isn't known how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A progress bar as those who do the work see it: called with how many units are done."""
+    """A progress bar as those who do the work see it: called with how many units are done, and of how many where that
+    is known by then alone.
+    """
 
     progress: Progress
     task: TaskID
 
-    def __call__(self, done: int) -> None:
-        self.progress.update(self.task, completed=done)
+    def __call__(self, done: int, total: int | None = None) -> None:
+        self.progress.update(self.task, completed=done, total=total)
 
     def renamed(self, title: str, done: int, total: int, unit: str) -> None:
         """Other work follows, or the same has something new to say."""
@@ -85,7 +95,7 @@ class Output:
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            _Count(),
             TextColumn("{task.fields[unit]}", markup=False),
         )
         with Progress(

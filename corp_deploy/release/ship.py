@@ -1,0 +1,146 @@
+"""The recipe of a model and a folder of images, where nobody has written one. Imports no torch before it opens them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corp_deploy.invocation.budget_choice import BudgetChoice
+from corp_deploy.invocation.calibration import PassOptions
+from corp_deploy.invocation.call import Invocation
+from corp_deploy.invocation.inputs import Drawn
+from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.ship import MOST_HELD_OUT, ShipOptions, TargetName
+from corp_deploy.invocation.source import Source
+from ground.errors import BadInput
+
+from .names import RECIPE
+from .recipe import Recipe
+from .recipe_file import SECTIONS, load_recipe, model_table, places
+from .recipe_tables import TargetTable
+from .targets import missing_to_run
+
+LEAST_IMAGES = 16
+MACS = 0.7
+BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-cpu")
+"""What a model is to run on, the first that is here; ONNX Runtime on the CPU is told of where it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToShip:
+    """What was asked for, with the options of the steps."""
+
+    source: Source
+    images: Path
+    options: ShipOptions
+    drawn: Drawn
+    budget: BudgetChoice
+    timed: BenchOptions
+    run: PassOptions
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The keys of a recipe that this settles, by their tables."""
+        held_out, labels, tables = self.options.held_out, self.options.labels, self.budget.latency_tables
+        return {
+            "model": msgspec.structs.asdict(model_table(self.source)),
+            "calibration": {"images": self.images.resolve(), **self.drawn.drawn, "device": self.run.device},
+            "held_out": {"images": held_out and held_out.resolve(), "labels": labels and labels.resolve()},
+            "reduce": {
+                "macs": MACS if self.budget.currency is None else self.budget.macs,
+                "params": self.budget.params,
+                "latency": self.budget.latency,
+                "latency_tables": tables and Path(tables).resolve(),
+            },
+            "export": {"precisions": self.options.precision},
+            "bench": {"batches": self.timed.batches, "time_limit_s": self.timed.time_limit},
+        }
+
+
+def recipe_to_ship(asked: ToShip, root: Path) -> Recipe:
+    """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
+
+    Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
+    own that lead out of it; for what `Source.opened`
+    refuses, and for fewer images than can be parted.
+    """
+    path = root / RECIPE
+    if not path.exists():
+        return _new(asked, root)
+    recipe, here = load_recipe(path, trust_paths=True), root.resolve()
+    if others := list(_differences(asked, recipe)):
+        raise BadInput(
+            f"{path}: is the recipe of another release: {'; '.join(others)}; change it there and run "
+            f"`{again(recipe, root)}`, or give another --output"
+        )
+    named = {place for _, place in places(asked.tables)}
+    for name, place in places({name: msgspec.structs.asdict(getattr(recipe, name)) for name in SECTIONS}):
+        if place not in named and not place.is_relative_to(here):
+            raise BadInput(
+                f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "
+                f"run `{again(recipe, root)}` if it may"
+            )
+    return recipe
+
+
+def _differences(asked: ToShip, recipe: Recipe) -> Iterator[str]:
+    for section, keys in asked.tables.items():
+        table = getattr(recipe, section)
+        for key, value in keys.items():
+            if getattr(table, key) != value:
+                yield f"{section}.{key} is {_word(getattr(table, key))} there, {_word(value)} here"
+    (first, *_), target = recipe.target_tables, asked.options.target
+    if target not in (None, first):
+        yield f"the first of targets is {first} there, {target} here"
+
+
+def _word(value: Any) -> str:
+    return "not set" if value is None else str(value)[:200]
+
+
+def again(recipe: Recipe, root: Path) -> Invocation:
+    """What carries the recipe in the directory out once more."""
+    options = {"output": str(root), **recipe.trust(measures=True)}
+    return Invocation(command="release", arguments=(str(root / RECIPE),), options=options)
+
+
+def _new(asked: ToShip, root: Path) -> Recipe:
+    from corp_deploy.families.family import family_of, output_ports
+    from corp_deploy.store.inputs import images_for_model
+
+    model = asked.source.opened().model
+    if (takes := family_of(model).input_spec(model).medium) != "images":
+        raise BadInput(
+            f"{asked.source.name}: takes {takes}, and a release is of a model for images; go step by step: calibrate, "
+            "reduce, export, verify, bench, gate"
+        )
+    count = images_for_model(model, asked.images, **asked.drawn.drawn).count
+    if asked.options.held_out is None and count < LEAST_IMAGES:
+        raise BadInput(
+            f"--images {asked.images}: {count} images, too few to hold some out that prove the result; give "
+            f"{LEAST_IMAGES} or more, or others as --held-out"
+        )
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
+    classifies = all(port.role == "logits" for port in output_ports(model))
+    rules = (f"speedup@b{max(asked.timed.batches)} < 1.0", "top1_agreement < 0.98")
+    others: Mapping[str, dict[str, Any]] = {
+        "release": {"name": name},
+        "package": {"name": name if "fp32" in asked.options.precision else None},
+        "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if asked.options.held_out is None else None},
+        "parity": {"min_agreement": 0.98 if classifies else None, "max_error": 0.05},
+        "gate": {"fail_if": rules if classifies else rules[:1]},
+    }
+    tables = asked.tables
+    sections: dict[str, Any] = {
+        name: kind(**tables.get(name, {}), **others.get(name, {})) for name, kind in SECTIONS.items()
+    }
+    recipe = Recipe(**sections, target_tables={asked.options.target or BY_SPEED[-1]: TargetTable()})
+    return recipe if asked.options.target else _for_this_machine(recipe)
+
+
+def _for_this_machine(recipe: Recipe) -> Recipe:
+    every = (msgspec.structs.replace(recipe, target_tables={name: TargetTable()}) for name in BY_SPEED[:-1])
+    return next((each for each in every if missing_to_run(each.targets[0]) is None), recipe)

@@ -1,0 +1,258 @@
+"""One command from a model and images to a release, the recipe that it leaves, and models that a file names."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+import corp_deploy
+from corp_deploy.release import steps
+from corp_deploy.release.incremental import Stage, StageStatus
+from corp_deploy.release.pace import Pace
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.store.checkpoint import load_checkpoint, save
+from ground.errors import BadInput
+from tests import tiny
+from tests.command import invoked, run
+from tests.encoders import write_encoder
+
+KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
+QUICK = ("--batch", "2", "--time-limit", "0.5")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model by its name with weights, the same as a directory, and images."""
+    root = tmp_path_factory.mktemp("ship")
+    checkpoint = tiny.checkpoint()
+    save(checkpoint, root / "dense")
+    save_file(checkpoint.model.state_dict(), root / "weights.safetensors")
+    np.save(root / "images.npy", tiny.images(20))
+    np.save(root / "few.npy", tiny.images(15))
+    return root
+
+
+def named(home: Path) -> tuple[object, ...]:
+    return tiny.ARCHITECTURE.name, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS
+
+
+def ship(home: Path, output: Path, *words: object) -> Any:
+    return run("ship", *named(home), "--images", home / "images.npy", *QUICK, "-o", output, *words)
+
+
+def stopped(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def told(done: Any) -> tuple[list[str], list[str]]:
+    record = json.loads(done.stdout)
+    return record["made"], record["cached"]
+
+
+@pytest.mark.slow("graph")
+def test_a_release_of_a_model_and_images(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is interrupted, goes on, has nothing to do then, and does what a change of its recipe touches."""
+    output = tmp_path / "shipped"
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "write_parity", stopped)
+        assert ship(home, output).exit_code == 130
+    assert not (output / "parity.json").exists()
+    done = ship(home, output, "--json")
+    assert done.exit_code in (1, 3), "so few images show no agreement of 98 %"
+    made, kept = told(done)
+    assert (made[0], "reduce" in kept) == ("parity", True)
+    for name in ("reduced/model.fp16.onnx", "bench.json", "report.html", "repository", "SHA256SUMS"):
+        assert (output / name).exists(), name
+    assert load_checkpoint(output / "reduced").model is not None
+    again = ship(home, output)
+    assert "nothing to do" in again.stdout
+    words = again.stdout.partition("then run ")[2].partition(";")[0].split()
+    assert (words[:2], words[-1]) == (["corp-deploy", "release"], "--trust-paths")
+    text = (output / "recipe.toml").read_text()
+    (output / "recipe.toml").write_text(text.replace("max_error = 0.05", "max_error = 0.5"))
+    changed = run(*words[1:], "--json")
+    assert told(changed)[0] == ["recipe", "parity", "gate", "package", "report", "manifest"]
+    assert ship(home, output).exit_code == changed.exit_code, "what no option says may be otherwise"
+    other = ship(home, output, "--macs", 0.5)
+    assert other.exit_code == 2
+    assert "reduce.macs is 0.7 there, 0.5 here; change it there and run `corp-deploy release" in other.stderr
+    assert load_recipe(output / "recipe.toml", trust_paths=True).reduce.macs == 0.7
+
+
+def recipe_of(home: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
+    """Of a run that ends behind its first stage."""
+    monkeypatch.setattr("corp_deploy.release.own_steps.write_dense", stopped)
+    assert ship(home, output, *words).exit_code == 130
+    return load_recipe(output / "recipe.toml", trust_paths=True)
+
+
+def test_the_recipe_of_what_was_asked_for(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(home, tmp_path / "a b", monkeypatch)
+    assert (recipe.calibration.hold_out, recipe.held_out.images, recipe.reduce.macs) == (10, None, 0.7)
+    assert recipe.gate.fail_if == ("speedup@b2 < 1.0", "top1_agreement < 0.98")
+    assert (recipe.parity.min_agreement, recipe.parity.max_error) == (0.98, 0.05)
+    assert [each.name for each in recipe.targets] == ["onnxruntime-cpu"]
+    assert (recipe.name, recipe.package.name) == ("a-b", "a-b")
+    assert recipe.model.source.opened().lineage["source"]["weights"] == "weights.safetensors"
+    others = ("--held-out", home / "few.npy", "--params", 0.6, "--target", "openvino", "--precision", "fp32")
+    recipe = recipe_of(home, tmp_path / "b", monkeypatch, *others, "--samples", 12, "--seed", 3)
+    assert (recipe.calibration.hold_out, recipe.held_out.images) == (None, (home / "few.npy").resolve())
+    assert (recipe.reduce.macs, recipe.reduce.params, recipe.export.precisions) == (None, 0.6, ("fp32",))
+    assert ([each.name for each in recipe.targets], recipe.calibration.samples) == (["openvino"], 12)
+
+
+def test_the_fastest_target_that_is_here_is_taken(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"tensorrt": "none", "tensorrt-rtx": None, "onnxruntime-cuda": None}
+    monkeypatch.setattr("corp_deploy.release.ship.missing_to_run", lambda target: here[target.name])
+    (target,) = recipe_of(home, tmp_path / "out", monkeypatch).targets
+    assert (target.name, target.precision) == ("tensorrt-rtx", "fp16")
+
+
+def test_paths_that_nobody_typed_stay_in_the_directory(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    recipe_of(home, output, monkeypatch)
+    text = (output / "recipe.toml").read_text()
+    for history, said in (("../history", f"gate.history leads out of {output}"), ("history", "interrupted")):
+        (output / "recipe.toml").write_text(text.replace("[gate]", f'[gate]\nhistory = "{history}"'))
+        assert said in ship(home, output).stderr
+
+
+def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(home, tmp_path / "out", monkeypatch, "--outputs", "class,patches")
+    assert (recipe.parity.min_agreement, recipe.gate.fail_if) == (None, ("speedup@b2 < 1.0",))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--images", "few.npy"), "15 images, too few to hold some out that prove the result; give 16 or more"),
+        (("--images", "nowhere"), "nowhere"),
+        (("--macs", 0.5, "--params", 0.5), "--macs and --params are several budgets; give one"),
+        (("--precision", "int8,fp16"), "also of those that calibration.hold_out leaves out to prove the result"),
+        (("--held-out", "nowhere.npy"), "Error: held_out.images: "),
+        (("--labels", "few.npy"), "Error: held_out.labels: "),
+    ],
+)
+def test_what_will_not_do_is_one_message_and_leaves_nothing(
+    home: Path, tmp_path: Path, words: tuple[object, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    before = sorted(home.iterdir())
+    done = ship(home, tmp_path / "out", *words)
+    assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr
+    assert not (tmp_path / "out").exists()
+    assert sorted(home.iterdir()) == before
+
+
+def test_a_name_without_weights_is_told_of_both_ways(home: Path, tmp_path: Path) -> None:
+    done = run("ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "needs --weights" in done.stderr
+    assert ".model.toml that calibrate writes" in done.stderr
+
+
+def test_a_model_of_texts_goes_step_by_step(home: Path, tmp_path: Path) -> None:
+    write_encoder(tmp_path / "bert")
+    words = ("--images", home / "images.npy", "-o", tmp_path / "out")
+    assert (
+        "takes text, and a release is of a model for images"
+        in invoked("ship", f"hf:{tmp_path / 'bert'}", *words, code=2).stderr
+    )
+
+
+# How far it is
+
+
+def test_the_pace_of_stages(tmp_path: Path) -> None:
+    said: list[str] = []
+    times = iter((0.0, 100.0, 100.0, 101.0, 131.0))
+    pace = Pace(said.append, clock=lambda: next(times))
+    names = ("dense", "moments", "export.dense", "reduce")
+    states: Any = dict(zip(names, ("runs", "runs", "cached", "follows"), strict=True))
+    pace.plan([StageStatus(stage=name, state=state, why="") for name, state in states.items()])
+    stages = {name: Stage(name=name, outputs=(name,), run=lambda dirs: None) for name in names}
+    pace(stages["dense"], "not done yet")
+    pace(stages["moments"], "not done yet")
+    pace(stages["moments"], "half of it")
+    pace(stages["reduce"], "changed")
+    assert said == [
+        "[1 of 3, 0:00 so far] dense: not done yet",
+        "[2 of 3, 0:01 so far] moments: not done yet",
+        "moments: half of it",
+        f"[3 of 3, 0:31 so far, about 0:{31 * 25 // 21} left by estimate] reduce: changed",
+    ]
+
+
+# A model that a file names
+
+
+@pytest.fixture(scope="module")
+def model_file(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What calibrate wrote beside its moments."""
+    folder = tmp_path_factory.mktemp("moments")
+    words = ("--images", home / "images.npy", "--mean", "0.4", "-o", folder / "m.safetensors")
+    done = invoked("calibrate", "--model", *named(home), *words)
+    assert f"{folder / 'm.model.toml'}: the model, for --model of the next commands" in done.stdout
+    return folder / "m.model.toml"
+
+
+def test_every_command_takes_the_file(home: Path, model_file: Path, tmp_path: Path) -> None:
+    assert "mean 0.4" in invoked("inspect", "--model", model_file).stdout
+    reduced = tmp_path / "reduced"
+    invoked(
+        "reduce", "--model", model_file, "--moments", model_file.with_name("m.safetensors"), "--mlp", 0.5, "-o", reduced
+    )
+    images = ("--images", home / "images.npy", "--max-error", 9, "--batch", 2)
+    invoked("verify", model_file, reduced, *images, "-o", tmp_path / "parity.json")
+    where = ("--backend", "torch", "--batch", 1, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6)
+    bench = tmp_path / "bench.json"
+    invoked("bench", model_file, reduced, *where, "--block-ms", 1, "-o", bench)
+    weights = json.loads((reduced / "config.json").read_text())
+    assert weights["lineage"]["source"]["weights"] == "weights.safetensors"
+    invoked("calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
+    invoked("calibrate", "--model", model_file, "--images", home / "images.npy", "-o", tmp_path / "n.safetensors")
+    assert (tmp_path / "n.safetensors").read_bytes() == model_file.with_name("m.safetensors").read_bytes()
+    assert not list(tmp_path.glob("*.model.toml")), "a directory says it all, and so does a file"
+    assert corp_deploy.load(model_file).state_dict().keys() == tiny.checkpoint().model.state_dict().keys()
+
+
+def test_a_recipe_names_its_model_too(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(f'[model]\nmodel = "{home}/dense"\n[calibration]\nimages = "nowhere"\n')
+    shown = [invoked("inspect", "--model", model).stdout for model in (tmp_path / "recipe.toml", home / "dense")]
+    assert shown[0] == shown[1]
+
+
+def without_table(path: Path) -> None:
+    path.write_text('[calibration]\nimages = "x"\n')
+
+
+def with_other_key(path: Path) -> None:
+    path.write_text('[model]\nmodel = "x"\nweight = "w.pth"\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "said"),
+    [
+        (lambda path: None, ("--mean", "0.5"), "says itself what goes with its model; drop --mean"),
+        (lambda path: None, ("--weights", "w.pth"), "drop --weights, or change [model] in it"),
+        (without_table, (), "has no [model]"),
+        (with_other_key, (), "unknown key 'weight'; did you mean 'weights'?"),
+        (Path.unlink, (), "no such recipe"),
+    ],
+)
+def test_files_that_name_no_model(
+    model_file: Path, tmp_path: Path, change: Callable[[Path], None], words: tuple[str, ...], said: str
+) -> None:
+    path = Path(shutil.copy(model_file, tmp_path / "model.toml"))
+    change(path)
+    done = run("inspect", "--model", path, *words)
+    assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr
+    with pytest.raises(BadInput):
+        corp_deploy.load(corp_deploy.Source(path, mean=(0.5,)))
