@@ -50,7 +50,7 @@ def test_a_module_that_declares_nothing_has_its_sites(own: Sequence[str]) -> Non
     assert sites["h.1.attn.v"]["width"] == f"values {DIM}, 16 in each of {HEADS}"
     # The values' rows of the fused layer and what they make of weights and of the output projection.
     assert sites["h.1.attn.v"]["macs"] == 16 * DIM * DIM + 16 * 16 * DIM + 16 * DIM * DIM
-    assert [row["name"] for row in record["fixed"]][-1] == "head"  # type: ignore[index]
+    assert record["fixed"][-1]["name"] == "head"  # type: ignore[index]
     assert sites["stem"]["macs"] == 256 * 27 * 24 + 16 * 24 * 16 * DIM
     rows = [*record["sites"], *record["fixed"]]  # type: ignore[misc]
     for figure in ("parameters", "macs"):
@@ -71,12 +71,13 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
 @pytest.mark.parametrize("kind", ["vit", "bert", "llama", "convnext"])
 def test_a_configuration_of_transformers_needs_no_weights(kind: str, tmp_path: Path) -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config: dict[str, object] = {
+    configs: dict[str, dict[str, object]] = {
         "vit": {**small, "model_type": "vit", "image_size": 32, "patch_size": 8, "architectures": ["ViTModel"]},
         "bert": {**small, "model_type": "bert", "vocab_size": 50, "max_position_embeddings": 32},
         "llama": {**small, "model_type": "llama", "vocab_size": 50, "architectures": ["LlamaForCausalLM"]},
         "convnext": {"model_type": "convnext", "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
-    }[kind]
+    }
+    config = configs[kind]
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": config.get("architectures")}))
     record = inspected("--model", f"hf:{tmp_path}")
     assert len(record["sites"]) == (4 if kind == "convnext" else 6)  # type: ignore[arg-type]

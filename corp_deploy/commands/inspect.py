@@ -22,9 +22,9 @@ from .value import Value
 )
 @output_options
 def inspect(model: ModelChoice, macs: float, out: Output) -> None:
-    """Show what of a model can be reduced, why the rest can't, and what a budget would take.
+    """Show what of a model can be reduced, and what a budget takes.
 
-    Its sites with their widths, parameters, MACs and preprocessing. No weights are needed.
+    Why the rest can't; its sites with their widths, parameters, MACs and preprocessing. No weights are needed.
 
     Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
     """
