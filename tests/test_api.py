@@ -1,6 +1,7 @@
 """The public functions: the same files as the commands write, values from memory, and one message for a mistake."""
 
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from calib.store import load as load_moments
+from corp_deploy.api.in_python import in_python
 from corp_deploy.api.inputs import opened_inputs
 from corp_deploy.cli import main
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
@@ -162,7 +165,7 @@ def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) ->
     dense, images = home / "dense", home / "images.npy"
     calibrated = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, groups="image")
     held_out = load_moments(tmp_path / "m.held-out.safetensors")
-    with pytest.raises(BadInput, match="--groups says which images --hold-out takes together; give both, or none"):
+    with pytest.raises(BadInput, match="`groups` says which images `hold_out` takes together; give both, or none"):
         corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, groups="image")
     reduced = corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, hold_out=6, groups="image")
     with opened_inputs(tiny.checkpoint().model, images) as every:
@@ -273,23 +276,26 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"precision": "fp12"}, "--precision: 'fp12': expected one of fp32"),
-        ({"precision": "mixed"}, "mixed needs either --keep-fp32 PATTERN or --auto"),
-        ({"precision": "int8"}, "takes its ranges of real inputs; give"),
-        ({"precision": "mixed", "auto": True}, "--auto looks for the blocks on real inputs"),
-        ({"auto": True, "inputs": tiny.images(2)}, "--auto is not honoured by precision fp32"),
-        ({"inputs": tiny.images(2)}, "give --auto and --images (or --text), in Python inputs, together"),
-        ({"keep_fp32": ["blocks.0"]}, "--keep-fp32 blocks.0 is not honoured by precision fp32"),
-        ({"precision": "fp16", "rest": "fp32"}, "--rest fp32 is not honoured by precision fp16"),
+        ({"precision": "fp12"}, "`precision`: 'fp12': expected one of fp32"),
+        ({"precision": "mixed"}, "mixed needs either `keep_fp32=PATTERN` or `auto=True`"),
+        ({"precision": "int8"}, "takes its ranges of real inputs; give `inputs`"),
+        (
+            {"precision": "mixed", "auto": True},
+            "`auto=True` looks for the blocks on real inputs; give `auto=True` and `inputs` together",
+        ),
+        ({"auto": True, "inputs": tiny.images(2)}, "`auto=True` is not honoured by precision fp32"),
+        ({"inputs": tiny.images(2)}, "give `auto=True` and `inputs` together"),
+        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32='blocks.0'` is not honoured by precision fp32"),
+        ({"precision": "fp16", "rest": "fp32"}, "`rest='fp32'` is not honoured by precision fp16"),
         (
             {"precision": "fp8", "inputs": tiny.images(2), "weight_bits": 7},
-            "--weight-bits 7 is not honoured by precision fp8",
+            "`weight_bits=7` is not honoured by precision fp8",
         ),
         (
             {"precision": "int8", "inputs": tiny.images(2), "weight_bits": 6},
-            "--weight-bits: '6': expected a whole number from 7 to 8",
+            "`weight_bits`: '6': expected a whole number from 7 to 8",
         ),
-        ({"heads": "padded"}, "--heads"),
+        ({"heads": "padded"}, "`heads='padded'`"),
     ],
 )
 def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -306,17 +312,17 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
         corp_deploy.reduce(dense, moments, out, mpl=0.5)  # type: ignore[call-arg]
     with pytest.raises(corp_deploy.BadInput, match="nothing asked for"):
         corp_deploy.reduce(dense, moments, out)
-    with pytest.raises(corp_deploy.BadInput, match="--polish-steps 3 is not honoured"):
+    with pytest.raises(corp_deploy.BadInput, match="`polish_steps=3` is not honoured"):
         corp_deploy.reduce(dense, moments, out, mlp=0.5, polish_steps=3)
     with pytest.raises(corp_deploy.BadInput, match="several budgets"):
         corp_deploy.reduce(dense, moments, out, inputs=images, macs=0.5, params=0.5)
     with pytest.raises(corp_deploy.BadInput, match="missing: no such directory"):
         corp_deploy.load(tmp_path / "missing")
-    with pytest.raises(corp_deploy.BadInput, match="needs --weights"):
+    with pytest.raises(corp_deploy.BadInput, match=r"needs `Source\(weights=\.\.\.\)`"):
         corp_deploy.load(corp_deploy.Source("vit_tiny_patch16_224"))
     with pytest.raises(corp_deploy.BadInput, match="gone: no such"):
         corp_deploy.calibrate(dense, tmp_path / "gone", tmp_path / "m.safetensors")
-    with pytest.raises(corp_deploy.BadInput, match="give --attention-system with it"):
+    with pytest.raises(corp_deploy.BadInput, match="give `attention_system=True` with it"):
         corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", attn=[0.5])
     with pytest.raises(corp_deploy.BadInput, match="nothing to hold against the reference"):
         corp_deploy.verify(dense, [], images)
@@ -364,15 +370,186 @@ def test_a_module_of_timms_in_memory(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in net.state_dict().items())
 
 
-def test_a_module_that_tells_too_little_is_refused(tmp_path: Path) -> None:
-    images, out = torch.randn(2, 3, 32, 32), tmp_path / "m.safetensors"
-    with pytest.raises(corp_deploy.BadInput, match=r"model is Linear, expected a module that timm\.create_model made"):
-        corp_deploy.calibrate(torch.nn.Linear(2, 2), images, out)
-    scaled = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=12, init_values=1.0)
-    with pytest.raises(corp_deploy.BadInput, match=r"corp_deploy\.Source\(NAME, weights=FILE"):
-        corp_deploy.calibrate(scaled, images, out)
-    otherwise = timm.create_model("vit_tiny_patch16_224", img_size=32, act_layer="relu").train()
-    with pytest.raises(corp_deploy.BadInput, match="made with arguments that the module does not tell"):
-        corp_deploy.calibrate(otherwise, images, out)
-    assert otherwise.training
+class Net(torch.nn.Module):
+    """No library's: patches, an MLP behind a shortcut, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Conv2d(3, 32, 4, stride=4), torch.nn.Linear(32, 5)
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.stem(images).flatten(2).transpose(1, 2)
+        tokens = tokens + self.down(torch.relu(self.up(tokens)))
+        return self.head(tokens.mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
+    """Its directory loads beside it, of the size of the images that it was calibrated on, and by itself says so."""
+    torch.manual_seed(0)
+    net, images = Net().train(), torch.randn(40, 3, 32, 32)
+    calibration = corp_deploy.calibrate(net, images, tmp_path / "m.safetensors")
+    reduced = corp_deploy.reduce(net, calibration, tmp_path / "r", mlp=0.5, align={"mlp": 8})
+    assert net.training
+    assert reduced.module is net
+    assert "needs the module beside it" in reduced.notes[-1]
+    again = corp_deploy.load(corp_deploy.Source(reduced.path, module=Net()))
+    torch.testing.assert_close(again(images), reduced.model(images), rtol=0, atol=0)
+    expected = net.eval()(images)
+    assert 0 < (again(images) - expected).norm() / expected.norm() < 0.3
+    proof = corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3)
+    assert proof.verdict == "PASS"
+    with pytest.raises(
+        corp_deploy.BadInput, match=r"Net: the model was a module in memory.*Source\(DIR, module=MODULE"
+    ):
+        corp_deploy.load(reduced.path)
+    with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
+        corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))
+    with pytest.raises(corp_deploy.BadInput, match="model is a reduced one in memory"):
+        corp_deploy.reduce(reduced.model, calibration, tmp_path / "s", mlp=0.5)
+    with pytest.raises(corp_deploy.BadInput, match="a Net in memory can't be timed; export both"):
+        corp_deploy.bench(net, reduced)  # type: ignore[arg-type]
+    with pytest.raises(corp_deploy.BadInput, match="candidates: a Net; give what reduce returned"):
+        corp_deploy.verify(net, net, images)  # type: ignore[arg-type]
+
+
+def test_what_a_module_of_timms_was_made_with_is_read_off_it(tmp_path: Path) -> None:
+    """Its directory needs nothing beside it; what it does not show may be said, and what is said has to hold."""
+    torch.manual_seed(0)
+    shown: dict[str, Any] = {"depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8, "init_values": 1.0}
+    net = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32, **shown)
+    images = torch.randn(40, 3, 32, 32)
+    calibration = corp_deploy.calibrate(net, images, tmp_path / "m.safetensors")
+    reduced = corp_deploy.reduce(net, calibration, tmp_path / "r", mlp=0.0)
+    assert reduced.module is None
+    torch.testing.assert_close(corp_deploy.load(reduced)(images), net.eval()(images), rtol=1e-4, atol=1e-5)
+    relu = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, act_layer="relu").eval()
+    beside = corp_deploy.load(corp_deploy.Source(relu, kwargs={"act_layer": "relu"}))
+    torch.testing.assert_close(beside(images), relu(images), rtol=1e-4, atol=1e-5)
+    with pytest.raises(corp_deploy.BadInput, match=r"kwargs \"\{'depth': 3\}\" don't make this module: .*missing"):
+        corp_deploy.load(corp_deploy.Source(relu, kwargs={"depth": 3}))
+    with pytest.raises(corp_deploy.BadInput, match="a module in memory, which has its own weights; leave weights away"):
+        corp_deploy.load(corp_deploy.Source(relu, weights="w.safetensors"))
+
+
+def test_a_module_that_can_not_be_run_says_what_to_say(tmp_path: Path) -> None:
+    out = tmp_path / "m.safetensors"
+    with pytest.raises(
+        corp_deploy.BadInput, match=r"corp_deploy\.Source\(MODULE, kwargs=\{'input_size': \(3, 32, 32\)"
+    ):
+        corp_deploy.calibrate(torch.nn.Linear(7, 2), torch.randn(2, 3, 32, 32), out)
+    broken = Net()
+    torch.nn.init.constant_(broken.head.weight, torch.nan)
+    with pytest.raises(corp_deploy.BadInput, match=r"the module: NaN or Inf in head\.weight"):
+        corp_deploy.calibrate(broken, torch.randn(2, 3, 32, 32), out)
     assert not out.exists()
+
+
+def _bad_calls(home: Path, out: Path) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """A function, its arguments and its options."""
+    dense, moments, images = home / "dense", home / "m.safetensors", home / "images.npy"
+    unknown, vit = tmp_text(out, "code.py", "def build():\n    return 1\n"), "vit_tiny_patch16_224"
+    reduce: list[dict[str, Any]] = [
+        {},
+        {"macs": 0.5},
+        {"macs": 0.5, "params": 0.5, "inputs": images},
+        {"latency": 0.5},
+        {"within": "error 0.05", "macs": 0.5},
+        {"within": "nothing"},
+        {"within": "error 1e-9", "inputs": images},
+        {"heads": "auto"},
+        {"mlp": 1.5},
+        {"conv": 0.5},
+        {"residual": 0.5},
+        {"mlp": 0.5, "held_out": moments, "closed_loop": True, "inputs": images},
+        {"mlp": 0.5, "reads": "all"},
+        {"mlp": 0.5, "allow_partial": False, "preset": "grail", "attn": 0.5},
+        {"mlp": 0.5, "preset": "fold"},
+        {"mlp": 0.01},
+        {"mlp": 0.5, "whole_heads": 0.5, "heads": "auto", "inputs": images},
+        {"mlp": 0.5, "merge_tokens": "auto"},
+        {"merge_tokens": "12,nine"},
+        {"mlp": 0.5, "save_as": "hf"},
+        {"mlp": 0.5, "sparse": "9:4"},
+        {"mlp": 0.5, "select": {"conv": "obs"}},
+        {"macs": 0.3, "inputs": images, "most_cut": 0.2},
+        {"mlp": 0.5, "attn": 0.5, "preset": "corp"},
+    ]
+    models: list[Any] = [
+        vit,
+        "no/such",
+        "hf:nowhere",
+        "torchvision:resnet18",
+        "torchvision:none",
+        f"module:{unknown}:build",
+        out / "nowhere",
+        corp_deploy.Source(f"module:{unknown}:build", trust_code=True),
+        corp_deploy.Source(dense, weights=moments),
+        corp_deploy.Source(dense, kwargs={"depth": 1}),
+        corp_deploy.Source(dense, outputs=["nothing1"]),
+        corp_deploy.Source(vit, weights=home / "dense" / "model.safetensors"),
+        corp_deploy.Source(vit, weights=home / "dense" / "model.safetensors", ema=True),
+        corp_deploy.Source(vit, weights=moments, kwargs={"pretrained": True}),
+        corp_deploy.Source("vit_tiny_patch16_24"),
+        torch.nn.Linear(2, 2),
+    ]
+    calibrate: list[dict[str, Any]] = [
+        {"attn": [0.5]},
+        {"attention_system": True, "attention": False},
+        {"hold_out": 24},
+        {"hold_out": 2.5},
+        {"patch_memory": -1},
+        {"groups": "image", "hold_out": 99},
+        {"merge_how": "drop", "merge_tokens": "auto"},
+        {"sites": ["none"]},
+    ]
+    return [
+        *(("reduce", (dense, moments, out / "r"), options) for options in reduce),
+        *(("load", (model,), {}) for model in models),
+        *(("calibrate", (dense, images, out / "m.safetensors"), options) for options in calibrate),
+        ("calibrate", (dense, np.zeros((2, 3, 5, 5), np.float32), out / "m.safetensors"), {}),
+        ("verify", (dense, home / "reduced", images), {"min_agreement": 2}),
+        ("verify", (dense, home / "reduced", images), {"groups": "image"}),
+        ("verify", (dense, home / "model.onnx", images), {"labels": np.arange(3)}),
+        ("bench", (home / "dense", home / "reduced"), {"streams": 2, "flush_l2": True}),
+        ("bench", (home / "dense", home / "reduced"), {"text": home / "m.safetensors"}),
+        ("export", (dense, out / "x.onnx"), {"precision": "int8"}),
+        ("sites", (Net(),), {"inputs": (3, 32, 32)}),
+        ("Source", (vit,), {"mean": "three"}),
+        ("Source", (vit,), {"crop_pct": 2}),
+        ("ReduceOptions", (), {"mlp": 0.5, "macs": 0.5}),
+    ]
+
+
+def tmp_text(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def _called(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    getattr(corp_deploy, name)(*arguments, **options)
+    raise AssertionError(name, options)
+
+
+def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path) -> None:
+    """Each bad call raises, and says parameters."""
+    for name, arguments, options in _bad_calls(home, tmp_path):
+        with pytest.raises((corp_deploy.BadInput, corp_deploy.Missing)) as refused:
+            _called(name, arguments, options)
+        assert not re.search(r"--[a-z]", str(refused.value)), (name, options, str(refused.value))
+
+
+def test_options_in_a_message_become_what_python_has() -> None:
+    said = "give --macs 0.6, --heads auto, --select heads=fold, --allow-partial; --within 'error 0.05' or --polish"
+    assert in_python(said, ReduceOptions) == (
+        "give `macs=0.6`, `heads='auto'`, `select='heads=fold'`, `allow_partial=True`; `within='error 0.05'` "
+        "or `polish`"
+    )
+    assert in_python("calibrate --attention-system --attn 0.5 first") == (
+        "`calibrate(attention_system=True, attn=0.5)` first"
+    )
+    assert in_python("give --images, or --text for a text encoder") == "give `inputs` for a text encoder"
+    assert in_python("take --model NAME --weights FILE, --no-ema and --workers 2") == (
+        "take `Source(NAME, weights=FILE)`, `Source(ema=False)` and the commands' option 'workers' 2"
+    )
+    assert in_python("--trust-code", parameters=("trust_code",)) == "`trust_code=True`"

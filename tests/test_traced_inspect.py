@@ -1,6 +1,7 @@
 """`inspect` of models that no family knows: their sites, what goes with each, and what stays for which reason."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +11,17 @@ from click.testing import CliRunner
 from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning.reach import first_plan, refuse_far
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
 from tests.traced_examples import CODE, DENSENET, PVT
 
+# A ViT whose patches take half of its multiply-adds.
+STEM = Architecture(
+    name="vit_tiny_patch16_224",
+    kwargs={"img_size": 64, "patch_size": 32, "embed_dim": 64, "num_heads": 1, "depth": 2, "num_classes": 0},
+)
 DIM, HIDDEN, HEADS = 48, 192, 3
 
 
@@ -42,6 +50,7 @@ def test_a_module_that_declares_nothing_has_its_sites(own: Sequence[str]) -> Non
     assert sites["h.1.attn.v"]["width"] == f"values {DIM}, 16 in each of {HEADS}"
     # The values' rows of the fused layer and what they make of weights and of the output projection.
     assert sites["h.1.attn.v"]["macs"] == 16 * DIM * DIM + 16 * 16 * DIM + 16 * DIM * DIM
+    assert record["fixed"][-1]["name"] == "head"  # type: ignore[index]
     assert sites["stem"]["macs"] == 256 * 27 * 24 + 16 * 24 * 16 * DIM
     rows = [*record["sites"], *record["fixed"]]  # type: ignore[misc]
     for figure in ("parameters", "macs"):
@@ -57,6 +66,62 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
     assert widths[:3] == ["queries and keys 16", "values 16", "channels 64"]
     assert widths[3:] == ["queries and keys 32, 16 in each of 2", "values 32, 16 in each of 2", "channels 128"]
     assert inspected("--model", "vit_tiny_patch16_224")["depth"] == 12
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert", "llama", "convnext"])
+def test_a_configuration_of_transformers_needs_no_weights(kind: str, tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    configs: dict[str, dict[str, object]] = {
+        "vit": {**small, "model_type": "vit", "image_size": 32, "patch_size": 8, "architectures": ["ViTModel"]},
+        "bert": {**small, "model_type": "bert", "vocab_size": 50, "max_position_embeddings": 32},
+        "llama": {**small, "model_type": "llama", "vocab_size": 50, "architectures": ["LlamaForCausalLM"]},
+        "convnext": {"model_type": "convnext", "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
+    }
+    config = configs[kind]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": config.get("architectures")}))
+    record = inspected("--model", f"hf:{tmp_path}")
+    assert len(record["sites"]) == (4 if kind == "convnext" else 6)  # type: ignore[arg-type]
+    assert 0 < record["plan"]["offered"] < 1  # type: ignore[index]
+
+
+def test_a_name_of_torchvisions_needs_no_weights() -> None:
+    assert inspected("--model", "torchvision:squeezenet1_1")["plan"]["sites"] > 0  # type: ignore[index]
+
+
+def test_the_plan_says_what_a_budget_takes_and_what_stays() -> None:
+    """Of a ViT: attention and MLPs lose as much as the budget asks, by formulas; patches and classifier stay."""
+    patches, tokens, width, hidden, classes = 196, 197, 192, 768, 1000
+    embedding, head = patches * 768 * width, width * classes
+    of_width, of_tokens = 4 * tokens * width * width + 2 * tokens * width * hidden, 2 * tokens * tokens * width
+    total = embedding + head + 2 * (of_width + of_tokens)
+    arguments = ("--model", "vit_tiny_patch16_224", "--model-kwargs", '{"depth": 2}')
+    plan = inspected(*arguments)["plan"]
+    assert isinstance(plan, dict)
+    assert plan["offered"] == pytest.approx(2 * (of_width + of_tokens) / total)
+    assert plan["cut"] == math.ceil(100 * 0.3 / plan["offered"]) / 100
+    stays = {row["name"]: row["share"] for row in plan["stays"]}
+    assert stays["patch_embed.proj"] == pytest.approx(embedding / total)
+    assert stays["head"] == pytest.approx(head / total)
+    assert inspected(*arguments, "--macs", "0.05")["plan"]["cut"] is None  # type: ignore[index]
+
+
+def test_a_budget_that_goes_too_far_is_refused_before_any_work() -> None:
+    model = dense_from_architecture(STEM)
+    method = ReduceOptions(macs=0.6).method_asked
+    share = round(1.0 - 0.95 * first_plan(model, method, 0.9, 0.85).offered, 2)
+    plan = first_plan(model, method, share, 0.85)
+    assert plan.cut == pytest.approx(0.95, abs=0.02)
+    assert plan.stays[0][0] == "patch_embed.proj"
+    with pytest.raises(BadInput) as refused:
+        refuse_far(model, method, "macs", share, 0.85)
+    said = str(refused.value)
+    assert f"takes {plan.cut:.2f} of every site that it may cut, evenly, where 0.85 is the most" in said
+    assert f"patch_embed.proj {plan.stays[0][1]:.0%} (layer_norm in blocks.0.norm1 (LayerNorm) mixes it)" in said
+    assert f"keep more (--macs {plan.least:g}), or allow it: --most-cut {plan.cut:g}" in said
+    refuse_far(model, method, "macs", share, plan.cut or 1.0)
+    refuse_far(model, method, "macs", plan.least, 0.85)
+    with pytest.raises(BadInput, match=r"evenly, where 0\.85"):
+        refuse_far(model, method, "macs", plan.least - 0.01, 0.85)
 
 
 def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(

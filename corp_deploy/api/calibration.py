@@ -26,7 +26,7 @@ from .verb import verb
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """A file of moments: `path`, which `os.fspath` gives too; `held_out`, the moments of the inputs left out; how many
-    `inputs` were fitted to; `record`, the same as `calibrate --json` prints of the file.
+    `inputs` were fitted to; `record`, what the command prints of the file as JSON.
     """
 
     path: Path
@@ -71,7 +71,7 @@ def calibrate(asked: CalibrateCall) -> Calibration:
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
     with (
-        opened(asked.model) as loaded,
+        opened(asked.model, asked.inputs) as loaded,
         opened_inputs(loaded.model, asked.inputs, **asked.decoded, **asked.drawn) as opened_set,
     ):
         dense, given = merging_checkpoint(loaded, asked), asked.in_order(opened_set, **asked.drawn)

@@ -64,8 +64,8 @@ def export(asked: ExportCall) -> Graph:
     """
     path = Path(asked.output)
     with ExitStack() as stack:
-        own = stack.enter_context(opened(asked.model))
-        dense = None if asked.dense is None else stack.enter_context(opened(asked.dense))
+        own = stack.enter_context(opened(asked.model, asked.inputs))
+        dense = None if asked.dense is None else stack.enter_context(opened(asked.dense, asked.inputs))
         feeds = None
         if asked.inputs is not None:
             opening = opened_inputs(own.model, asked.inputs, **asked.drawn)

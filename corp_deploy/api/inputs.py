@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.store.inputs import inputs_for_model
+from ground.errors import BadInput
 
-Array: TypeAlias = NDArray[Any] | Tensor
-InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
+from .source import Array as Array
+from .source import InputsLike as InputsLike
+
 IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
 
 
@@ -37,7 +39,11 @@ def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
             save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)
         else:
             np.save(path, _array(values), allow_pickle=False)
-        yield path
+        try:
+            yield path
+        except BadInput as error:
+            error.args = (str(error).replace(str(path), path.stem),)
+            raise
 
 
 @contextmanager

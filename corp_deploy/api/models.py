@@ -10,6 +10,7 @@ from corp_deploy.families.named_layers import with_named_sites
 from corp_deploy.families.preprocessing import Preprocessing
 from ground.ports import Role
 
+from .in_python import speaking_python
 from .source import Source, opened
 
 
@@ -20,9 +21,10 @@ def load(model: Source | str | os.PathLike[str], *, trust_code: bool = False) ->
     `trust_code`: whether the code of a model that has some may be run. Raises BadInput when a directory is missing,
     foreign or damaged, for weights that don't fit, and for code that isn't trusted.
     """
-    source = model if isinstance(model, Source) else Source(model, trust_code=trust_code)
-    with opened(source) as checkpoint:
-        return checkpoint.model
+    with speaking_python(parameters=("trust_code",)):
+        source = model if isinstance(model, Source) else Source(model, trust_code=trust_code)
+        with opened(source) as checkpoint:
+            return checkpoint.model
 
 
 def sites(
@@ -46,12 +48,13 @@ def sites(
     Everything that is said is looked for in the program. Raises BadInput for names that are none, for layers between
     which channels are mixed, for other heads than the program has, and for a module that can't be traced.
     """
-    given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
-    return with_named_sites(
-        model,
-        inputs=inputs,
-        mlps=mlps or {},
-        attentions=attentions or {},
-        role=output,
-        preprocessing=given.for_channels(inputs[0]),
-    )
+    with speaking_python():
+        given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+        return with_named_sites(
+            model,
+            inputs=inputs,
+            mlps=mlps or {},
+            attentions=attentions or {},
+            role=output,
+            preprocessing=given.for_channels(inputs[0]),
+        )

@@ -23,15 +23,18 @@ from corp_deploy.store.inputs import labels_from_path
 from ground.errors import BadInput
 from perf.parity.parity import Parity
 
+from .in_python import in_python
 from .inputs import Array, InputsLike, on_disk, opened_inputs
-from .source import ModelLike, PathLike, opened
+from .source import ModelLike, PathLike, beside, opened
 from .verb import verb
 
 
 def _candidates(
     paths: PathLike | Sequence[PathLike], dense: Checkpoint, runtimes: Sequence[Runtime]
 ) -> list[Candidate]:
-    every = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    every = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else [paths]
+    if odd := [type(each).__name__ for each in every if not isinstance(each, str | os.PathLike)]:
+        raise BadInput(f"candidates: a {odd[0]}; give what reduce returned, or a directory, a graph or an engine")
     if not every:
         raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
     return of_model(with_runtimes([candidate_from_path(os.fspath(path)) for path in every], runtimes), dense)
@@ -83,13 +86,14 @@ def verify(asked: VerifyCall) -> Parity:
         raise BadInput(f"{os.fspath(asked.output)}: the figures of every input go there; expected .json")
     with ExitStack() as stack:
         stack.enter_context(trusting_engines(asked.trust_engine))
-        dense = stack.enter_context(opened(asked.reference))
+        dense = stack.enter_context(opened(asked.reference, asked.inputs))
+        stack.enter_context(beside(asked.candidates))
         steps = _candidates(asked.candidates, dense, asked.runtimes)
         opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
         given = stack.enter_context(opening)
         proof_inputs = _proof_inputs(dense, asked.proving(given, asked.seed), asked.labels)
         for sentence in limits.unreachable(proof_inputs.images):
-            warnings.warn(sentence, stacklevel=3)
+            warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
         proof = prove(
             dense,
             steps,

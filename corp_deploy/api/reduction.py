@@ -10,30 +10,43 @@ from typing import Any
 from torch import nn
 
 from calib.store import load as load_moments
+from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.traced_module import is_reduced
+from corp_deploy.invocation import reduction
 from corp_deploy.invocation.inputs import Drawn, Parted
-from corp_deploy.invocation.reduction import ReduceOptions as ReduceOptions
 from corp_deploy.planning.carry_out import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.checkpoint import on_device
+from corp_deploy.store.checkpoint import Checkpoint, on_device
+from ground.errors import BadInput
 from ground.gpu import require_device
 
+from .in_python import in_python, speaking_python
 from .inputs import InputsLike, opened_inputs
-from .source import ModelLike, PathLike, opened
+from .source import Directory, ModelLike, PathLike, in_memory, opened
 from .verb import verb
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReduceOptions(reduction.ReduceOptions):
+    __doc__ = reduction.ReduceOptions.__doc__
+
+    def __post_init__(self) -> None:
+        with speaking_python(reduction.ReduceOptions):
+            super().__post_init__()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
+class Reduced(Directory):
     """A reduced model: its directory `path`, which `os.fspath` gives too, and `model`, an ordinary nn.Module in eval
     mode on the CPU. `sites` tell what was lost at each, `notes` what stayed as it is and why; `macs` and `parameters`
-    are pairs, dense and reduced; `record` is what `reduce --json` prints.
+    are pairs, dense and reduced; `record` is what the command prints as JSON; `module`, what the directory needs beside
+    it, where that was in memory and no library makes it: `Source(path, module=module)`.
     """
 
-    path: Path
     model: nn.Module
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...]
@@ -41,18 +54,30 @@ class Reduced:
     parameters: tuple[int, int]
     record: Mapping[str, Any]
 
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(Parted, Drawn, ReduceOptions):
+class ReduceCall(Parted, Drawn, reduction.ReduceOptions):
     """The options, with what is reduced and what it looks at."""
 
     model: ModelLike = field(kw_only=False)
     moments: PathLike = field(kw_only=False)
     output: PathLike = field(kw_only=False)
     inputs: InputsLike | None = None
+
+
+def _refuse_reduced_in_memory(dense: Checkpoint) -> None:
+    """Raise BadInput for a model of which no directory can say what it was before."""
+    if dense.architecture.family == MEMORY and is_reduced(dense.model):
+        raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
+
+
+def _needs(module: nn.Module | None) -> tuple[str, ...]:
+    if module is None:
+        return ()
+    return (
+        f"the directory needs the module beside it, as no library makes {type(module).__name__}: "
+        "corp_deploy.Source(DIR, module=MODULE); commands take it of a function: module:PATH.py:FUNCTION",
+    )
 
 
 @verb(ReduceCall)
@@ -69,8 +94,10 @@ def reduce(asked: ReduceCall) -> Reduced:
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
     require_device(asked.device)
+    example = asked.moments if asked.inputs is None or isinstance(asked.inputs, str | os.PathLike) else asked.inputs
     with ExitStack() as stack:
-        dense, given = on_device(stack.enter_context(opened(asked.model)), asked.device), None
+        dense, given = on_device(stack.enter_context(opened(asked.model, example)), asked.device), None
+        _refuse_reduced_in_memory(dense)
         if asked.inputs is not None:
             opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
             opened_set = stack.enter_context(opening)
@@ -84,11 +111,13 @@ def reduce(asked: ReduceCall) -> Reduced:
             judges=judges_from_choice(dense.model, given, asked),
             held_out=None if asked.held_out is None else load_moments(Path(asked.held_out)),
         )
+    module = in_memory(asked.model) if dense.architecture.family == MEMORY else None
     return Reduced(
         path=Path(asked.output),
+        module=module,
         model=result.model.eval(),
         sites=result.sites,
-        notes=result.notes,
+        notes=(*(in_python(each, ReduceCall) for each in result.notes), *_needs(module)),
         macs=(macs(dense.model), macs(result.model)),
         parameters=(parameters(dense.model), parameters(result.model)),
         record=record_of_reduction(result, planned),

@@ -1,35 +1,125 @@
-"""Which model: as `--model` and what goes beside it name it, or a module that is in memory."""
+"""Which model: as a command names it, with what goes beside that, or a module that is in memory."""
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from torch import nn
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from calib.store import load as load_moments
+from corp_deploy.families.family import with_outputs
+from corp_deploy.families.given_module import given, taken_of_arrays
 from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
-from corp_deploy.invocation.source import Source as Source
 from corp_deploy.release.recipe_file import as_named
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 
+from .in_python import speaking_python
+
+Array: TypeAlias = NDArray[Any] | Tensor
+InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(source.Source):
+    __doc__ = (
+        (source.Source.__doc__ or "")
+        + """
+    In Python `name` may be a module that is in memory too, with `kwargs` that it was made with and doesn't show, or
+    with what it takes: {"input_size": (3, 32, 32)}. `module` is what a directory needs beside it that was reduced from
+    a module which no library makes.
+    """
+    )
+
+    name: PathLike | nn.Module = field(kw_only=False)  # type: ignore[assignment]
+    module: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        with speaking_python(source.Source, parameters=("trust_code",)):
+            super().__post_init__()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """A model's directory `path`, which `os.fspath` gives too; `module`: what it needs beside it, where that was in
+    memory and no library makes it.
+    """
+
+    path: Path
+    module: nn.Module | None = None
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Without what trains it over several devices, or compiles it."""
+    inner = getattr(module, "_orig_mod", module.module if isinstance(module, WRAPPERS) else module)
+    return inner if inner is module else unwrapped(inner)
+
+
+def in_memory(model: ModelLike) -> nn.Module | None:
+    """The module that a model is, where it is one."""
+    named = model.name if isinstance(model, Source) else model
+    return unwrapped(named) if isinstance(named, nn.Module) else None
+
+
+def _taken(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
+    """What a module takes, as arrays in memory or moments show it."""
+    if isinstance(example, np.ndarray | Tensor):
+        is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
+        return {} if is_pixels else taken_of_arrays(model, example)
+    if isinstance(example, Mapping):
+        return taken_of_arrays(model, example)
+    if example is None or Path(example).suffix != ".safetensors" or not Path(example).is_file():
+        return {}
+    said = json.loads(load_moments(Path(example)).lineage.get("preprocessing", "{}"))
+    return {name: said[name] for name in ("input_size", "inputs") if name in said}
+
+
+def _of_module(said: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
+    beside = {"weights": said.weights, "ema": said.ema, **said.preprocessing.settings}
+    if odd := [name for name, value in beside.items() if value is not None]:
+        raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
+    found = checkpoint_from_module(module, said.kwargs or {}, _taken(module, example))
+    return replace(found, model=with_outputs(found.model, said.named_outputs))
+
+
+def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
+    """Within it directories of a module in memory load beside it, where one of these brings it."""
+    every = directories if isinstance(directories, list | tuple) else [directories]
+    return given(next((each.module for each in every if isinstance(each, Directory)), None))
+
+
 @contextmanager
-def opened(model: ModelLike) -> Iterator[Checkpoint]:
-    """The model of a source, of a path or of timm's module, for as long as its own code may be run, where it has some.
+def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Checkpoint]:
+    """The model of a source, of a path or of a module in memory, for as long as its own code may be run, where it has
+    some. `example`: inputs or moments that show what a module takes.
 
     Raises BadInput for a path where nothing is, and as load does.
     """
-    if isinstance(model, nn.Module):
-        yield checkpoint_from_module(model)
+    said = model if isinstance(model, Source) else Source(model)
+    own = in_memory(said)
+    if own is not None:
+        with given(own):
+            yield _of_module(said, own, example)
         return
-    source = as_named(model if isinstance(model, Source) else Source(model))
-    if isinstance(source.name, os.PathLike) and not Path(source.name).is_dir():
-        raise BadInput(f"{os.fspath(source.name)}: no such directory, expected one that corp-deploy wrote")
-    with trusting_code(source.trust_code):
-        yield source.opened()
+    said = as_named(said)
+    assert not isinstance(said.name, nn.Module), said
+    if isinstance(said.name, os.PathLike) and not Path(said.name).is_dir():
+        raise BadInput(f"{os.fspath(said.name)}: no such directory, expected one that corp-deploy wrote")
+    with trusting_code(said.trust_code), given(said.module), beside(said.name):
+        yield said.opened()

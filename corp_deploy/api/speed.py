@@ -1,5 +1,6 @@
 """corp_deploy.bench."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,13 +11,14 @@ from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.speed import measure
 from corp_deploy.proof.timed_inputs import TimedInputs
+from ground.errors import BadInput
 from ground.files import replacing
 from perf.record.runs import Bench, save_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
 from .inputs import InputsLike, on_disk
-from .source import PathLike
+from .source import PathLike, beside
 from .verb import verb
 
 
@@ -65,7 +67,10 @@ def bench(asked: BenchCall) -> Speed:
     Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
     this machine can't run them.
     """
+    if odd := [each for each in (asked.dense, asked.reduced) if not isinstance(each, str | os.PathLike)]:
+        raise BadInput(f"a {type(odd[0]).__name__} in memory can't be timed; export both, and give the two .onnx files")
     with ExitStack() as stack:
+        stack.enter_context(beside([asked.dense, asked.reduced]))
         stack.enter_context(trusting_code(asked.trust_code))
         stack.enter_context(trusting_engines(asked.trust_engine))
         images = None if asked.inputs is None else stack.enter_context(on_disk(asked.inputs))

@@ -1,32 +1,24 @@
 """A public function of what a record declares: its parameters with their types, defaults and help."""
 
 import inspect
-import re
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from corp_deploy.invocation.option import Record, options_of
+
+from .in_python import in_python, speaking_python
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
-def _in_python(text: str, parameters: Container[str]) -> str:
-    """Options by the names that parameters have."""
-
-    def named(match: re.Match[str]) -> str:
-        name = match[1].replace("-", "_")
-        return f"`{name}`" if name in parameters else match[0]
-
-    return re.sub(r"--([a-z][a-z-]+)", named, text)
-
-
 def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
     """A decorator of a function that takes a record alone: what is called takes the record's fields in its place.
 
-    It raises TypeError for what is no parameter, as a function does, and BadInput for what would be ignored.
+    It raises TypeError for what is no parameter, as a function does, and BadInput for what would be ignored, in words
+    of parameters.
     """
     signature = inspect.signature(record)
     assert isinstance(record, type), record
@@ -40,17 +32,20 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
             except TypeError as error:
                 words = f"{function.__name__}() {error}; its options are {', '.join(signature.parameters)}"
                 raise TypeError(words) from None
-            asked = record(*args, **kwargs)
-            kept = asked.values
-            asked.refuse_ignored({name: kept[name] for name in kept if given.get(name) is not None})
-            return function(asked)
+            with speaking_python(record, parameters=signature.parameters):
+                asked = record(*args, **kwargs)
+                kept = asked.values
+                asked.refuse_ignored({name: kept[name] for name in kept if given.get(name) is not None})
+                return function(asked)
 
         hints = {name: each.annotation for name, each in signature.parameters.items()}
         called.__annotations__ = hints | {"return": inspect.signature(function).return_annotation}
         called.__signature__ = signature.replace(  # type: ignore[attr-defined]
             return_annotation=called.__annotations__["return"]
         )
-        lines = (f"`{name}`: {_in_python(help, helps)}" for name, help in helps.items())
+        lines = (
+            f"`{name}`: {in_python(help, record, parameters=signature.parameters)}" for name, help in helps.items()
+        )
         called.__doc__ = "\n\n".join((inspect.getdoc(function) or "", *lines))
         return called
 

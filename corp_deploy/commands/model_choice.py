@@ -33,10 +33,10 @@ class ModelChoice(Source):
         return as_named(self)
 
     def look(self, out: Output) -> "Checkpoint":
-        """The model to be looked at and not run: of a bare name of timm's without any weights."""
-        from corp_deploy.store.dense_model import is_bare_name, without_weights
+        """The model to be looked at and not run: without any weights where it is named without."""
+        from corp_deploy.store.dense_model import comes_with_weights, without_weights
 
-        if self.weights is not None or not is_bare_name(self.model):
+        if self.weights is not None or comes_with_weights(self.model):
             return self.load(out)
         out.note(f"{self.model}: without weights, as none are given")
         return without_weights(self.model, self.kwargs or {}, self.preprocessing, self.named_outputs)

@@ -128,6 +128,7 @@ def sweep_command(
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = model.load(out)
         sweep = sweep.of_model(checkpoint.model)
+        sweep.refuse_far(checkpoint.model)
         requests = sweep.requests(len(moments))
         source = inputs.open(checkpoint)
         labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration

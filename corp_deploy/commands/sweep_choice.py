@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from corp_deploy.invocation.budget_choice import MOST_CUT
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
@@ -14,7 +15,7 @@ from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
-from ground.quantities import SHARE_KEPT, SHARE_REMOVED
+from ground.quantities import SHARE, SHARE_KEPT, SHARE_REMOVED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +59,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     macs: Sequence[float] = option(
         ListOf(SHARE_KEPT, "0.6,0.8"), (), help="Budgets too: shares of the dense MACs to keep, with preset best."
     )
+    most_cut: float = option(SHARE, MOST_CUT, help="As reduce --most-cut, of every budget.")
     parts: Literal["joint", "mlp", "attn", "conv"] = option(default="joint", help="What the shares are removed from.")
     preset: Sequence[str] = _several(tuple(PRESETS), ("best", "none"), help="One or several.")
     select: Sequence[str] = _several(
@@ -146,6 +148,13 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         there = tuple(part for part, kind in KINDS.items() if kind in kinds_of(model))
         return replace(self, there=there)
 
+    def refuse_far(self, model: "nn.Module") -> None:
+        """Raise BadInput for a budget that goes too far into what can be cut."""
+        from corp_deploy.planning.reach import refuse_far
+
+        for share in self.macs:
+            refuse_far(model, self._request("best", NO_KNOBS, None).method, "macs", share, self.most_cut)
+
     def requests(self, moments: int = 1) -> "list[SweepRequest]":
         """In the order in which they are tried and shown, of each of so many moments."""
         every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
@@ -164,6 +173,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         words = [f"--preset {point.preset}", *(f"--{name} {how}" for name, how in point.knobs.items())]
         if point.budget is not None:
             words.append(f"--macs {point.budget:g}")
+            words += [f"--most-cut {self.most_cut:g}"] * (self.most_cut != MOST_CUT)
         else:
             words += [f"--mlp {point.mlp_sparsity:g}"] * self._tries("mlp")
             words += [f"--attn {point.attention_sparsity:g}"] * touches

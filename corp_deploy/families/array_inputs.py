@@ -47,8 +47,11 @@ def ports_said(model: nn.Module) -> tuple[Port, ...] | None:
     and no tensor, and for what forward has not.
     """
     said = getattr(model, "inputs", None)
-    if not isinstance(said, Mapping) or not said:
-        return None
+    return ports_of(model, said) if isinstance(said, Mapping) and said else None
+
+
+def ports_of(model: nn.Module, said: Mapping[Any, Any]) -> tuple[Port, ...]:
+    """What is said that a module takes. Raises BadInput as ports_said does."""
     name, taken = type(model).__name__, parameters_of(model)
     missing = [each for each, needed in taken.items() if needed and each not in said]
     unknown = [each for each in said if each not in taken and "**" not in taken]

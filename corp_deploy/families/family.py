@@ -17,6 +17,7 @@ from ground.ports import OutputPort, Port
 from . import (
     bert,
     decoder,
+    given_module,
     timm_library,
     traced_model,
 )
@@ -38,6 +39,7 @@ _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
     timm_library.NAME: timm_library.build,
     FAMILY: traced_model.build,
     decoder.NAME: decoder.build,
+    given_module.NAME: given_module.build,
     traced_model.NAME: traced_model.build,
 }
 """By the name that config.json has of the family: what builds models that are traced."""

@@ -70,6 +70,17 @@ def looks_like_decoder(config: Mapping[str, Any]) -> bool:
     return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSeq2SeqLM"))
 
 
+def is_theirs(model: nn.Module) -> bool:
+    """Whether a module is of transformers' own classes."""
+    return type(model).__module__.startswith("transformers.")
+
+
+def write(model: nn.Module, directory: Path) -> None:
+    """A model as transformers saves it."""
+    with _quiet():
+        model.save_pretrained(directory)  # type: ignore[operator]
+
+
 def takes_text(config: Mapping[str, Any], *, where: str) -> bool:
     """Whether it takes ids of tokens. Raises BadInput as architecture_of does."""
     return _main_input(_class_of(config, where)) == _TEXT

@@ -8,6 +8,7 @@ from torch import nn
 from .family import family_of, output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
+from .traced_inspection import fixed_shares as fixed_shares
 from .traced_inspection import stays_of, traced_rows
 
 

@@ -1,8 +1,13 @@
-"""What a model may be built with: bounded before anything is built, since ten million blocks would fill any memory."""
+"""What a timm model may be built with, bounded before that, since ten million blocks would fill any memory; and what a
+module shows of it.
+"""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
+
+from torch import nn
 
 from ground.errors import BadInput
 from ground.quantity import Count, Quantity, Real
@@ -70,3 +75,50 @@ def refuse_unbounded(kwargs: Mapping[str, Any]) -> None:
 def _cut(value: object) -> str:
     text = repr(value) if not isinstance(value, Mapping | list | tuple) else f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _first(model: nn.Module, path: str) -> Any:
+    """What stands there; None where nothing does."""
+    found: Any = model
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+_SHOWN: Mapping[str, Callable[[nn.Module], Any]] = MappingProxyType(
+    {
+        "depth": lambda model: len(_first(model, "blocks") or ()),
+        "depths": lambda model: [len(_first(stage, "blocks") or ()) for stage in _first(model, "stages") or ()],
+        "patch_size": lambda model: _first(model, "patch_embed.patch_size"),
+        "num_heads": lambda model: _first(model, "blocks.0.attn.num_heads"),
+        "mlp_ratio": lambda model: (_first(model, "blocks.0.mlp.fc1.out_features") or 0) / model.embed_dim,  # type: ignore[operator]
+        "init_values": lambda model: 1.0 if _first(model, "blocks.0.ls1.gamma") is not None else None,
+        "class_token": lambda model: _first(model, "cls_token") is not None,
+        "reg_tokens": lambda model: len(_first(model, "reg_token")[0]) if _first(model, "reg_token") is not None else 0,
+        "qk_norm": lambda model: not isinstance(_first(model, "blocks.0.attn.q_norm"), nn.Identity),
+        "qkv_bias": lambda model: _first(model, "blocks.0.attn.qkv.bias") is not None,
+    }
+)
+"""Of a transformer's arguments those that leave a trace of another name."""
+
+
+def _arguments_shown(model: nn.Module) -> dict[str, Any]:
+    """Of its constructor's arguments those that it shows as plain values; which ones mean what they say, a model built
+    of them shows.
+    """
+    shown = dict[str, Any]()
+    for name in inspect.signature(type(model).__init__).parameters:
+        try:
+            value = _SHOWN[name](model) if name in _SHOWN else getattr(model, name, None)
+        except (AttributeError, TypeError, IndexError, ZeroDivisionError):
+            continue
+        value = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, bool | int | float | str | list):
+            shown[name] = value
+    return shown
+
+
+def arguments_beside(model: nn.Module, plain: nn.Module) -> dict[str, Any]:
+    """The arguments in which a model differs from the one that its name alone makes, as far as it shows them."""
+    known = _arguments_shown(plain)
+    return {name: value for name, value in _arguments_shown(model).items() if known.get(name) != value}

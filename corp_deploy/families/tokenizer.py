@@ -198,3 +198,10 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
             "write the model again"
         )
     return content
+
+
+def digest_of_tokenizer(directory: Path, *, needed: bool = True) -> str:
+    """Of its content; zeros where there is none and none is `needed`, as of a model that is looked at alone."""
+    if not needed and not (directory / FILE).exists():
+        return "0" * 64
+    return sha256_of_text(content_of_tokenizer(directory))

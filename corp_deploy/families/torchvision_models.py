@@ -108,6 +108,17 @@ def _side_of_places(state: State) -> int | None:
     return isqrt(state["encoder.pos_embedding"].shape[1] - 1) * int(state["conv_proj.weight"].shape[-1])
 
 
+def names_of(model: nn.Module) -> list[str]:
+    """Of torchvision's classifiers those that a module's class may be made by, as `torchvision:NAME`; none of another
+    library's.
+    """
+    library, home = _library(), type(model).__module__
+    if not home.startswith("torchvision.models."):
+        return []
+    every = (library.get_model_builder(name) for name in library.list_models(module=library))
+    return [PREFIX + each.__name__ for each in every if each.__module__ == home]
+
+
 def build(architecture: Architecture) -> nn.Module:
     """The model with its initial weights, on torch's default device. Raises BadInput where torchvision can't build it
     or it takes images of another size, and for more parameters than are built.

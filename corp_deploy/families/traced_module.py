@@ -227,6 +227,11 @@ def known_of(model: nn.Module) -> Known:
     return model.known_to_corp_deploy
 
 
+def is_reduced(model: nn.Module) -> bool:
+    """Whether anything was cut of it."""
+    return known_of(model).cut is not None
+
+
 def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
     calling = None if facts is None else facts.calling
     own = {} if calling is None else {"forward": by_ports(plain, calling)}

@@ -62,7 +62,7 @@ class Code:
         if not _TRUSTED.get():
             raise BadInput(
                 f"{self.file} is code, which would be run to make the model: read it, and give --trust-code if you "
-                "trust it (in Python: corp_deploy.load(DIR, trust_code=True))"
+                "trust it"
             )
         try:
             return self._function()(**arguments)

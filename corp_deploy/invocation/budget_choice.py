@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ground.errors import BadInput
-from ground.quantities import SHARE_KEPT
+from ground.quantities import SHARE, SHARE_KEPT
 from ground.quantity import BATCH
 
 from .limit import EXPECTED, Limit, limit_from_text
@@ -12,6 +12,8 @@ from .option import PathLike, Record, option
 from .passes import BUDGET, cost
 from .values import DIRECTORY, FILE, PATH, Spelled
 
+MOST_CUT = 0.85
+"""Each site keeps a seventh: who asks for more wants a smaller model, or a budget that fits what can be cut."""
 Currency = Literal["macs", "params", "latency"]
 
 
@@ -27,6 +29,12 @@ class BudgetChoice(Record, heading="Budget"):
     )
     params: float | None = option(SHARE_KEPT, help="Share of the dense parameters to keep, likewise.")
     latency: float | None = option(SHARE_KEPT, help="Share of the dense latency to keep, on this machine.")
+    most_cut: float = option(
+        SHARE,
+        MOST_CUT,
+        help="A budget of MACs or parameters that takes more than this share of every site that it may cut, evenly, is "
+        "refused: so much that the model is not one to repair, mostly because little of it can be cut (see inspect).",
+    )
     within: Limit | str | None = option(
         Spelled(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
         help=f"The smallest model (with --latency-tables: the fastest) that stays within {EXPECTED}, by bisection over "

@@ -121,15 +121,9 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     def require_inputs(self, given: bool) -> None:
         """Raise BadInput where precisions look at inputs and there are none, or would not look at those given."""
         if self.quantised and not given:
-            raise BadInput(
-                f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text), in Python "
-                "inputs"
-            )
+            raise BadInput(f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text)")
         if self.auto != given and not self.quantised:
-            raise BadInput(
-                "--auto looks for the blocks on real inputs; give --auto and --images (or --text), in Python inputs, "
-                "together"
-            )
+            raise BadInput("--auto looks for the blocks on real inputs; give --auto and --images (or --text) together")
 
     @property
     def said(self) -> dict[str, Any]:

@@ -52,8 +52,8 @@ WIDTHS = Axis(
     command="reduce",
     ways={
         "sparsities": Way(words="--mlp, --attn and --conv", ask="--mlp 0.5 --attn 0.5", honours={}),
-        "macs": Way(words="a budget of MACs", ask="--macs 0.6", honours={}),
-        "params": Way(words="a budget of parameters", ask="--params 0.6", honours={}),
+        "macs": Way(words="a budget of MACs", ask="--macs 0.6", honours={"most_cut": ANY}),
+        "params": Way(words="a budget of parameters", ask="--params 0.6", honours={"most_cut": ANY}),
         "latency": Way(
             words="a budget of latency",
             ask="--latency 0.6 --latency-tables DIR",

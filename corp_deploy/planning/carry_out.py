@@ -33,6 +33,7 @@ from .lineage import reduced_checkpoint
 from .merging import merging_as_planned
 from .plan import plan
 from .polishing import Polishing, given_to_polish, with_polish
+from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
 from .request import ReductionRequest, WithinRequest, loop_of
 from .saving import refuse_outdated, require_sayable
@@ -117,6 +118,7 @@ def reduce_as_asked(
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     refuse_partial(dense, asked)
+    refuse_far_budget(dense.model, asked)
     if asked.within is not None:
         with turn(watch, "within"):
             return _within(

@@ -13,6 +13,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 
 from .merging import merging_checkpoint
+from .reach import refuse_far_budget
 from .request import ReductionRequest
 from .saving import require_sayable
 
@@ -66,6 +67,7 @@ def refuse_unfit(dense: Checkpoint, asked: ReductionRequest) -> None:
     dense, asked = as_merged(dense, asked)
     refuse_idle(dense, asked)
     refuse_partial(dense, asked)
+    refuse_far_budget(dense.model, asked)
 
 
 def refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from calib.moments import Moments
-from corp_deploy.invocation.budget_choice import BudgetChoice, Currency
+from corp_deploy.invocation.budget_choice import MOST_CUT, BudgetChoice, Currency
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.reduction import ReduceOptions, SaveAs
@@ -41,9 +41,10 @@ class ReductionRequest:
     """A reduction as a user asks for it; a budget, a limit, `auto_heads`, the closed loop, a polish, merged
     channels and sparse weights need images.
 
-    `allow_partial` takes a model of which less is removed than the sparsities ask for; `reads` are the tokens that a
-    closed loop's last block is fitted to, see tokens_to_fit; `merging`: which tokens are merged away;
-    `sparsity`: which weights become zero, last of all; `save_as`: what else the model is written as.
+    `most_cut` is how much of every site a budget may take, evenly; `allow_partial` takes a model of which less is
+    removed than the sparsities ask for; `reads` are the tokens that a closed loop's last block is fitted to, see
+    tokens_to_fit; `merging`: which tokens are merged away; `sparsity`: which weights become zero, last of all;
+    `save_as`: what else the model is written as.
     """
 
     preset: str
@@ -53,6 +54,7 @@ class ReductionRequest:
     auto_heads: bool = False
     closed_loop: LoopName | None = None
     allow_partial: bool = False
+    most_cut: float = MOST_CUT
     reads: Reads | None = None
     polish: PolishOptions | None = None
     merging: MergingChoice = field(default_factory=MergingChoice)
@@ -112,6 +114,7 @@ def request_from_choice(choice: ReduceOptions, *, seed: int = 0) -> ReductionReq
         auto_heads=choice.auto_heads,
         closed_loop=choice.loop,
         allow_partial=choice.allow_partial,
+        most_cut=choice.most_cut,
         reads=choice.reads,
         polish=choice.polish_options(seed=seed),
         merging=choice.merging,

@@ -12,10 +12,9 @@ from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.decoder_checkpoint import state_from_transformers
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_files import LENGTH, Changes, decoder_files
-from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
+from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import take_beside_
 from ground.errors import BadInput
-from ground.files import sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
@@ -24,8 +23,12 @@ from .weight_fit import require_fit
 from .weights import Weights, state_as_named
 
 
-def decoder_arguments(directory: Path, kwargs: Mapping[str, Any]) -> tuple[str, DecoderArguments]:
-    """The kind of decoder, what builds it, and what it makes of texts. Raises BadInput as `load_decoder`."""
+def decoder_arguments(
+    directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
+) -> tuple[str, DecoderArguments]:
+    """The kind of decoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
+    may be without. Raises BadInput as `load_decoder`.
+    """
     config = config_of_transformers(directory)
     architecture = architecture_from_transformers(config, where=str(directory / CONFIG))
     try:
@@ -36,7 +39,7 @@ def decoder_arguments(directory: Path, kwargs: Mapping[str, Any]) -> tuple[str, 
         ) from None
     text = Tokenization(
         length=changes.length or min(LENGTH, architecture.longest),
-        sha256=sha256_of_text(content_of_tokenizer(directory)),
+        sha256=digest_of_tokenizer(directory, needed=not looked_at),
     )
     return config["model_type"], DecoderArguments(decoder=architecture, text=text)
 

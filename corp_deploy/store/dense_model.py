@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp_deploy.families import decoder_config, hf_classes, hf_config, timm_library, torchvision_models, trusted_code
+from corp_deploy.families import (
+    bert,
+    decoder,
+    decoder_config,
+    hf_classes,
+    hf_config,
+    timm_library,
+    torchvision_models,
+    trusted_code,
+)
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
@@ -19,7 +28,7 @@ from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, load_weights
 from .code_model import load_from_code
-from .decoder_directory import load_decoder
+from .decoder_directory import decoder_arguments, load_decoder
 from .hub_snapshot import (
     CONFIG,
     PREFIX,
@@ -30,9 +39,9 @@ from .hub_snapshot import (
     weights_of_snapshot,
 )
 from .library_model import load_class, load_library_model
-from .transformers_directory import load_transformers
-from .transformers_files import config_of_transformers
-from .transformers_vision import load_vision
+from .transformers_directory import encoder_arguments, load_transformers
+from .transformers_files import config_of_transformers, has_weights
+from .transformers_vision import load_vision, vision_architecture
 from .weight_fit import fitted
 from .weights import KINDS, Weights, read_weights
 
@@ -147,19 +156,48 @@ def load_dense(
     return replace(checkpoint, model=with_outputs(checkpoint.model, outputs))
 
 
-def is_bare_name(model: str) -> bool:
-    """Whether a model is named by timm's name alone, so that weights have to be given."""
-    prefixes = (torchvision_models.PREFIX, trusted_code.PREFIX, PREFIX)
-    return not model.startswith(prefixes) and not Path(model.removeprefix("local-dir:")).is_dir()
+def comes_with_weights(model: str) -> bool:
+    """Whether a model is named with its weights, so that none have to be given: by code or a directory."""
+    if model.startswith(PREFIX):
+        return has_weights(Path(model.removeprefix(PREFIX)))
+    return model.startswith(trusted_code.PREFIX) or Path(model.removeprefix("local-dir:")).is_dir()
+
+
+def _architecture_of_transformers(
+    directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing
+) -> Architecture:
+    """Of a configuration alone."""
+    config = config_of_transformers(directory)
+    kind = config.get("model_type")
+    if kind in hf_config.KINDS:
+        return vision_architecture(directory, kwargs, preprocessing)
+    _refuse_beside(directory, preprocessing.settings if kind in (*MODEL_TYPES, *decoder_config.MODEL_TYPES) else {})
+    if kind in MODEL_TYPES:
+        return bert.architecture_of(*encoder_arguments(directory, kwargs, looked_at=True))
+    if kind in decoder_config.MODEL_TYPES:
+        return decoder.architecture_of(*decoder_arguments(directory, kwargs, looked_at=True))
+    return hf_classes.architecture_of({"config": config, **kwargs}, preprocessing, where=str(directory / CONFIG))
 
 
 def without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: Outputs | None
 ) -> Checkpoint:
-    """A model of timm's by its name, without memory: to be looked at. Raises BadInput as `load_dense`."""
-    asked = Architecture(name=model, kwargs=kwargs)
+    """A model by its library's name or its configuration, without memory: to be looked at. Raises BadInput as
+    `load_dense`.
+    """
+    if model.startswith(torchvision_models.PREFIX):
+        asked = torchvision_models.architecture_of(model, kwargs, preprocessing)
+    elif model.startswith(PREFIX):
+        asked = _architecture_of_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
+    else:
+        asked = Architecture(name=model, kwargs=kwargs)
     with torch.device("meta"):
         built = dense_from_architecture(asked)
+    if model.startswith((torchvision_models.PREFIX, PREFIX)):
+        source = "torchvision's" if model.startswith(torchvision_models.PREFIX) else f"the files beside {CONFIG}"
+        return Checkpoint(
+            model=with_outputs(built, outputs), architecture=asked, lineage={"source": {"preprocessing": source}}
+        )
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     own = _resolved(asked, built)
     lineage = {"source": {"preprocessing": _preprocessing_source(None, built, preprocessing)}}

@@ -1,40 +1,95 @@
-"""A model that is in memory already: timm's, as timm.create_model gives it."""
+"""A model that is in memory already: a library's is built anew by its name, any other is taken as it is."""
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families import timm_library
+from corp_deploy.families import given_module, hf_classes, timm_library, torchvision_models
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import image_spec
+from corp_deploy.families.array_inputs import ports_of
+from corp_deploy.families.family import family_of, image_spec, input_ports
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.timm_arguments import arguments_beside
 from ground.errors import BadInput
+from ground.quantity import shown
 from ground.records import record_from_value
 
-from .checkpoint import Checkpoint, dense_from_architecture
-from .dense_model import with_weights
+from .checkpoint import Checkpoint, dense_from_architecture, load_weights
+from .dense_model import load_dense, with_weights
+from .hub_snapshot import PREFIX
 from .weights import Weights
 
 WHERE = Path("the module")  # as notes and messages name weights that are in no file
 IMAGES = 2
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 MOST_APART = 1e-4  # of the outputs' norm: norms that are folded into convolutions round otherwise
 INSTEAD = (
     "save its state_dict() with safetensors and give corp_deploy.Source(NAME, weights=FILE, kwargs={...}) with the "
     "arguments that it was made with, or the directory that it came from"
 )
+SAY = "beside the module that is corp_deploy.Source(MODULE, kwargs={'input_size': (3, 32, 32)}), or {'inputs': {...}}"
+OF_A_DIRECTORY = 'or save model and tokenizer with save_pretrained(DIR), and give "hf:DIR"'
 
 
-def _architecture(model: nn.Module, config: dict[str, Any]) -> Architecture:
-    """What builds it again, as far as the module tells."""
-    kwargs = timm_library.input_and_classes(model, timm_library.made_size(model))
-    return Architecture(name=str(config["architecture"]), kwargs=kwargs)
+def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
+    """timm's module built anew by its name with what it shows of its arguments, `kwargs` before that."""
+    settings = dict(getattr(model, "pretrained_cfg", None) or {})
+    if not settings.get("architecture"):
+        raise BadInput(f"model is {type(model).__name__}, which timm.create_model didn't make")
+    own = record_from_value(settings, Preprocessing, where="model: its pretrained_cfg", remedy=INSTEAD)
+    base = timm_library.input_and_classes(model, timm_library.made_size(model))
+    asked = Architecture(name=str(settings["architecture"]), kwargs={**base, **kwargs}, preprocessing=own)
+    with torch.device("meta"):
+        plain = dense_from_architecture(asked)
+    asked = replace(asked, kwargs={**base, **arguments_beside(model, plain), **kwargs})
+    read = Weights(path=WHERE, state=_state(model))
+    return with_weights(dense_from_architecture(asked), asked, read, Preprocessing(), lambda _: "the module's own")
+
+
+def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
+    """torchvision's, by the name whose weights have these shapes."""
+    state = _state(model)
+    shapes = {name: each.shape for name, each in state.items()}
+    for name in torchvision_models.names_of(model):
+        asked = torchvision_models.architecture_of(name, kwargs, Preprocessing(), state)
+        with torch.device("meta"):
+            theirs = dense_from_architecture(asked).state_dict()
+        if shapes == {name: each.shape for name, each in theirs.items()}:
+            built = dense_from_architecture(asked)
+            load_weights(built, state, where=WHERE)
+            return Checkpoint(model=built, architecture=asked, lineage={"source": {"weights": WHERE.name}})
+    raise BadInput(f"model is {type(model).__name__}, whose weights are of no name of torchvision's")
+
+
+def _of_transformers(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
+    """As the directory that it writes is read."""
+    if not hf_classes.is_theirs(model):
+        raise BadInput(f"model is {type(model).__name__}, no model of transformers")
+    with TemporaryDirectory() as scratch:
+        hf_classes.write(model, Path(scratch))
+        try:
+            return load_dense(f"{PREFIX}{scratch}", weights=None, kwargs=kwargs)
+        except BadInput as error:
+            raise BadInput(str(error).replace(scratch, str(WHERE))) from None
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
-    answers: Any = model(images_NCHW)
+    try:
+        answers: Any = model(images_NCHW)
+    except Exception as error:
+        raise BadInput(f"model can't be run on images {list(images_NCHW.shape)} ({error!s:.200})") from None
+    answers = getattr(answers, "logits", answers)  # transformers'
     if not isinstance(answers, Tensor):
         raise BadInput(f"model gives {type(answers).__name__}, expected one tensor; {INSTEAD}")
     return answers
@@ -42,6 +97,8 @@ def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 def _require_same(model: nn.Module, built: nn.Module) -> None:
     """Raise BadInput where both answer otherwise: what a module was made with can't all be read off it."""
+    if family_of(built).input_spec(built).medium != "images":
+        return
     images_NCHW = torch.randn(IMAGES, *image_spec(built).shape, generator=torch.Generator().manual_seed(0))
     where = next(model.parameters())
     was_training = model.training
@@ -60,23 +117,60 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
         )
 
 
-def checkpoint_from_module(model: nn.Module) -> Checkpoint:
-    """timm's model that a module is, built anew with a copy of its weights; the module stays as it is.
-
-    Raises BadInput for a module of another library, and for one whose answers differ from those of the model built
-    anew from its name, classes and image size.
-    """
-    config: Any = getattr(model, "pretrained_cfg", None)
-    settings = dict(config) if config else {}
-    if not settings.get("architecture"):
-        raise BadInput(f"model is {type(model).__name__}, expected a module that timm.create_model made; {INSTEAD}")
-    own = record_from_value(settings, Preprocessing, where="model: its pretrained_cfg", remedy=INSTEAD)
-    asked = replace(_architecture(model, settings), preprocessing=own)
-    state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    read = Weights(path=WHERE, state=state)
+def _in_memory(model: nn.Module, taken: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
+    """Any module, of which a directory loads beside the module alone."""
+    if isinstance(said := taken.get("inputs"), Mapping):
+        taken = {"inputs": [asdict(port) for port in ports_of(model, said)]}
+    asked = given_module.architecture_of(model, taken, preprocessing)
     try:
-        built = with_weights(dense_from_architecture(asked), asked, read, Preprocessing(), lambda _: "the module's own")
+        with given_module.given(model):
+            built = dense_from_architecture(asked)
     except BadInput as error:
-        raise BadInput(f"{error}; {INSTEAD}") from None
-    _require_same(model, built.model)
-    return built
+        theirs = f"; {OF_A_DIRECTORY}" if hf_classes.is_theirs(model) else ""
+        raise BadInput(f"{error}; {SAY}{theirs}") from None
+    load_weights(built, _state(built), where=WHERE)
+    return Checkpoint(model=built, architecture=asked, lineage={"source": {"module": asked.name}})
+
+
+def checkpoint_from_module(
+    model: nn.Module, kwargs: Mapping[str, Any] = NOTHING, taken: Mapping[str, Any] = NOTHING
+) -> Checkpoint:
+    """A copy of a module, which stays as it is: built anew by its library where that makes one that answers the same,
+    so that a directory needs nothing beside it; else the module itself.
+
+    `kwargs`: arguments that it was made with, which it doesn't show, or the `input_size` or `inputs` of one that no
+    library makes; `taken`: these where nobody says them. Raises BadInput for arguments of which no library makes it,
+    and for a module that can't be run on what it takes.
+    """
+    is_said = kwargs.keys() <= {"input_size", "inputs"}
+    reasons = list[str]()
+    for way in () if kwargs and is_said else (_of_timm, _of_torchvision, _of_transformers):
+        try:
+            return _of_size(model, partial(way, model), kwargs, taken)
+        except BadInput as error:
+            reasons.append(str(error))
+    if not is_said:
+        told = next((each for each in reasons if not each.startswith("model is ")), reasons[-1])
+        raise BadInput(f"kwargs {shown(str(dict(kwargs)))} don't make this module: {told}; {INSTEAD}")
+    says = any(hasattr(model, name) for name in ("input_size", "inputs"))
+    return _in_memory(model, kwargs or ({} if says else taken), Preprocessing())
+
+
+def _of_size(
+    model: nn.Module,
+    way: Callable[[Mapping[str, Any]], Checkpoint],
+    kwargs: Mapping[str, Any],
+    taken: Mapping[str, Any],
+) -> Checkpoint:
+    """As its library makes it: for images as they are taken, where it answers the same for those."""
+    found = way(kwargs)
+    shape = tuple(taken.get("input_size", ()))
+    if shape and "img_size" not in kwargs and shape[1:] != input_ports(found.model)[0].shape[1:]:
+        try:
+            other = way({**kwargs, "img_size": list(shape[1:])})
+            _require_same(model, other.model)
+            return other
+        except BadInput:
+            pass  # the images are of a size that it doesn't take, which is said where they are read
+    _require_same(model, found.model)
+    return found

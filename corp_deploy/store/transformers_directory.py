@@ -13,10 +13,9 @@ from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.bert_checkpoint import architecture_from_transformers, prefix_in, state_from_transformers
 from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
-from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
+from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import take_beside_
 from ground.errors import BadInput
-from ground.files import sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
@@ -52,8 +51,13 @@ def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> E
     )
 
 
-def _arguments(directory: Path, changes: _Changes) -> tuple[str, EncoderArguments]:
-    """The kind of encoder, what builds it, and what it makes of texts."""
+def encoder_arguments(
+    directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
+) -> tuple[str, EncoderArguments]:
+    """The kind of encoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
+    may be without. Raises BadInput as `load_transformers`.
+    """
+    changes = _changes(kwargs)
     config = config_of_transformers(directory)
     encoder = _encoder(directory, config, changes)
     length = text_length(directory, encoder.longest)
@@ -61,7 +65,7 @@ def _arguments(directory: Path, changes: _Changes) -> tuple[str, EncoderArgument
         length=changes.length or length.tokens,
         pad_id=config.get("pad_token_id") or 0,
         lower_case=length.lower_case,
-        sha256=sha256_of_text(content_of_tokenizer(directory)),
+        sha256=digest_of_tokenizer(directory, needed=not looked_at),
     )
     return config["model_type"], EncoderArguments(encoder=encoder, text=tokenization)
 
@@ -75,7 +79,7 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     Raises BadInput for a model that is not built here, for weights that are missing, pickled or another model's, and
     for a directory without a tokenizer.json.
     """
-    kind, arguments = _arguments(directory, _changes(kwargs))
+    kind, arguments = encoder_arguments(directory, kwargs)
     file = weights_of_transformers(directory)
     read = read_weights(file)
     state, beside = state_from_transformers(read.state, model_type=kind, where=str(file))

@@ -25,6 +25,11 @@ def config_of_transformers(directory: Path) -> dict[str, Any]:
     return record_from_file(path, dict[str, Any])
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are any, of a kind that is read or of another."""
+    return any((directory / name).is_file() for name in _WEIGHTS) or any(directory.glob("pytorch_model*"))
+
+
 def weights_of_transformers(directory: Path) -> Path:
     """Raises BadInput where there are none, or only such as hold pickled code."""
     for name in _WEIGHTS:

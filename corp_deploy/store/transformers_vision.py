@@ -100,6 +100,38 @@ def _notes(
     return tuple(notes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What a directory's configuration says."""
+
+    config: Mapping[str, Any]
+    model: VisionModel
+    preparation: _Preparation
+    sides: tuple[int, int]
+    architecture: Architecture
+
+
+def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None) -> _Read:
+    changes, config = _changes(kwargs), config_of_transformers(directory)
+    model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
+    preparation = _preparation(directory, model)
+    sides = _sides(model, changes, preparation)
+    given = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
+    architecture = Architecture(
+        name=timm_name(model),
+        kwargs=timm_arguments(model, sides),
+        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **given.settings}),
+    )
+    return _Read(config=config, model=model, preparation=preparation, sides=sides, architecture=architecture)
+
+
+def vision_architecture(
+    directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None
+) -> Architecture:
+    """Of a directory with or without weights. Raises BadInput as load_vision does."""
+    return _read(directory, kwargs, preprocessing).architecture
+
+
 def load_vision(
     directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({}), preprocessing: Preprocessing | None = None
 ) -> Checkpoint:
@@ -110,21 +142,13 @@ def load_vision(
     Raises BadInput for a model that timm's VisionTransformer can't be, and for weights that are missing, pickled or
     another model's.
     """
-    changes, config = _changes(kwargs), config_of_transformers(directory)
-    model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
+    own = _read(directory, kwargs, preprocessing)
+    model, preparation, sides = own.model, own.preparation, own.sides
     file = weights_of_transformers(directory)
-    preparation = _preparation(directory, model)
-    sides = _sides(model, changes, preparation)
-    given = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
-    architecture = Architecture(
-        name=timm_name(model),
-        kwargs=timm_arguments(model, sides),
-        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **given.settings}),
-    )
     read = read_weights(file)
     mapped = state_from_transformers(read.state, model, where=str(file))
     state = with_positions_of(mapped.state, model, sides)
-    built = dense_from_architecture(architecture)
+    built = dense_from_architecture(own.architecture)
     require_fit(built, Weights(path=file, state=state))
     load_weights(built, state, where=file)
     notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
@@ -135,10 +159,10 @@ def load_vision(
         "class": model.architecture,
         "output": model.output_name,
         ORIGIN: {
-            "config": own_config(config, model),
+            "config": own_config(own.config, model),
             "preprocessor": dict(preparation.content) if sides == preparation.prepared.sides else {},
         },
     }
     lineage = {"source": source}
     unread = written_again(mapped.beside)
-    return Checkpoint(model=built, architecture=architecture, lineage=lineage, notes=notes, unread=unread)
+    return Checkpoint(model=built, architecture=own.architecture, lineage=lineage, notes=notes, unread=unread)

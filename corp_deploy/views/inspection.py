@@ -1,10 +1,15 @@
 """A model's sites and their cost on the terminal."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from corp_deploy.planning.reach import FirstPlan
+
+SHOWN = 0.005
+"""Of the MACs: what is less is left out of a plan."""
 NAMED = 2
 """Layers of those that stay for one reason."""
 
@@ -19,7 +24,8 @@ def inspection_table(record: Mapping[str, Any]) -> Table:
     for row in record["sites"]:
         table.add_row(row["site"], row["width"], f"{row['parameters']:,}", _mmacs(row["macs"]), row["reason"])
     for row in record["fixed"]:
-        table.add_row(row["name"], "fixed", f"{row['parameters']:,}", _mmacs(row["macs"]), "no site")
+        share = f"no site, {row['macs'] / (record['macs'] or 1):.0%} of the MACs"
+        table.add_row(row["name"], "fixed", f"{row['parameters']:,}", _mmacs(row["macs"]), share)
     return table
 
 
@@ -42,6 +48,27 @@ def stay_lines(record: Mapping[str, Any]) -> list[str]:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def plan_lines(plan: "FirstPlan") -> list[str]:
+    """What a budget would take, and what it can't."""
+    rest = [f"{name} {share:.0%} ({reason})" for name, share, reason in plan.stays if share >= SHOWN]
+    sites = f"{plan.sites} site{'s'[: plan.sites != 1]}"
+    have = f"plan: {sites} that a budget may cut have {plan.offered:.0%} of the MACs"
+    stays = [f"plan: the rest can't be cut: {'; '.join(rest)}"] if rest else []
+    if plan.cut is None:
+        return [
+            have,
+            *stays,
+            f"plan: --macs {plan.macs:g} is out of reach, as {plan.most_cut:g} of each is the most{_least(plan)}",
+        ]
+    takes = f"plan: --macs {plan.macs:g} takes {plan.cut:.2f} of each of them, evenly"
+    more = "" if plan.holds else f", where reduce takes {plan.most_cut:g} at most{_least(plan)} (or --most-cut)"
+    return [have, *stays, f"{takes}{more}"]
+
+
+def _least(plan: "FirstPlan") -> str:
+    return f"; --macs {plan.least:g} takes no more than that of each" if plan.least < 1.0 else "; no budget is in reach"
 
 
 def output_lines(record: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import operation
+from corp_deploy.traced.programs.program import module_of, operation
 
 from .choice import labels_of
 from .flow import Flow, Use
@@ -23,10 +23,11 @@ _ATTENTION = "scaled_dot_product_attention"
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
 class Layers:
     """What layers cost, with which shares of each of their sides are of which sites: `every` (cost, by side, by site's
-    key); `streams`: the keys of streams.
+    key) with where each stands, a module or a parameter; `streams`: the keys of streams.
     """
 
     every: tuple[tuple[int, tuple[Mapping[str, float], ...]], ...]
+    places: tuple[str, ...]
     streams: frozenset[str]
 
     @cached_property
@@ -37,11 +38,25 @@ class Layers:
         """
         totals: dict[str, float] = defaultdict(float)
         for cost, sides in self.every:
-            counted = [side for side in sides if not side.keys() <= self.streams] or sides
-            for side in counted:
-                for key, share in side.items():
-                    totals[key] += cost / len(counted) * share
+            for key, share in self._shared(sides).items():
+                totals[key] += cost * share
         return Counter({key: int(total) for key, total in totals.items()})
+
+    def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """By site its part of one layer."""
+        counted = [side for side in sides if not side.keys() <= self.streams] or sides
+        parts: dict[str, float] = defaultdict(float)
+        for side in counted:
+            for key, share in side.items():
+                parts[key] += share / len(counted)
+        return parts
+
+    def without(self, keys: Collection[str]) -> Mapping[str, float]:
+        """By place what goes with none of these sites."""
+        left: dict[str, float] = defaultdict(float)
+        for (cost, sides), place in zip(self.every, self.places, strict=True):
+            left[place] += cost * (1.0 - sum(share for key, share in self._shared(sides).items() if key in keys))
+        return left
 
     def saved(self, left: Mapping[str, float]) -> float:
         """What goes where so much is left of sites by their keys, all of others."""
@@ -71,22 +86,27 @@ def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
     for use in flow.every_use:
         if use.is_of_constant and use.name in parameters and use.name not in aside:
             of_constants[use.name].append(use)
-    costs = [each for node, cost in found.costs.items() if cost for each in _products(flow, node, cost)]
-    sizes = [(parameters[name].numel(), _largest(uses)) for name, uses in of_constants.items()]
+    costs = [
+        (*each, module_of(node)[0])
+        for node, cost in found.costs.items()
+        if cost
+        for each in _products(flow, node, cost)
+    ]
+    sizes = [(parameters[name].numel(), _largest(uses), name) for name, uses in of_constants.items()]
     return Shares(macs=_layers(found, owner, costs), parameters=_layers(found, owner, sizes))
 
 
-def _layers(found: Found, owner: Tensor, costs: Iterable[tuple[int, list[Tensor]]]) -> Layers:
+def _layers(found: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> Layers:
     """By the labels on the sides of each cost that are of any site."""
     keys = [site.key for site in found.sites]
     every = []
-    for cost, sides in costs:
+    for cost, sides, _ in costs:
         owners = [owner[found.flow.groups.of(labels.reshape(-1))] for labels in sides]
         counts = [torch.bincount(each[each >= 0], minlength=len(keys)).double() / len(each) for each in owners]
         shared = [{keys[at]: float(count[at]) for at in count.nonzero()[:, 0].tolist()} for count in counts]
         every.append((cost, tuple(side for side in shared if side)))
     streams = frozenset(site.key for site in found.sites if site.kind == "stream")
-    return Layers(every=tuple(every), streams=streams)
+    return Layers(every=tuple(every), places=tuple(place for *_, place in costs), streams=streams)
 
 
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:

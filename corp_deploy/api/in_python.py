@@ -1,0 +1,125 @@
+"""What messages say of options, said in Python: they are worded for commands, and functions raise them too."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from corp_deploy.invocation.calibration import CalibrateOptions
+from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.option import Option, Record, options_of
+from corp_deploy.invocation.proof import ProofOptions
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.source import Source
+from corp_deploy.invocation.values import FLAG, ByKind, OneOf, Values
+from ground.errors import BadInput, Missing
+
+FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
+    "calibrate": (CalibrateOptions, Drawn),
+    "reduce": (ReduceOptions, Parted, Drawn),
+    "export": (ExportOptions, Drawn),
+    "verify": (ProofOptions, Parted, Drawn),
+    "bench": (BenchOptions,),
+}
+INPUTS = ("images", "text", "arrays", "tokens")
+_OPTION = re.compile(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: (?!--)('[^']*'|[^\s'(`]+))?")
+_NAMED = re.compile(r"model (\S+) `Source\(")
+_CALL = re.compile(rf"(?:corp-deploy )?\b({'|'.join(FUNCTIONS)})((?: `[^`]+`)+)")
+_BEFORE = re.compile(rf"\b({'|'.join(FUNCTIONS)})(?: --[^,;()]*)? $")
+_AGAIN = re.compile(r"`inputs`(?:,? (?:or|and)|,| \(or) `inputs`\)?")
+_END = re.compile(r"[,;:.)]*$")
+
+
+def _typed(records: Collection[type[Record]]) -> dict[str, Option]:
+    """Their options by what a command calls them."""
+    return {each.typed.replace("_", "-"): each for record in records for each in options_of(record).values()}
+
+
+def _written(values: Values, text: str) -> str | None:
+    """A value as Python has it; None for a word with which the sentence goes on."""
+    bare = text.strip("'")
+    if re.fullmatch(r"[A-Z][A-Z:.]*", bare):
+        return bare
+    if text == bare and bare.isalpha() and bare != "auto" and not isinstance(values, OneOf | ByKind):
+        return None
+    try:
+        values.from_text(bare)
+    except BadInput:
+        return None
+    return bare if re.fullmatch(r"[\d.e-]+|\{.*\}", bare) else repr(bare)
+
+
+def _argument(option: Option, text: str) -> tuple[str, str]:
+    """The parameter, with its value where one follows, and what is left of the text."""
+    if option.of is FLAG:
+        return f"{option.name}=True", text
+    value = _written(option.of, text) if text else None
+    return (option.name, text) if value is None else (f"{option.name}={value}", "")
+
+
+def _of_call(name: str, argument: str) -> str:
+    return f"`{name}({argument if '=' in argument else f'{argument}=...'})`"
+
+
+def _called(found: re.Match[str]) -> str:
+    """A command with its options."""
+    every = re.findall(r"`([^`]+)`", found[2])
+    return f"`{found[1]}({', '.join(each if '=' in each else f'{each}=...' for each in every)})`"
+
+
+def _said(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
+    """An option as one of a function's `own`, else as what says the same in Python; what is left of the text."""
+    positive = name.removeprefix("no-")
+    if name in own:
+        argument, left = _argument(own[name], text)
+        return f"`{argument}`", left
+    if positive != name and positive in own:
+        return f"`{own[positive].name}=False`", text
+    if name in INPUTS:
+        return "`inputs`", text
+    if name == "model":
+        return name, text
+    parameter = name.replace("-", "_")
+    if name.startswith("trust-"):
+        trust = f"{parameter}=True"
+        return (f"`{trust}`" if parameter in parameters else _of_call("Source", trust)), text
+    if parameter in parameters:
+        return f"`{parameter}`", text
+    functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
+    for function, records in functions.items():
+        known = _typed(records)
+        if name in known:
+            argument, left = _argument(known[name], text)
+            return _of_call(function, argument), left
+        if positive in known:
+            return _of_call(function, f"{known[positive].name}=False"), text
+    return f"the commands' option {parameter!r}", text
+
+
+def in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
+    """A message with parameters where it has options: those of these records first, `parameters` beside them."""
+    of_function = _typed(records)
+
+    def option(found: re.Match[str]) -> str:
+        following, command = found[2] or "", _BEFORE.search(found.string[: found.start()])
+        own = _typed(FUNCTIONS[command[1]]) if command else of_function
+        end = "" if following.startswith("'") else re.findall(_END, following)[0]
+        said, left = _said(found[1], following.removesuffix(end), own, parameters)
+        return f"{said} {left}{end}" if left else said + end
+
+    said = _CALL.sub(_called, _OPTION.sub(option, message))
+    said = _NAMED.sub(r"`Source(\1, ", re.sub(r" \(recipes: [^)]*\)", "", said))
+    while _AGAIN.search(said):
+        said = _AGAIN.sub("`inputs`", said)
+    return said
+
+
+@contextmanager
+def speaking_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
+    """Within it errors speak of parameters, see in_python."""
+    try:
+        yield
+    except (BadInput, Missing) as error:
+        error.args = (in_python(str(error), *records, parameters=parameters),)
+        raise
