@@ -23,7 +23,7 @@ class Sequences(Rows):
 
     __slots__ = ()
     noun: ClassVar[str] = "sequences"
-    whole: ClassVar[bool] = True
+    as_int64: ClassVar[bool] = True
 
 
 def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:

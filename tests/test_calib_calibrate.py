@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib import memory
 from calib.calibrate import Options, calibrate
 from calib.combination import merge
-from calib.distributed import Ranks, joined_ranks
+from calib.distributed import Ranks, join_ranks
 from calib.images import Images, open_images
 from calib.inputs import Inputs
 from calib.memory import ChannelShape, HeadShape
@@ -313,7 +313,7 @@ def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) 
 def one_of_several(path: str, output: str, fate: str) -> int:
     """All take `weighted` tokens, or the last is `killed`. Exit codes: 0 done, 2 bad input, 3 another process lost."""
     try:
-        with joined_ranks("cpu", timeout_s=60) as ranks:
+        with join_ranks("cpu", timeout_s=60) as ranks:
 
             def progress(done: int) -> None:
                 if fate == "killed" and ranks.rank == ranks.size - 1 and done >= 8:

@@ -240,7 +240,7 @@ def test_what_was_fitted_never_judges(home: Home) -> None:
         Judges().apart(judging.inputs, home.moments)
     with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
         Judges(inputs=home.images).apart(home.fitted, home.moments)
-    unknown = home.moments.of_images(Fingerprints())
+    unknown = home.moments.with_fingerprints(Fingerprints())
     with pytest.raises(BadInput, match="the moments don't say which images they are of"):
         Judges().apart(home.images, unknown)
 

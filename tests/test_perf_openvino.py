@@ -54,8 +54,8 @@ def graph(path: Path, *, held: int = TensorProto.FLOAT, batch: str | int = "batc
     ]
     inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 4, 4])]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
-    held_in = [typed("first", WEIGHT), typed("last", LAST)]
-    proto = helper.make_graph(nodes, "tiny", inputs, outputs, held_in)
+    float_type = [typed("first", WEIGHT), typed("last", LAST)]
+    proto = helper.make_graph(nodes, "tiny", inputs, outputs, float_type)
     onnx.save(helper.make_model(proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
     return path
 

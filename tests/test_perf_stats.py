@@ -177,11 +177,11 @@ def test_coefficient_of_variation() -> None:
 
 def test_an_interval_is_told_with_its_bounds_or_without() -> None:
     known = Interval(value=1.25, low=1.2, high=1.3111)
-    assert known.words() == "1.25 (1.20 to 1.31)"
-    assert known.words(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
+    assert known.describe() == "1.25 (1.20 to 1.31)"
+    assert known.describe(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
     assert known.figures == (1.25, 1.2, 1.3111)
     few = ratio_of_medians([np.array([3.0])] * 5, [np.array([2.0])] * 5)
-    assert (few.is_bounded, few.words(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))
+    assert (few.is_bounded, few.describe(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))
 
 
 PERCENTS = (50.0, 90.0, 95.0, 99.0)

@@ -55,7 +55,7 @@ def build(graph: Path, output: Path, asked: EngineOptions, out: Output) -> None:
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.of("build"):
+    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.measure("build"):
         if asked.compatibility is None:
             built = _built(asked, graph, done)
             write_engine(built, output)

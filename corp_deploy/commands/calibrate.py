@@ -95,7 +95,7 @@ def calibrate(
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
         resumed = run.goes_on
-        with watch.of("calibrate"):
+        with watch.measure("calibrate"):
             summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))

@@ -72,7 +72,7 @@ def export_command(
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
         graphs = Graphs(checkpoint, asked, feeds, dense=yardstick, where=model.model, command=command_line())
-        with out.progress("exporting", len(asked.precisions), unit="graphs") as done, watch.of("export"):
+        with out.progress("exporting", len(asked.precisions), unit="graphs") as done, watch.measure("export"):
             for name, path in graphs.paths(output).items():
                 rows.append(_record_of(name, path, graphs.write(name, path)))
                 done(len(rows))

@@ -63,7 +63,7 @@ class ProofInputChoice(InputOptions):
         if self.random is not None:
             return noise_inputs(artefact.inputs, self.random, self.seed)
         if self.arrays is not None:
-            return inputs_from_set(open_arrays(self.arrays, artefact.inputs, known={}, **self.drawn))
+            return inputs_from_set(open_arrays(self.arrays, artefact.inputs, id_counts={}, **self.drawn))
         if self.images is None or len(artefact.inputs) > 1:
             raise BadInput(
                 f"{artefact.path}: an engine is compared on --images, --arrays or --random; its tokenizer isn't here"

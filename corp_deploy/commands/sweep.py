@@ -254,7 +254,7 @@ def _answers(
         speed = point.speed_at(batch)
         assert speed is not None
         assert speed.speedup is not None
-        gain = speed.speedup.words(bounds=" times dense ({} to {})") + _open(point, least, source)
+        gain = speed.speedup.describe(bounds=" times dense ({} to {})") + _open(point, least, source)
         lines.append(
             f"fastest with {least:.2%} agreement at batch {batch}: {sweep.words_of(point, inputs, options)} ({gain})"
         )

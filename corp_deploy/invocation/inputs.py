@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from calib.input_set import InputSet
-    from calib.parts import Parts
+    from calib.split import Split
     from corp_deploy.store.checkpoint import Checkpoint
 
 Inputs = TypeVar("Inputs", bound="InputSet")
@@ -68,11 +68,11 @@ class Parted(Record, heading="Inputs"):
         if self.groups is not None and self.hold_out is None:
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
-    def parted(self, inputs: Inputs, seed: int) -> "Parts[Inputs]":
+    def parted(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
-        from calib.parts import parts_of
+        from calib.split import split_of
 
-        return parts_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+        return split_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Those that a model is proved on: what is held out, or all."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from corp_deploy.families.outputs import EXAMPLE, Outputs, outputs_from_text
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_text
 
 from .option import PathLike, Record, option
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    return record_from_text(text, dict[str, Any], where=shown(text), remedy="give one such as '{\"img_size\": 384}'")
+    return record_from_text(text, dict[str, Any], where=quoted(text), remedy="give one such as '{\"img_size\": 384}'")
 
 
 CHANNELS = "0.485,0.456,0.406"

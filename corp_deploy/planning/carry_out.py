@@ -21,7 +21,7 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_sy
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 from ground.errors import BadInput, Missing
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
@@ -114,7 +114,7 @@ def reduce_as_asked(
         require_apart(moments, held_out)
     refuse_partial(dense, asked)
     if asked.within is not None:
-        with turn(watch, "within"):
+        with measured(watch, "within"):
             return _within(
                 dense,
                 moments,
@@ -127,7 +127,7 @@ def reduce_as_asked(
                 watch=watch,
             )
     looks = asked.budget is not None or asked.auto_heads
-    with torch.inference_mode(), turn(watch if looks else None, "plan"):
+    with torch.inference_mode(), measured(watch if looks else None, "plan"):
         planned = plan(dense, moments, asked, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
@@ -186,13 +186,13 @@ def as_planned(
     """
     if asked.closed_loop is not None:
         assert images is not None
-        with turn(watch, "closed loop"):
+        with measured(watch, "closed loop"):
             if (loop := loop_of(asked, moments)) is None:
                 return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=planned.widths, done=done)
             return reduce_by_closed_loop(
                 dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
             )
-    with turn(watch, "recover"):
+    with measured(watch, "recover"):
         return reduce(
             dense.model,
             moments,
@@ -259,11 +259,11 @@ def reduce_checkpoint(
         watch=watch,
     )
     if given is not None and asked.polish is not None:
-        with turn(watch, "polish"):
+        with measured(watch, "polish"):
             polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
     if asked.sparsity.asked:
-        with turn(watch, "sparsify"):
+        with measured(watch, "sparsify"):
             reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:

@@ -12,7 +12,7 @@ from torch import nn
 
 from calib.images import Images
 from calib.input_set import InputSet
-from calib.inputs import as_tuple, moved, run_model
+from calib.inputs import as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.modules import device
@@ -127,7 +127,7 @@ def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:
     where = device(model)
     with torch.inference_mode():
         rows = [
-            [output.float().cpu().numpy() for output in as_tuple(run_model(model, moved(batch, where)))]
+            [output.float().cpu().numpy() for output in as_tuple(run_model(model, to_device(batch, where)))]
             for batch in inputs.batches(BATCH)
         ]
     return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))

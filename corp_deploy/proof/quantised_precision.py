@@ -18,7 +18,7 @@ from export.graph.simulated import simulated
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
 from ground.ports import OutputPort
-from ground.precision import type_of_word
+from ground.precision import type_by_name
 from perf.parity import tolerance
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
@@ -96,7 +96,7 @@ def mended_quantised(
     with tempfile.TemporaryDirectory() as scratch:
         single = Path(scratch) / "single.onnx"
         onnx.save(made_of.single, str(single))
-        step = Candidate(label="fp32", name="fp32", form="graph", path=single, held_in=type_of_word("fp32"))
+        step = Candidate(label="fp32", name="fp32", form="graph", path=single, float_type=type_by_name("fp32"))
         with step.opened(ports) as run:
             reference = outputs_at(run, feeds, BATCH)
         return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
@@ -120,7 +120,9 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
     exact, rounded = run(exportable), run(simulated(exportable, precision, run))
     return {
         port.name: tolerance.half(
-            measures(exact[port.name], rounded[port.name], role=port.role), held_in=type_of_word(precision), factor=2.0
+            measures(exact[port.name], rounded[port.name], role=port.role),
+            float_type=type_by_name(precision),
+            factor=2.0,
         )
         for port in ports
     }
@@ -184,8 +186,10 @@ class _Trial:
     def _run(self, proto: onnx.ModelProto, precision: str) -> Outputs:
         onnx.save(proto, str(self._path))
         rest = self._made_of.typed_as
-        held_in = type_of_word(precision)
-        step = Candidate(label=precision, name=precision, form="graph", path=self._path, held_in=held_in, rest=rest)
+        float_type = type_by_name(precision)
+        step = Candidate(
+            label=precision, name=precision, form="graph", path=self._path, float_type=float_type, rest=rest
+        )
         fixed = None if precision == "fp32" else self._batch
         with replace(step, batch=fixed).opened(self._ports) as run:
             return outputs_at(run, self._feeds, BATCH)

@@ -179,7 +179,7 @@ def _speed(path: Path) -> Iterator[str]:
         sides = [row.sides[name].p50_ms for name in names]
         cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
         gain = row.speedup
-        times = "-" if gain is None else gain.words()
+        times = "-" if gain is None else gain.describe()
         yield f"| {row.batch} | {cells} | {times} |"
     for warning in bench.warnings:
         yield f"\nNote: {markdown_line(warning)}"

@@ -12,7 +12,7 @@ from corp_deploy.families import trusted_code
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 
 from .recipe import Recipe, TargetName
 from .recipe_table import Table
@@ -45,7 +45,7 @@ def schema_of(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        size = regular(path).stat().st_size
+        size = regular_file(path).stat().st_size
         if size <= MOST_BYTES:
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 from ground.records import record_from_file
 
 from .torch_file import LONGEST_NAME, content_of_torch_file
@@ -210,7 +210,7 @@ def files_of_tensors(path: Path) -> dict[str, Path]:
 
 def _names_in(path: Path) -> list[str]:
     try:
-        with safe_open(regular(path), framework="pt") as file:
+        with safe_open(regular_file(path), framework="pt") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
         raise BadInput(

@@ -25,7 +25,7 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
     if speed is None or speed.p50_ms is None:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
-    told = "-" if gain is None else gain.words(bounds=" ({}-{})")
+    told = "-" if gain is None else gain.describe(bounds=" ({}-{})")
     return f"{speed.p50_ms.value:.3g}", told + " disturbed" * speed.disturbed
 
 

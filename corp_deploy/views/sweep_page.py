@@ -95,7 +95,7 @@ def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
 
 
 def _range(figure: Interval | None, digits: int) -> str:
-    return "-" if figure is None else figure.words(f".{digits}f", bounds="\n{} to {}")
+    return "-" if figure is None else figure.describe(f".{digits}f", bounds="\n{} to {}")
 
 
 def _share(value: float | None) -> str:

@@ -16,7 +16,7 @@ from export.graph.check import require_onnx
 from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import element_types, sparse_matrices, weight_shares
-from ground.built_here import note_built
+from ground.built_engines import record_built_engine
 from ground.errors import BadInput
 from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
@@ -98,7 +98,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
     with replacing(plan_path) as temporary:
         temporary.write_bytes(engine.plan)
     write_text(record_path(plan_path), engine.record.to_json())
-    note_built(engine.record.plan_sha256)
+    record_built_engine(engine.record.plan_sha256)
 
 
 def _settled_profiles(

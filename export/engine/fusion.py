@@ -152,4 +152,4 @@ def _types(said: list[str]) -> frozenset[str] | None:
     """The floating types that the library's words for tensors mean."""
     if not said:
         return None
-    return frozenset(held_in.name for held_in, word in _TYPE_WORDS if any(word.search(text) for text in said))
+    return frozenset(float_type.name for float_type, word in _TYPE_WORDS if any(word.search(text) for text in said))

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from onnx import ModelProto
 
 from ground.errors import BadInput, Missing
-from ground.files import regular, replacing
+from ground.files import regular_file, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message, remedies
@@ -109,7 +109,7 @@ class Session:
         if choices.sparse:
             config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
         if choices.timing_cache is not None:
-            stored = regular(choices.timing_cache).read_bytes() if choices.timing_cache.exists() else b""
+            stored = regular_file(choices.timing_cache).read_bytes() if choices.timing_cache.exists() else b""
             self.cache_state = "reused" if stored else "new"
             cache = config.create_timing_cache(stored)
             if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):

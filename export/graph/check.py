@@ -9,9 +9,9 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto
 
 from ground.errors import BadInput
-from ground.onnx_file import invalidity, read_onnx, tensors_of
+from ground.onnx_file import checker_error, read_onnx, tensors_of
 from ground.ports import OutputPort, Port
-from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_of, precision_named
+from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_with_float32, precision_by_name
 
 from .borders import border_reasons
 from .operator_types import OPSETS, untaken
@@ -93,7 +93,7 @@ def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
 
 
 def _validity_reasons(proto: ModelProto) -> Iterator[str]:
-    if reason := invalidity(proto, full=True):
+    if reason := checker_error(proto, full=True):
         yield f"onnx.checker: {reason}"
 
 
@@ -128,11 +128,11 @@ def _operator_reasons(proto: ModelProto) -> Iterator[str]:
 def _typing_reasons(proto: ModelProto, word: str | None) -> Iterator[str]:
     weights = matmul_weights(proto)
     if word is not None and word in QUANTISED:
-        if all(weight.held_in is not QUANTISED[word] for weight in weights):
+        if all(weight.float_type is not QUANTISED[word] for weight in weights):
             yield f"called {word} but none of its {len(weights)} weight matrices is stored so; export it again"
     elif word is not None:
         try:
-            yield from _word_reasons(precision_named(word), weights)
+            yield from _word_reasons(precision_by_name(word), weights)
         except BadInput as error:
             yield str(error)
     yield from _norm_reasons(proto)
@@ -140,13 +140,13 @@ def _typing_reasons(proto: ModelProto, word: str | None) -> Iterator[str]:
 
 def _word_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iterator[str]:
     """Where the matrices are not of the types that the precision says."""
-    own = [weight for weight in weights if weight.held_in is precision.type]
-    others = [weight for weight in weights if weight.held_in not in (precision.type, None)]
+    own = [weight for weight in weights if weight.float_type is precision.type]
+    others = [weight for weight in weights if weight.float_type not in (precision.type, None)]
     called, name = f"called {precision.name} but", precision.type.name
     if not own and precision.type is not FLOAT32:
         yield f"{called} none of its {len(weights)} weight matrices is {name}; call it {_word(others)}"
     elif precision.mixed:
-        stray = [weight for weight in others if weight.held_in is not FLOAT32]
+        stray = [weight for weight in others if weight.float_type is not FLOAT32]
         if not others:
             yield f"{called} every weight matrix is {name}; call it {precision.pure}"
         elif stray:
@@ -156,17 +156,17 @@ def _word_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iter
 
 
 def _counted(some: Sequence[MatmulWeight], weights: Sequence[MatmulWeight]) -> str:
-    types = " or ".join(dict.fromkeys(weight.held_in.name for weight in some if weight.held_in is not None))
+    types = " or ".join(dict.fromkeys(weight.float_type.name for weight in some if weight.float_type is not None))
     return f"{len(some)} of {len(weights)} weight matrices are {types} (first at {some[0].node})"
 
 
 def _word(weights: Sequence[MatmulWeight]) -> str:
     """What matrices of these types are called."""
-    types: list[FloatType | None] = list(dict.fromkeys(weight.held_in for weight in weights))
+    types: list[FloatType | None] = list(dict.fromkeys(weight.float_type for weight in weights))
     narrow = [each for each in types if each in HALVES]
     if not narrow or narrow[0] is None:
         return "fp32"
-    mixed = mixed_of(narrow[0])
+    mixed = mixed_with_float32(narrow[0])
     return mixed.name if FLOAT32 in types else mixed.pure
 
 
@@ -177,13 +177,13 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
-    for held_in in HALVES:
-        spelled_out = [root for root, mean in _spelled_norms(proto) if types.get(mean.input[0]) == held_in.onnx]
+    for float_type in HALVES:
+        spelled_out = [root for root, mean in _spelled_norms(proto) if types.get(mean.input[0]) == float_type.onnx]
         if spelled_out:
             yield (
-                f"{len(spelled_out)} {SPELLED_OUT} {held_in.name} (ReduceMean, Sqrt; first at {_named(spelled_out[0])})"
-                "; export them as one operator (LayerNormalization, or RMSNormalization from opset 23), or keep them "
-                "in float32"
+                f"{len(spelled_out)} {SPELLED_OUT} {float_type.name} (ReduceMean, Sqrt; first at "
+                f"{_named(spelled_out[0])}); export them as one operator (LayerNormalization, or RMSNormalization from "
+                "opset 23), or keep them in float32"
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import replacing, text_from_file
-from ground.together import one_at_a_time, put_back, replacing_all
+from ground.transaction import exclusive_access, replacing_files, roll_back_interrupted
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -47,10 +47,10 @@ def config_path(model: Path, version: int) -> Path:
 
 def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
-    put_back(repository)
+    roll_back_interrupted(repository)
     able, unchanged = able_models(repository, name, version)
     configs = [f"{each}/config.pbtxt" for each in able]
-    with one_at_a_time(repository.resolve().parent), replacing_all(repository, configs) as written:
+    with exclusive_access(repository.resolve().parent), replacing_files(repository, configs) as written:
         for each, config in zip(able, written, strict=True):
             config.write_text(text_from_file(config_path(repository / each, version)))
     return ServedVersion(version=version, models=able, unchanged=unchanged)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_of, batch_size, checked_answers, feeds_of_ports
+from ground.feeds import Feeds, batch_of, batch_size, checked_outputs, feeds_of_ports
 from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import BenchTrial
 from perf.runners.memory import Ledger
@@ -46,7 +46,7 @@ class Sample:
             return None
         batch = batch_size(self.feeds)
         where = f"{name} ({self.runner.describe().get('model', 'in memory')})"
-        timed = checked_answers(self.bound.outputs(self._answer), batch, where=where)
+        timed = checked_outputs(self.bound.outputs(self._answer), batch, where=where)
         return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
 
 

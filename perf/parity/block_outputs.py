@@ -15,7 +15,7 @@ from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
-from ground.feeds import Feeds, batch_size, only, rows_of
+from ground.feeds import Feeds, batch_size, rows_of, single_array
 
 from .rounding import NARROW, element_types, rounded_graph
 
@@ -159,7 +159,7 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
     names = [value.name for value in session.get_outputs()]
     nodes = session.get_inputs()
     fixed = min((node.shape[0] for node in nodes if node.shape and isinstance(node.shape[0], int)), default=None)
-    feeds = {nodes[0].name: only(feeds)} if len(nodes) == len(feeds) == 1 else feeds
+    feeds = {nodes[0].name: single_array(feeds)} if len(nodes) == len(feeds) == 1 else feeds
     for start in range(0, batch_size(feeds), fixed or batch):
         part = rows_of(feeds, slice(start, start + (fixed or batch)))
         count = batch_size(part)

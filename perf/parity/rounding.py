@@ -14,7 +14,7 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
-from ground.onnx_file import invalidity, read_onnx
+from ground.onnx_file import checker_error, read_onnx
 from ground.precision import BY_ONNX, FLOAT8, HALVES
 
 AGAIN = "export it again"
@@ -123,7 +123,7 @@ def round_file(source: Path, target: Path) -> None:
     for what is no valid graph.
     """
     proto = read_onnx(source)
-    if reason := invalidity(proto):
+    if reason := checker_error(proto):
         raise BadInput(f"{source}: onnx.checker: {reason}; {AGAIN}")
     try:
         rounded = rounded_graph(proto)

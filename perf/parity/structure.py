@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, noun_of, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of
 from ground.records import Figure
 
 Array = NDArray[np.floating]
@@ -54,7 +54,7 @@ def permutation(
     off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
     reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
     if bad := sorted(int(order_N[place]) for place in off.over(bound)):
-        reason += f"; {noun_of(feeds)} {_some(bad)}"
+        reason += f"; {input_noun(feeds)} {_some(bad)}"
     return _finding(candidate, "permutation", off.largest, bound, reason)
 
 
@@ -112,7 +112,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
     pushed = {name: array * array.dtype.type(FACTOR) if name in floats else array for name, array in feeds.items()}
     finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
     nonfinite = int((~finite_N).sum())
-    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {noun_of(feeds)} with all values times {FACTOR:g}"
+    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {input_noun(feeds)} with all values times {FACTOR:g}"
     return [_finding(candidate, "extremes", nonfinite, 0, reason)]
 
 
@@ -196,7 +196,7 @@ def _finding(candidate: str, test: str, value: float, bound: float, reason: str)
 
 
 def _one(feeds: Feeds) -> str:
-    return noun_of(feeds).removesuffix("s")
+    return input_noun(feeds).removesuffix("s")
 
 
 def _some(items: list[int]) -> str:

@@ -78,7 +78,7 @@ def tiles(content: Content) -> list[tuple[str, str]]:
     large = []
     row = headline_row(content)
     if row and row.speedup:
-        times, bounds = row.speedup.words().split(" ", 1)
+        times, bounds = row.speedup.describe().split(" ", 1)
         large.append((f"{times}×", f"speed-up at batch {row.batch} {bounds}"))
     if content.parity:
         shipped = shipped_link(content.parity)

@@ -65,7 +65,7 @@ def tail(value: Percentile | None) -> str:
 
 def ratio(value: Interval | None) -> str:
     """1.42 over its interval."""
-    return NOTHING if value is None else value.words(bounds="\n{} to {}")
+    return NOTHING if value is None else value.describe(bounds="\n{} to {}")
 
 
 def is_number(words: str) -> bool:

@@ -12,7 +12,17 @@ from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port, is_fusion_break
-from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
+from ground.precision import (
+    BFLOAT16,
+    BY_ONNX,
+    FLOAT8,
+    FLOAT32,
+    HALVES,
+    QUANTISED,
+    FloatType,
+    mixed_with_float32,
+    type_by_name,
+)
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
@@ -266,9 +276,9 @@ def onnx_precision(path: Path) -> str:
     """
     sizes: Counter[FloatType] = Counter()
     for tensor in read_onnx(path, weights=False).graph.initializer:
-        held_in = BY_ONNX.get(tensor.data_type)
-        if held_in is not None:
-            sizes[held_in] += held_in.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
+        float_type = BY_ONNX.get(tensor.data_type)
+        if float_type is not None:
+            sizes[float_type] += float_type.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
     if not sizes:
         return "unknown"
     quantised = [word for word, each in QUANTISED.items() if sizes[each] > 0.01 * sizes.total()]
@@ -276,18 +286,18 @@ def onnx_precision(path: Path) -> str:
         return quantised[0]
     most, size = sizes.most_common(1)[0]
     if size >= 0.99 * sizes.total():
-        return "fp32" if most is FLOAT32 else mixed_of(most).pure
-    return mixed_of(max(HALVES, key=lambda each: sizes[each])).name
+        return "fp32" if most is FLOAT32 else mixed_with_float32(most).pure
+    return mixed_with_float32(max(HALVES, key=lambda each: sizes[each])).name
 
 
 def _refuse_untyped(path: Path, precision: str) -> None:
     """What a CPU would do with such a graph is no run of it."""
-    held_in = type_of_word(precision)
-    if held_in in (BFLOAT16, FLOAT8):
+    float_type = type_by_name(precision)
+    if float_type in (BFLOAT16, FLOAT8):
         raise BadInput(
-            f"{path}: a {held_in.shown} graph, and ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}: "
-            "(a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify rounds as it is typed "
-            "by itself"
+            f"{path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
+            f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
+            "rounds it by itself, as it is typed"
         )
 
 

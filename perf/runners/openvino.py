@@ -15,7 +15,7 @@ import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, checked_feeds
-from ground.onnx_file import invalidity
+from ground.onnx_file import checker_error
 from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
@@ -59,7 +59,7 @@ class OpenVinoRunner:
     def __enter__(self) -> Self:
         openvino, core = require_openvino(), the_core()
         self._borders = borders_of_onnx(self.path)
-        if reason := invalidity(self.path):  # which may end the process there
+        if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
         self._compiled = self._refused(lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it")
         told, precision = Told.by(self._compiled), onnx_precision(self.path)

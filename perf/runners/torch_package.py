@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ground.errors import BadInput, is_out_of_memory
-from ground.feeds import Feeds, Outputs, checked_feeds, noise_of_ports
+from ground.feeds import Feeds, Outputs, checked_feeds, random_feeds
 from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
@@ -68,7 +68,7 @@ class PackageRunner:
                 f"{self.path}: torch {torch.__version__} cannot load this package: {_short(error)}"
             ) from error
         if not self.outputs:
-            answer = self._run(self._tensors(noise_of_ports(self.inputs, 1, seed=0)))
+            answer = self._run(self._tensors(random_feeds(self.inputs, 1, seed=0)))
             self.outputs = tuple(
                 OutputPort(name=f"output_{index}", role=role_of_rank(tensor.ndim))
                 for index, tensor in enumerate(_each(answer))

@@ -56,7 +56,7 @@ class Interval:
         """Value, low and high for records of figures, which have no infinity."""
         return (self.value, self.low, self.high) if self.is_bounded else (self.value, None, None)
 
-    def words(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
+    def describe(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
         """Such as 1.25 (1.20 to 1.31), each number in this format; without bounds it says so."""
         shown = bounds.format(format(self.low, form), format(self.high, form)) if self.is_bounded else f" ({UNBOUNDED})"
         return format(self.value, form) + shown
