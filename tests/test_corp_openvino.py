@@ -118,7 +118,7 @@ def test_without_openvino_the_commands_say_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("file", "runtime", "label", "held_in"),
+    ("file", "runtime", "label", "float_type"),
     [
         ("fp32", "openvino", "OpenVINO fp32", FLOAT32),
         ("fp32", "openvino-bf16", "OpenVINO fp32 in bf16", BFLOAT16),

@@ -18,7 +18,7 @@ from ground.errors import BadInput
 from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
 from perf.stats.compare import ratio_of_independent
-from perf.stats.shares import fewest, fewest_that_show, most_confidence, share_interval, wilson
+from perf.stats.shares import fewest, fewest_for_share, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
@@ -351,10 +351,10 @@ def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit:
 
     assert fewest(decides) == max(int(np.ceil(least)), 1)
     if share == 1.0:
-        assert fewest_that_show(limit, confidence) == fewest(decides)
+        assert fewest_for_share(limit, confidence) == fewest(decides)
         for count in (3, 64, 150):
             assert share_interval(1.0, count, most_confidence(limit, count)).low == pytest.approx(limit)
-    assert fewest_that_show(1.0, confidence) is None
+    assert fewest_for_share(1.0, confidence) is None
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900)])

@@ -65,7 +65,7 @@ def perplexity(
         )
     with out.progress("reading", sequences.count, unit=sequences.noun) as done:
         proof = perplexities(dense, steps, sequences, limits, batch=batch, done=done)
-    if proof.fitted is not None and proof.fitted.found:
+    if proof.fitted is not None and proof.fitted.has_overlap:
         out.warn(proof.fitted.warning)
     record = proof.as_json()
     if output is not None:

@@ -189,7 +189,7 @@ def _tell(
     dense = swept.scored.of_dense(swept.dense.model)
     agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
     fitted = swept.fitted
-    if fitted is not None and fitted.found:
+    if fitted is not None and fitted.has_overlap:
         out.warn(fitted.warning)
     if any(point.budget is not None for point in points) and swept.calibration is None:
         out.note(f"budgets were shared out by the judging {swept.source.noun}; --calibration-images keeps them apart")

@@ -132,7 +132,7 @@ def verify(
             f"in {there}:",
             *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batches)),
         ]
-    if proof.parity.fitted is not None and proof.parity.fitted.found:
+    if proof.parity.fitted is not None and proof.parity.fitted.has_overlap:
         out.warn(proof.parity.fitted.warning)
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")

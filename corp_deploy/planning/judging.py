@@ -198,7 +198,7 @@ class Judge:
 
 
 def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
-    rows = MEASURES[role].answers.rows(dense, outputs)
+    rows = MEASURES[role].output_kind.rows(dense, outputs)
     value = rows.relative_error()
     if not rows.finite_N.all():
         return Judgement(value=value, low=value, high=value)

@@ -75,7 +75,7 @@ def _structure(
     slots, noun = min(largest, SLOTS), input_noun(feeds)
     if merges is not None:
         # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
-        firm_N = Choices(margins_N=merges.margins_N).steady(bound)
+        firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
         if not len(firm_N):
             return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), _untested(label, bound, noun)]
         feeds = rows_of(feeds, firm_N)

@@ -80,7 +80,7 @@ class Graphs:
         asked = self._asked
         if not asked.auto:
             return Mended(kept=tuple(asked.keep_fp32))
-        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "held_in": float_type}
+        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "float_type": float_type}
         both = self._checkpoint, self._dense, self._feeds
         if asked.engine is None:
             return Mended(kept=sites_to_keep(*both, **how).kept)

@@ -52,7 +52,7 @@ def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mappi
     """Every block's own error in that type in the dense model."""
     if (word := _word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
-        return block_noise(plain.single, plain.graph(word, scales="max"), feeds)
+        return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
     return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_with_float32(float_type).pure), feeds)
 
 

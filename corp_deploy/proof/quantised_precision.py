@@ -95,7 +95,7 @@ def mended_quantised(
 
     with tempfile.TemporaryDirectory() as scratch:
         single = Path(scratch) / "single.onnx"
-        onnx.save(made_of.single, str(single))
+        onnx.save(made_of.fp32_graph, str(single))
         step = Candidate(label="fp32", name="fp32", form="graph", path=single, float_type=type_by_name("fp32"))
         with step.opened(ports) as run:
             reference = outputs_at(run, feeds, BATCH)
@@ -104,7 +104,7 @@ def mended_quantised(
 
 def _fitting(made_of: Quantiser, patterns: Sequence[str]) -> tuple[str, ...]:
     """The modules of quantised layers that these patterns mean: a site need not have any."""
-    modules = dict.fromkeys(layer.module for layer in layers(made_of.single))
+    modules = dict.fromkeys(layer.module for layer in layers(made_of.fp32_graph))
     return tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
@@ -158,10 +158,10 @@ class _Trial:
     ) -> None:
         self._made_of, self._precision, self._chosen = made_of, precision, chosen
         self._feeds, self._ports, self._path = feeds, ports, scratch / "graph.onnx"
-        self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.single)}
+        self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
         self._batch = batch
         self._known: dict[frozenset[str], Mapping[str, Measures]] = {}
-        self._reference = self._run(made_of.single, "fp32")
+        self._reference = self._run(made_of.fp32_graph, "fp32")
         self.sites = tuple(dict.fromkeys(self._modules.values()))
 
     def errors(self, left: Sequence[str]) -> Mapping[str, Measures]:
@@ -185,7 +185,7 @@ class _Trial:
 
     def _run(self, proto: onnx.ModelProto, precision: str) -> Outputs:
         onnx.save(proto, str(self._path))
-        rest = self._made_of.typed_as
+        rest = self._made_of.rest_precision
         float_type = type_by_name(precision)
         step = Candidate(
             label=precision, name=precision, form="graph", path=self._path, float_type=float_type, rest=rest

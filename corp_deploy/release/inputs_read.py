@@ -115,7 +115,7 @@ def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
     """A warning where the model will be judged on images that it was fitted to."""
     same = int(torch.isin(proving.ids, fitted_ids).sum())
     fitted = FittedInputs(judging=proving.count, same=same)
-    if fitted.found:
+    if fitted.has_overlap:
         yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
 
 

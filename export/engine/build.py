@@ -84,10 +84,10 @@ def build_engine(
     started = time.perf_counter()
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
-    listed = session.inspected(plan, max(len(profiles), 1))
-    fusion = fusion_of(listed.kernels, proto, len(profiles))
+    details = session.inspected(plan, max(len(profiles), 1))
+    fusion = fusion_of(details.kernels, proto, len(profiles))
     record = _record(session, plan, profiles, fusion, seconds, sparse_share)
-    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=listed.memory))
+    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=details.memory))
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
@@ -200,7 +200,7 @@ def _record(
         weight_types=shares,
         kernel_types={} if fusion is None else fusion.kernel_types,
         sparse_eligible=layers.eligible,
-        sparse_layers=layers.picked,
+        sparse_layers=layers.selected,
         sparse_names=layers.names,
         fusion_breaks=breaks_of_graph(session.proto),
         notes={each.key: each.value for each in session.proto.metadata_props if not each.key.startswith("export.")},

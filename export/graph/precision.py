@@ -29,16 +29,16 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
 
     Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
     """
-    wanted = precision_by_name(precision)
-    _refuse_odd_choice(wanted, keep_fp32)
+    named = precision_by_name(precision)
+    _refuse_odd_choice(named, keep_fp32)
     typed = copy.deepcopy(model).cpu().eval()
     _refuse_non_finite(typed)
-    if wanted.type is FLOAT32:
+    if named.type is FLOAT32:
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
     islands = kept | {name for name, module in typed.named_modules() if isinstance(module, (*norms, PixelEntry))}
-    _narrow_outside_(typed, islands, wanted)
-    narrow = torch_dtype(wanted.type)
+    _narrow_outside_(typed, islands, named)
+    narrow = torch_dtype(named.type)
     for name, module in typed.named_modules():
         if name in islands and not _has_ancestor(name, islands):
             module.float()

@@ -61,10 +61,10 @@ def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...
         raise BadInput(
             f"{', '.join(map(repr, idle))} fits no layer that could be quantised; those of this model are {shown}, ..."
         )
-    left = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
-    if not left:
+    selected = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
+    if not selected:
         raise BadInput(f"none of the {len(every)} layers would be quantised; keep fewer, or export fp16")
-    return left
+    return selected
 
 
 def _fits(module: str, pattern: str) -> bool:

@@ -33,7 +33,7 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
     _refuse_control_flow(model.graph, sites)
     widen_softmax(model.graph, sites)
     narrow_folded(model.graph)
-    keep_borders(model.graph)
+    use_lowest_padding(model.graph)
     merge_initializers(model.graph)
     name_by_site(model.graph, sites, parameters)
     strip_notes(model)
@@ -79,7 +79,7 @@ def narrow_folded(graph: GraphProto) -> None:
     Raises BadInput where the folded weights are beyond what the type holds.
     """
     types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
-    noted = {value.name: value for value in graph.value_info}
+    value_infos = {value.name: value for value in graph.value_info}
     for node in graph.node:
         float_type = BY_ONNX.get(types.get(node.input[0], 0)) if node.op_type in _CONVOLUTIONS else None
         wide = [stored[name] for name in node.input[1:] if types.get(name) == TensorProto.FLOAT and name in stored]
@@ -89,8 +89,8 @@ def narrow_folded(graph: GraphProto) -> None:
             tensor.CopyFrom(_stored_as(tensor, float_type))
         for name in (*(tensor.name for tensor in wide), node.output[0]):
             types[name] = float_type.onnx
-            if name in noted:
-                noted[name].type.tensor_type.elem_type = float_type.onnx
+            if name in value_infos:
+                value_infos[name].type.tensor_type.elem_type = float_type.onnx
 
 
 def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
@@ -104,7 +104,7 @@ def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
     return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(float_type.onnx)), tensor.name)
 
 
-def keep_borders(graph: GraphProto) -> None:
+def use_lowest_padding(graph: GraphProto) -> None:
     """Zeros that are put around what a MaxPool reads become the least number above: of zeros ONNX Runtime makes the
     pool's own borders, which are below all numbers.
     """

@@ -37,7 +37,7 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
         findings.append(finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first"))
     if release is not None:
         findings += [
-            finding(repository, WARNING, told, "take a newer release") for told in vulnerability_warnings(release)
+            finding(repository, WARNING, warning, "take a newer release") for warning in vulnerability_warnings(release)
         ]
     return tuple(sorted(set(findings), key=_order))
 

@@ -32,12 +32,12 @@ def foreign_files(model: Path) -> Iterator[LintFinding]:
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
-            what = _fault_of(path, own)
+            what = _fault_message(path, own)
             if what:
                 yield finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
-def _fault_of(path: Path, own: bytes) -> str:
+def _fault_message(path: Path, own: bytes) -> str:
     if path.is_symlink():
         return f"a link, to {path.readlink()}: a server would read what stands there"
     if path.is_dir():

@@ -90,9 +90,9 @@ def rule_from_text(text: str) -> Rule:
     match = _RULE.match(text)
     bound = None if match is None else _BOUND.match(match["bound"])
     if match is None or bound is None:
-        wrong = "it has no comparison" if match is None else f"{quoted(match['bound'].strip())} is no bound"
+        problem = "it has no comparison" if match is None else f"{quoted(match['bound'].strip())} is no bound"
         raise BadInput(
-            f"rule {quoted(text)}: {wrong}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
+            f"rule {quoted(text)}: {problem}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
     subject, measure = _prefixes(text, match["prefix"])
@@ -115,9 +115,9 @@ def rule_from_text(text: str) -> Rule:
 
 
 def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
-    words = [word for word in prefix.split(".") if word]
-    measures = [word for word in words if word in ("compute", "end_to_end", OWN)]
-    subjects = [word for word in words if word not in measures]
+    prefixes = [each for each in prefix.split(".") if each]
+    measures = [each for each in prefixes if each in ("compute", "end_to_end", OWN)]
+    subjects = [each for each in prefixes if each not in measures]
     if len(subjects) > 1 or len(measures) > 1:
         raise BadInput(
             f"rule {quoted(text)}: one subject and one of compute, end_to_end or metric may stand before the metric"

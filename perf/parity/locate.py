@@ -66,8 +66,11 @@ def block_errors(
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
-        left, right = (", ".join(list(side)[:4]) for side in (reference, candidate))
-        raise BadInput(f"the two sides share no block: {left}... and {right}...; compare two forms of the same model")
+        reference_keys, candidate_keys = (", ".join(list(side)[:4]) for side in (reference, candidate))
+        raise BadInput(
+            f"the two sides share no block: {reference_keys}... and {candidate_keys}...; compare two forms of the same "
+            "model"
+        )
     return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
 
 

@@ -27,7 +27,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
-from .graph_borders import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
+from .graph_io import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
 from .memory import DeviceMemory, Gauge, resident_gauge
 from .protocol import HostBound
 
@@ -135,7 +135,7 @@ class OnnxRunner:
             staging, launch = self._staged(checked)
             return staging.run(launch)
         try:
-            return self._named(self._session.run(self._asked(), dict(checked)))
+            return self._named(self._session.run(self._output_names(), dict(checked)))
         except ort_errors(onnxruntime_here()) as error:
             if is_out_of_memory(error):
                 raise
@@ -150,8 +150,8 @@ class OnnxRunner:
         if self.provider != "cpu":
             return self._bind_cuda(checked)
         run = self._session.run
-        asked = self._asked()
-        return HostBound(lambda: run(asked, checked), outputs=self._named)
+        output_names = self._output_names()
+        return HostBound(lambda: run(output_names, checked), outputs=self._named)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -171,7 +171,7 @@ class OnnxRunner:
         """The feeds, if they have the types and the sizes that the graph fixes."""
         return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
 
-    def _asked(self) -> list[str]:
+    def _output_names(self) -> list[str]:
         return [port.name for port in self.outputs]
 
     def _named(self, arrays: Sequence[Any]) -> Outputs:
@@ -182,8 +182,8 @@ class OnnxRunner:
     def _input_ports(self) -> tuple[Port, ...]:
         nodes = self._session.get_inputs()
         if not nodes or any(_dtype(node.type) not in FED or not node.shape for node in nodes):
-            got = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
-            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {got}")
+            received = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
+            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {received}")
         return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=_dtype(node.type)) for node in nodes)
 
     def _output_ports(self) -> tuple[OutputPort, ...]:
@@ -230,8 +230,8 @@ class OnnxRunner:
         return staging, launch
 
     def _output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        asked = self._asked()
-        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in asked}
+        output_names = self._output_names()
+        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in output_names}
         for name, shape in shapes.items():
             if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
                 raise BadInput(

@@ -18,7 +18,7 @@ from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_borders import role_of_rank
+from .graph_io import role_of_rank
 from .memory import Gauge, resident_gauge
 from .protocol import HostBound
 

@@ -228,11 +228,11 @@ def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int6
     pooled, owner = np.concatenate(rounds), np.repeat(np.arange(len(rounds)), [len(times) for times in rounds])
     order = np.argsort(pooled)
     pooled, owner = pooled[order], owner[order]
-    drawn = np.empty(len(drawn_DR))
+    percentiles = np.empty(len(drawn_DR))
     for index, row in enumerate(drawn_DR):
-        reached = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
-        drawn[index] = pooled[np.searchsorted(reached, percent / 100 * reached[-1] - 1e-9)]
-    return drawn
+        cumulative = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
+        percentiles[index] = pooled[np.searchsorted(cumulative, percent / 100 * cumulative[-1] - 1e-9)]
+    return percentiles
 
 
 def _log_binomial(count: int, hits: int, share: float) -> float:
