@@ -32,7 +32,7 @@ def open_arrays(
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():
         _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
-    return Rows.drawn(arrays, where=str(path), samples=samples, seed=seed)
+    return Rows.sampled(arrays, where=str(path), samples=samples, seed=seed)
 
 
 def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:

@@ -31,7 +31,7 @@ class Rows(IndexedInputs):
     digest: str
 
     @classmethod
-    def drawn(cls, arrays: Arrays, *, where: str, samples: int | None = None, seed: int = 0) -> Self:
+    def sampled(cls, arrays: Arrays, *, where: str, samples: int | None = None, seed: int = 0) -> Self:
         """`samples` of the rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
         count = len(next(iter(arrays.values())))
         chosen = sampled_positions(count, samples, seed, where=where, noun=cls.noun)

@@ -28,7 +28,7 @@ class Sequences(Rows):
 
 def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
     """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
-    return Sequences.drawn({NAME: ids_SN}, where=where, samples=samples, seed=seed)
+    return Sequences.sampled({NAME: ids_SN}, where=where, samples=samples, seed=seed)
 
 
 def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:

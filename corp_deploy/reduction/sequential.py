@@ -1,7 +1,7 @@
 """Calibrate a decoder block by block: one block's weights and sums are held, and the residual stream of all sequences.
 
 The statistics of a block are written before the next one is read, in a file of their own; a run that is interrupted
-goes on where it was. In the end all are joined into one file of moments, the same as of a model that is run whole.
+goes on where it was. In the end all are joined into one file of moments, the same as of one pass over the whole model.
 
 Legend: B sequences of a batch, N tokens, C channels.
 """

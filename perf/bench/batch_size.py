@@ -134,7 +134,7 @@ class BatchSize:
             calls=allocation.calls,
             clock=self.limit.clock,
             watch=self.watch,
-            on_round=lambda done: self.report(f"against itself, round {done}"),
+            on_round=lambda index: self.report(f"against itself, round {index}"),
             limit_s=min(allocation.noise_limit_s, self.limit.left_s - kept_s),
         ), ()
 
@@ -144,7 +144,7 @@ class BatchSize:
             "calls": allocation.calls,
             "clock": self.limit.clock,
             "watch": self.watch,
-            "on_round": lambda done: self.report(f"side by side, round {done}"),
+            "on_round": lambda index: self.report(f"side by side, round {index}"),
             "limit_s": self.limit.left_s - allocation.audit_s - allocation.plain_s,
         }
         if len(bounds) == 2:

@@ -50,7 +50,7 @@ class Evidence:
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
         if rule.is_own:
-            return _own(self.parity, rule, subject, where)
+            return _own_metric_reading(self.parity, rule, subject, where)
         if rule.metric in TIMED:
             return _timed(self._bench(rule, where), rule, subject, where, self.confidence)
         if rule.metric in (*COUNTED, *PLACED):
@@ -190,7 +190,7 @@ def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:
     return Reading(interval=exact(parity.fitted.same))
 
 
-def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
+def _own_metric_reading(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
     return Reading(interval=exact(own_metric(parity, rule, subject, where).value))
 
 

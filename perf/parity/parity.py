@@ -275,7 +275,7 @@ def link(
 
 
 def _with_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
-    """A judgement with what is said of the inputs that stand apart; too many of them fail the link.
+    """A judgement with a note on the inputs whose ties were broken differently; too many of them fail the link.
 
     A share is one of all inputs: of the first few one may be a quarter.
     """

@@ -134,7 +134,7 @@ class DecoderRunner:
             return binding
 
         self._describe_binding(binding)  # what the graph can't do is said here, in our words
-        return HostBound(call, outputs=lambda done: {LOGITS: _logits(done)})
+        return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()

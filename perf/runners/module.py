@@ -92,7 +92,7 @@ class ModuleRunner:
 
     def __call__(self, feeds: Feeds) -> Outputs:
         with torch.inference_mode():
-            return self._named(self._first(self._tensors(self._checked(feeds))))
+            return self._outputs_by_name(self._first(self._tensors(self._checked(feeds))))
 
     def bind(self, feeds: Feeds) -> Bound:
         if self.device == "cuda":
@@ -105,7 +105,7 @@ class ModuleRunner:
             with torch.inference_mode():
                 return self._forward(batch)
 
-        return HostBound(call, outputs=self._named)
+        return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.device == "cpu" else TorchAllocator()
@@ -133,7 +133,7 @@ class ModuleRunner:
     def _tensors(self, feeds: Feeds) -> Tensors:
         return tuple(torch.from_numpy(array).to(self.device) for array in feeds.values())
 
-    def _named(self, tensors: Tensors) -> Outputs:
+    def _outputs_by_name(self, tensors: Tensors) -> Outputs:
         return {
             port.name: np.asarray(tensor.cpu().numpy(), dtype=np.float32)
             for port, tensor in zip(self.outputs, tensors, strict=True)

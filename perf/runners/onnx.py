@@ -135,7 +135,7 @@ class OnnxRunner:
             staging, launch = self._staged(checked)
             return staging.run(launch)
         try:
-            return self._named(self._session.run(self._output_names(), dict(checked)))
+            return self._outputs_by_name(self._session.run(self._output_names(), dict(checked)))
         except ort_errors(onnxruntime_here()) as error:
             if is_out_of_memory(error):
                 raise
@@ -151,7 +151,7 @@ class OnnxRunner:
             return self._bind_cuda(checked)
         run = self._session.run
         output_names = self._output_names()
-        return HostBound(lambda: run(output_names, checked), outputs=self._named)
+        return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -174,7 +174,7 @@ class OnnxRunner:
     def _output_names(self) -> list[str]:
         return [port.name for port in self.outputs]
 
-    def _named(self, arrays: Sequence[Any]) -> Outputs:
+    def _outputs_by_name(self, arrays: Sequence[Any]) -> Outputs:
         return {
             port.name: np.asarray(array, dtype=np.float32) for port, array in zip(self.outputs, arrays, strict=True)
         }

@@ -85,7 +85,7 @@ class PackageRunner:
 
     def __call__(self, feeds: Feeds) -> Outputs:
         batch = self._tensors(feeds)
-        return self._named(self._run(batch))
+        return self._outputs_by_name(self._run(batch))
 
     def bind(self, feeds: Feeds) -> Bound:
         batch = self._tensors(feeds)
@@ -96,7 +96,7 @@ class PackageRunner:
             with torch.inference_mode():
                 return compiled(*batch)
 
-        return HostBound(call, outputs=self._named)
+        return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge()
@@ -143,7 +143,7 @@ class PackageRunner:
                 )
         return answer
 
-    def _named(self, answer: Any) -> Outputs:
+    def _outputs_by_name(self, answer: Any) -> Outputs:
         arrays = [np.asarray(tensor.float().numpy(), dtype=np.float32) for tensor in _each(answer)]
         return dict(zip([port.name for port in self.outputs], arrays, strict=True))
 
