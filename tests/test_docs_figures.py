@@ -148,7 +148,8 @@ def of_levers() -> Iterator[str]:
     yield f"({hard('best, by site'):.3f} to {hard('best, by site, closed loop'):.3f} on the hard ViT)"
     dense = record("hard_vit")["dense_accuracy"]
     uniform, by_site = (100 * (dense - hard(method, "accuracy")) for method in ("best", "best, by site"))
-    yield f"{uniform:.1f} points of accuracy with uniform widths, and {by_site:.1f} points with the same MACs chosen by site"
+    yield f"{uniform:.1f} points of accuracy with uniform widths"
+    yield f"and {by_site:.1f} points with the same MACs chosen by site"
     two, widths = sparse("digits", "2:4"), sparse("digits", "widths at the MACs of 2:4")
     yield f"{two:.4f} on digits, widths of like MACs {widths:.4f}"
     two, widths, loop = (

@@ -41,7 +41,11 @@ def _built(asked: EngineOptions, graph: Path, done: Callable[[int], None]) -> "E
 )
 @click.argument("graph", type=FILE)
 @click.option(
-    "--output", "-o", type=FILE, required=True, help="Plan (or optimised graph) to write; its record goes beside."
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="Plan (or optimised graph) to write; its record is written beside it.",
 )
 @record_options("asked", EngineOptions)
 @output_options

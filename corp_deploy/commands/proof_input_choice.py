@@ -27,7 +27,9 @@ class ProofInputChoice(InputOptions):
     """
 
     random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
-    moments: Path | None = option(FILE, help="Say whether these images look like those of calibration.")
+    moments: Path | None = option(
+        FILE, help="Moments of the calibration: report whether these images look like its images."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,12 +56,10 @@ class Parted(Record, heading="Inputs"):
 
     hold_out: int | None = option(
         IMAGES,
-        help="How many calibrate --hold-out left out, by the same --images, --samples, --seed and --groups: reduce "
-        "leaves these out too, and verify judges on these alone.",
+        help="The N of calibrate --hold-out, with the same --images, --samples, --seed and --groups: reduce leaves "
+        "those images out too, and verify judges on them only.",
     )
-    groups: str | None = option(
-        TEXT, help="With --hold-out: which images belong together, as calibrate --groups was told."
-    )
+    groups: str | None = option(TEXT, help="With --hold-out: the --groups that calibrate was given.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,11 +90,12 @@ class InputOptions(Parted, Decoded, Drawn):
         FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
     )
     tokens: Path | None = option(
-        FILE, help="For a decoder: token ids, whole numbers .npy, a row a sequence or one stream."
+        FILE, help="For a decoder: token ids, an integer .npy with one sequence a row, or one stream."
     )
     arrays: Path | None = option(
         FILE,
-        help="For a model of arrays: .npz or .safetensors with one for each input, by its name; of one a .npy too.",
+        help="For a model of arrays: .npz or .safetensors with an array for each input under its name, or a .npy "
+        "for a single input.",
     )
     labels: Path | None = option(FILE, help="Class indices of the images in their order (.npy, or key labels of .npz).")
 

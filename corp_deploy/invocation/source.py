@@ -59,13 +59,13 @@ class Source(Record, heading="Model"):
         ListOf(MEAN, CHANNELS, different=False), help="Mean pixel of the training; default: timm's."
     )
     std: Sequence[float] | None = option(
-        ListOf(DEVIATION, CHANNELS, different=False), help="Deviation of its pixels; default: timm's."
+        ListOf(DEVIATION, CHANNELS, different=False), help="Standard deviation of its pixels; default: timm's."
     )
     crop_pct: float | None = option(SHARE_KEPT, help="Share of a side that the crop keeps.")
     interpolation: str | None = option(OneOf(INTERPOLATIONS), help="How images are resized.")
-    crop_mode: str | None = option(OneOf(CROP_MODES), help="How what is not square is cropped.")
+    crop_mode: str | None = option(OneOf(CROP_MODES), help="How images that are not square are cropped.")
     outputs: Sequence[str] | None = option(
-        OUTPUT_NAMES, help="What the model gives, such as class,patches,block8; default: its own output."
+        OUTPUT_NAMES, help="Named outputs, such as class,patches,block8; default: the model's own output."
     )
     trust_code: bool = False
 
