@@ -138,8 +138,8 @@ def _refuse_shares(snapshots: Snapshots | None, inputs: InputSet, ranks: Ranks) 
         return
     if ranks.size > 1:
         raise BadInput(
-            f"snapshots: each of the {ranks.size} processes has a consecutive share of the {inputs.noun}, so the first "
-            "ones of all are in none of them; calibrate with one process, without torchrun"
+            f"snapshots: each of the {ranks.size} processes reads a consecutive share of the {inputs.noun}, so none "
+            "has the first ones of all; calibrate with one process, without torchrun"
         )
     if snapshots.counts[-1] > inputs.count:
         raise BadInput(

@@ -200,7 +200,7 @@ class Collector:
             weights = None if name in self._without_tokens else self._weights_at(name, role, activation.shape[-2])
             weights = None if self._is_partial and activation.ndim > 4 else weights
             if weights is not None and activation.ndim > 4:
-                raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
+                raise BadInput(f"{name}: {role} comes in windows, whose tokens can't have weights")
             self.sums[name].add(role, activation[: self._real_inputs], weights)
         if len(self._collected) == self._stop_after and not self._to_the_end:
             raise _AllCollected

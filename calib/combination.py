@@ -52,8 +52,8 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
     both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
     if both:
         raise BadInput(
-            f"moments to merge: {both} groups of the same name are in both and were held out in one of them alone; "
-            "give different groups different names, or calibrate all images at once"
+            f"moments to merge: {both} groups of the same name are in both but were held out in only one; give "
+            "different groups different names, or calibrate all images at once"
         )
     return groups, half
 

@@ -66,7 +66,7 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
         folders = [_folder(name) for name in names]
         if not any(folders):
             raise BadInput(
-                f"groups: the {inputs.noun} stand in no folders; give a file with a label for each ({NAMES_OF_LABELS})"
+                f"groups: the {inputs.noun} are in no folders; give a file with a label for each ({NAMES_OF_LABELS})"
             )
         return folders
     if Path(by).suffix not in LABELS:

@@ -206,6 +206,6 @@ def refuse_too_large(needed: Mapping[str, int], available: int) -> None:
         largest = max(needed, key=lambda name: needed[name])
         raise BadInput(
             f"moments: {len(needed)} sites need {total / 1e9:.2f} GB, {available / 1e9:.2f} GB are available; the "
-            f"largest is {largest} with {needed[largest] / 1e9:.2f} GB; (a) leave out the attention system, or take it "
-            "for kept dims only, (b) calibrate fewer sites at a time, (c) use a larger machine"
+            f"largest is {largest} with {needed[largest] / 1e9:.2f} GB; (a) leave out the attention system, or "
+            "collect it for kept dims only, (b) calibrate fewer sites at a time, (c) use a larger machine"
         )

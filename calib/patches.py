@@ -16,7 +16,7 @@ from .sites import Edges
 def edges_of(conv: nn.Conv2d) -> Edges:
     """Zeros that it puts left, right, above and below the map. Raises BadInput where it puts anything else."""
     if conv.padding_mode != "zeros":
-        raise BadInput(f"a convolution pads by {conv.padding_mode!r}; there are statistics of zero padding alone")
+        raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
     if conv.padding == "valid":
         return 0, 0, 0, 0
     if isinstance(conv.padding, str):

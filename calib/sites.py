@@ -59,8 +59,8 @@ def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
     """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
     if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
         raise BadInput(
-            f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; there are "
-            "statistics of tokens [batch, tokens, channels] and of vectors [batch, channels] alone: leave this site out"
+            f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; only "
+            "tokens [batch, tokens, channels] and vectors [batch, channels] are supported: leave this site out"
         )
     if x.ndim < 2:
         raise BadInput(
@@ -173,8 +173,8 @@ class PatchTaps:
     def __post_init__(self) -> None:
         if self.output.padding_mode != "zeros":
             raise BadInput(
-                f"{self.name}: pads by {self.output.padding_mode!r}; there are statistics of zero padding alone: leave "
-                "this site out"
+                f"{self.name}: pads by {self.output.padding_mode!r}; only zero padding is supported: leave this "
+                "site out"
             )
         if self.edges is not None and min(self.edges) < 0:
             raise BadInput(f"{self.name}: edges of {self.edges} zeros, expected none below 0")

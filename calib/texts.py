@@ -73,7 +73,7 @@ class Texts(IndexedInputs):
         contents = list(_contents(self.path, lines))
         ids, _ = _identified(lines, contents)
         if not torch.equal(ids, self.ids[list(positions)]):
-            raise BadInput(f"{self.path}: changed since it was opened; leave it as it is while it is read")
+            raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
         inputs = self.encode([content.decode() for content in contents])
         got, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
         if got != expected:

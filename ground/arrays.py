@@ -62,7 +62,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
     if dtype.kind not in _KINDS or dtype.subdtype is not None:
         raise BadInput(f"{where}: holds {str(dtype)[:100]}, expected plain numbers or texts")
     if any(not 0 <= size <= _LARGEST for size in shape):
-        raise BadInput(f"{where}: its header says {str(list(shape))[:200]}, which is no shape of an array")
+        raise BadInput(f"{where}: its header says {str(list(shape))[:200]}, which is not a valid shape")
     needed = math.prod(shape) * dtype.itemsize
     if needed > size_bytes - start:
         raise BadInput(

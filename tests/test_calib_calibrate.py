@@ -240,7 +240,7 @@ def test_forward_precisions_do_not_merge(path: Path) -> None:
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 30_000)
     heard: list[int] = []
-    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*take it for kept dims only"):
+    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*collect it for kept dims only"):
         calibrated(path, progress=heard.append)
     assert not heard
     calibrated(path, options=Options())

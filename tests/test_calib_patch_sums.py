@@ -362,7 +362,7 @@ def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
 
 def test_only_zeros_may_be_put_around() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
-    with pytest.raises(BadInput, match=r"'reflect'.*zero padding alone"):
+    with pytest.raises(BadInput, match=r"'reflect'.*only zero padding"):
         patches(torch.zeros(1, 2, 4, 4), conv)
     with pytest.raises(BadInput, match=r"^stem: pads by 'reflect'"):
         PatchTaps(name="stem", output=conv)

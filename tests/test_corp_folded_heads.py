@@ -121,7 +121,7 @@ def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: 
     asked = method_from_preset("fold", **HALF)
     with pytest.raises(BadInput, match="merged channels and heads are fitted to"):
         reduce(tiny.checkpoint().model, both[0], asked)
-    with pytest.raises(ValueError, match="leave --attn away"):
+    with pytest.raises(ValueError, match="leave --attn out"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):
         method_from_preset("vbp", heads_sparsity=0.5)

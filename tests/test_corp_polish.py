@@ -353,7 +353,7 @@ def test_the_step_size_rises_and_falls() -> None:
     ("fields", "message"),
     [
         ({"how": "all"}, "polish: got 'all', expected one of none, layer, block, model"),
-        ({"how": "none", "steps": 3}, "steps and time are of a polish"),
+        ({"how": "none", "steps": 3}, "steps and time apply to a polish"),
     ],
 )
 def test_options_refuse_what_contradicts_itself(fields: dict[str, Any], message: str) -> None:

@@ -389,7 +389,7 @@ def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_writte
         assert result.stderr.count(said + refused_by(1)) == 1
         assert "exporting" not in result.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert result.stderr.endswith("where the model is named with its weights, or leave --input away\n")
+    assert result.stderr.endswith("where the model is named with its weights, or leave --input out\n")
 
 
 def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_path: Path) -> None:

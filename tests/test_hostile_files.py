@@ -80,10 +80,10 @@ def described(shape: str, descr: str = "'<f4'") -> bytes:
 
 
 NPY = {
-    "a negative size": (described("(-1, 3, 4, 6)"), "no shape of an array"),
+    "a negative size": (described("(-1, 3, 4, 6)"), "which is not a valid shape"),
     "10^12 images": (described(f"({10**12}, 3, 4, 6)"), "288000000000000 bytes, and 64 are there"),
-    "a size beyond 64 bits": (described(f"({2**70}, 3, 4, 6)"), "no shape of an array"),
-    "nothing, but of a size beyond 64 bits": (described(f"(0, {2**70})"), "no shape of an array"),
+    "a size beyond 64 bits": (described(f"({2**70}, 3, 4, 6)"), "which is not a valid shape"),
+    "nothing, but of a size beyond 64 bits": (described(f"(0, {2**70})"), "which is not a valid shape"),
     "a product beyond 64 bits": (described(f"({2**40}, {2**40})"), "not a whole .npy file"),
     "objects": (described("(2,)", "'|O'"), "pickled objects, which are never loaded"),
     "objects inside": (described("(2,)", "[('a', '|O')]"), "pickled objects, which are never loaded"),

@@ -506,8 +506,8 @@ def computed_scales(proto: ModelProto) -> None:
         (without_inputs, "onnx.checker: "),
         (without_outputs, "onnx.checker: "),
         (contradicted, "types or shapes are not those of its nodes"),
-        (lambda proto: fp8(proto, axis=7), "d: its scales of FP8 are not stored in the graph"),
-        (computed_scales, "d: its scales of FP8 are not stored in the graph"),
+        (lambda proto: fp8(proto, axis=7), "d: its FP8 scales are not stored in the graph"),
+        (computed_scales, "d: its FP8 scales are not stored in the graph"),
     ],
 )
 def test_a_graph_that_can_not_be_rounded_is_refused(

@@ -120,7 +120,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         touching = any(self.touches_attention(*each) for each in every) or bool(self.macs)
         if self.parts == "attn" and (self.select or self.repair):
             option = "--select" if self.select else "--repair"
-            raise BadInput(f"{option} is of channels, which --parts attn leaves alone; leave one of the two away")
+            raise BadInput(f"{option} selects channels, which --parts attn doesn't reduce; leave out one of the two")
         ATTENTION.refuse([("", "reduced" if touching else "kept")], about)
 
     def _request(

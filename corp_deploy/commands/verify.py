@@ -28,7 +28,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
         if candidate.batch not in (None, *batches):
             raise click.UsageError(
                 f"{candidate.label}: its batch is fixed at {candidate.batch}, and --batch "
-                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch away"
+                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch out"
             )
 
 

@@ -38,7 +38,7 @@ class Merging:
             if type(count) is not int or not 0 <= count <= MOST_TOKENS:
                 raise BadInput(f"merging: block {block}: {quoted(str(count))} tokens, expected a whole number from 0")
         if self.how == "drop" and self.unmerged:
-            raise BadInput("merging: tokens that were dropped have no value to give back; merge instead, or drop alone")
+            raise BadInput("merging: dropped tokens have no value to restore; merge instead, or drop without unmerging")
 
     @property
     def compares_attention(self) -> bool:

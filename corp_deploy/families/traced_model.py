@@ -52,7 +52,7 @@ from .widths import HeadGeometry
 NAME = "traced"
 _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
-    "can be followed from block to block; leave --polish away"
+    "can be followed from block to block; leave --polish out"
 )
 
 
@@ -245,7 +245,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     if merging is None and merging_of(model) is None:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
-        raise BadInput(f"token merging: {reason}; leave --merge-tokens away")
+        raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
     facts = known_of(model).facts
     named = None if facts is None else facts.named
     if merging is not None and named is not None:

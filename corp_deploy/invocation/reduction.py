@@ -105,8 +105,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         if self.whole_heads is not None and (self.allocates or self.auto_heads):
             what = "--heads auto" if self.auto_heads else f"--{self.widths}"
             raise BadInput(
-                f"{what} weighs widths of all heads, and --whole-heads takes some away; reduce by --whole-heads first, "
-                "calibrate the result, and give it the budget"
+                f"{what} chooses widths of all heads, and --whole-heads removes some; reduce by --whole-heads "
+                "first, calibrate the result, and give it the budget"
             )
 
     def _refuse_beside_budgets(self) -> None:
@@ -125,7 +125,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
                 "--closed-loop fits to the dense model's stream, of which --residual removes channels; give one of both"
             )
         if self.held_out is not None and self.loop is not None:
-            raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.loop]}; leave --held-out away")
+            raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.loop]}; leave --held-out out")
 
     @property
     def _implied(self) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
     if not stay:
         raise BadInput(
-            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
-            "of the calibration"
+            f"all {images.count} {images.noun} are those of the held-out moments, on which the result is judged; "
+            f"give the {images.noun} of the calibration"
         )
     return images if len(stay) == images.count else images.subset(stay)
 
@@ -223,7 +223,7 @@ def _within_still(
     judged = Judge(dense, judging, limit.measure).of(polished.model)
     if limit.holds(judged.value):
         return replace(polished, said=(*polished.said, f"polished, it gives {figure(limit, judged.value)} there"))
-    left = f"the polish is left away: with it {figure(limit, judged.value)}, beyond {limit}"
+    left = f"the polish is left out: with it {figure(limit, judged.value)}, beyond {limit}"
     return replace(reduction, said=(*reduction.said, left))
 
 

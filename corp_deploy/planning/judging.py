@@ -63,7 +63,7 @@ class Judgement:
 def _ids(moments: Moments) -> torch.Tensor:
     if not len(moments.image_ids):
         raise BadInput(
-            "the moments don't say which images they are of, so none can be told to be others; calibrate again"
+            "the moments don't record their images, so other images can't be told from them; calibrate again"
         )
     return moments.image_ids
 
@@ -94,12 +94,12 @@ class Judges:
         fitted, others = ((is_fitted == held).nonzero().squeeze(1).tolist() for held in (True, False))
         if not fitted:
             raise BadInput(
-                f"none of the {inputs.count} {inputs.noun} is one that the moments are of; give those of calibrate, "
-                "and others to judge by with --judge"
+                f"none of the {inputs.count} {inputs.noun} was used in the moments; give the images of calibrate, "
+                "and others to judge on with --judge"
             )
         if not others:
             raise BadInput(
-                f"the moments are of all {inputs.count} {inputs.noun}, so none is left to judge by: leave some out "
+                f"the moments are of all {inputs.count} {inputs.noun}, so none is left to judge on: hold some out "
                 "(calibrate --hold-out N), or give others with --judge"
             )
         labels_N = None if self.labels_N is None else self.labels_N[others]

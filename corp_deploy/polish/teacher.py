@@ -174,6 +174,6 @@ def inputs_at(inputs: InputSet, positions: Sequence[int]) -> list[Inputs]:
     read = _singles(inputs.subset(ascending))
     if len(read) != len(ascending):
         raise BadInput(
-            f"polish: unreadable {inputs.noun} among {inputs.count}, more than are kept in memory; leave those away"
+            f"polish: unreadable {inputs.noun} among {inputs.count}, more than are kept in memory; leave those out"
         )
     return [read[ascending.index(position)] for position in positions]

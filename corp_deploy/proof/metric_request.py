@@ -76,7 +76,7 @@ def metric_from_text(text: str) -> MetricRequest:
             f"'python score.py {OUTPUTS}'"
         )
     if OUTPUTS in words[0]:
-        raise BadInput(f"metric {quoted(request.command)}: {OUTPUTS} is data, and the first word is what is run")
+        raise BadInput(f"metric {quoted(request.command)}: {OUTPUTS} is data, but the first word is the program to run")
     return request
 
 

@@ -53,7 +53,7 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
         raise BadInput(
-            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text away: any tokens "
+            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text out: any tokens "
             "cost the same time"
         )
     source = texts_for_model(model_of_directory(directory).model, text)
@@ -69,7 +69,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     if path is None:
         return TimedFeeds(feeds=random_feeds(ports, count, seed=0))
     if len(ports) != 1 or len(ports[0].shape) != 3:
-        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images away")
+        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
     images, fingerprints = _images(path, ports[0], models, count)
@@ -102,5 +102,5 @@ def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
-        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text away")
+        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
     return _tokenized(fed.text, models, count)

@@ -89,7 +89,7 @@ def port_of_images(images: Path | None, package: Path) -> Port:
     """What a package takes is told by the images that it is fed. Raises BadInput without them."""
     if images is None or images.suffix != ".npy":
         raise BadInput(
-            f"{package}: a package doesn't tell what it takes; expected --images FILE.npy with preprocessed inputs "
+            f"{package}: a package doesn't record its inputs; expected --images FILE.npy with preprocessed inputs "
             f"[N, ...] of its size, got {images or 'none'}"
         )
     try:

@@ -163,8 +163,9 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
     """Raise BadInput for a place that is not below `bound`, links followed; None: it may be anywhere."""
     if bound is not None and not place.is_relative_to(bound):
         raise BadInput(
-            f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe of "
-            "somebody else's could so read, ship or write what is yours; look at it, and give --trust-paths if it may"
+            f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe "
+            "from somebody else could read, ship or overwrite your files this way; check it, and give "
+            "--trust-paths if you agree"
         )
 
 

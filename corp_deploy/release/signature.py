@@ -120,7 +120,7 @@ def _bundle(folder: Path) -> bytes:
             raise Unverified(f"{SIGNATURE}: a link, or larger than {MOST_BYTES} bytes: no signature")
         return path.read_bytes()
     except FileNotFoundError:
-        raise Unverified(f"{SIGNATURE}: missing: nobody signed what lies here") from None
+        raise Unverified(f"{SIGNATURE}: missing: this directory is not signed") from None
 
 
 def _why(error: Exception) -> str:

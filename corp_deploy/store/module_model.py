@@ -55,8 +55,8 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
     apart = (got - expected).norm() / expected.norm() if got.shape == expected.shape else torch.tensor(torch.inf)
     if not apart <= MOST_APART:
         raise BadInput(
-            f"model: built anew by its name it answers otherwise (relative error {float(apart):.2g} on random images), "
-            f"so it was made with arguments that the module does not tell; {INSTEAD}"
+            f"model: rebuilt by its name it gives other outputs (relative error {float(apart):.2g} on random "
+            f"images), so it was made with arguments that the module does not record; {INSTEAD}"
         )
 
 

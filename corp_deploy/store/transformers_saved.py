@@ -122,8 +122,8 @@ def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> E
     require_sentence_files(encoder.files)
     if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
         raise BadInput(
-            f"--save-as hf: the class has {first_names(lost)} too, which are in the directory of transformers that "
-            "the encoder was read from alone; give --model hf:DIR of that"
+            f"--save-as hf: the class has {first_names(lost)} too, which are only in the transformers directory "
+            "that the encoder was read from; give --model hf:DIR for that one"
         )
     return encoder
 

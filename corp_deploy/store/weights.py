@@ -99,9 +99,9 @@ def _entry(content: Any, ema: bool | None, path: Path) -> str:
     """The entry to take: the moving average where there is one, as timm does, unless `ema` says otherwise."""
     averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
     if ema is True and not averages:
-        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema away")
+        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema out")
     if ema is False and averages and not raw:
-        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema away")
+        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema out")
     chosen = raw if ema is False else [*averages, *raw]
     return chosen[0] if chosen else ""
 

@@ -144,7 +144,7 @@ def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     sparse = sparse_matrices(proto)
     if not any(sparse.values()):
         raise BadInput(
-            f"{onnx_path}: sparse kernels need matrices of which every four weights hold two zeros, and none of its "
+            f"{onnx_path}: sparse kernels need matrices with two zeros in every four weights, and none of its "
             f"{len(sparse)} does; leave --sparse out"
         )
     return sum(sparse.values()) / len(sparse)

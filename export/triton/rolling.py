@@ -101,7 +101,7 @@ def _require_rollable(folder: Path, version: int) -> None:
     """Raise BadInput, before anything is changed, for what would stop a roll half-way."""
     staged = folder.parent / (folder.name + STAGED)
     if staged.exists():
-        raise BadInput(f"{staged}: left by a roll that was killed, or another is under way; remove it when none is")
+        raise BadInput(f"{staged}: left by a killed roll-over, or another one is running; remove it if none is running")
     _with_versions(_pinned(folder, version), [version])
 
 

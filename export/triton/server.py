@@ -90,7 +90,7 @@ class TritonServer:
         try:
             return {each["name"]: np.asarray(each["data"], float).reshape(each["shape"]) for each in answer["outputs"]}
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"its answer is none of an inference ({error!s:.200})") from None
+            raise ServerError(f"its answer is not that of an inference request ({error!s:.200})") from None
 
     def input_names(self, model: str, version: int) -> tuple[str, ...]:
         """As the loaded model names them."""

@@ -120,7 +120,7 @@ def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
     subjects = [each for each in prefixes if each not in measures]
     if len(subjects) > 1 or len(measures) > 1:
         raise BadInput(
-            f"rule {quoted(text)}: one subject and one of compute, end_to_end or metric may stand before the metric"
+            f"rule {quoted(text)}: at most one subject and one of compute, end_to_end or metric may precede the metric"
         )
     return subjects[0] if subjects else None, measures[0] if measures else "compute"
 

@@ -102,8 +102,8 @@ def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
     if scale is None or not 0 <= axis < len(shape) or tuple(scale.dims) != (shape[axis],):
         raise BadInput(
-            f"{node.name or node.output[0]}: its scales of FP8 are not stored in the graph, one or one for each place "
-            f"of an axis, so it can't be rounded as it is typed; {AGAIN}"
+            f"{node.name or node.output[0]}: its FP8 scales are not stored in the graph (one, or one for each index "
+            f"of an axis), so its rounding can't be emulated; {AGAIN}"
         )
     along = [-1 if place == axis else 1 for place in range(len(shape))]
     times.input[1] = f"{node.output[0]}/scale"

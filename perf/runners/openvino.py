@@ -203,8 +203,9 @@ class CompiledSettings:
                     f"or for fp32, or run it on a CPU with instructions for {arithmetic}"
                 )
             raise Missing(
-                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
-                f"graph is typed: export the graph in fp32, or leave {arithmetic} away to run it as it is typed"
+                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as "
+                f"the graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's "
+                "types"
             )
         if threads is not None and self.threads != threads:
             raise Missing(
