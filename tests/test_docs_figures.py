@@ -221,8 +221,8 @@ def of_papers() -> Iterator[str]:
     yield f"| procedural images | {made[0]} | - | {' | '.join(made[1:])} |"
     yield ", ".join(f"{each} {dinov2(each)}" for each in ("none", "corp-v1", "corp", "best"))
     best, grail = (mean("convnets", "relative_error", asked=0.5, way=way) for way in ("best", "grail"))
-    yield f"{best:.3f} for {grail:.3f} (`convnets.json`)"
-    yield f"{half_of('digits', 'fold', 'mlp')} for {half_of('digits', 'grail-fold', 'mlp')} on digits"
+    yield f"{best:.3f} instead of {grail:.3f} (`convnets.json`)"
+    yield f"{half_of('digits', 'fold', 'mlp')} instead of {half_of('digits', 'grail-fold', 'mlp')} on digits"
     cast, refitted = (sparse("digits", f"2:4, CAST's cost, {each}") for each in ("mask only", "refit"))
     yield f"errs by {cast:.3f}, refitted {refitted:.4f}, the default {sparse('digits', '2:4'):.4f}"
 
