@@ -372,7 +372,7 @@ def test_a_module_that_tells_too_little_is_refused(tmp_path: Path) -> None:
     with pytest.raises(corp_deploy.BadInput, match=r"corp_deploy\.Source\(NAME, weights=FILE"):
         corp_deploy.calibrate(scaled, images, out)
     otherwise = timm.create_model("vit_tiny_patch16_224", img_size=32, act_layer="relu").train()
-    with pytest.raises(corp_deploy.BadInput, match="made with arguments that the module does not tell"):
+    with pytest.raises(corp_deploy.BadInput, match="made with arguments that the module does not record"):
         corp_deploy.calibrate(otherwise, images, out)
     assert otherwise.training
     assert not out.exists()

@@ -209,7 +209,7 @@ def test_a_lost_snapshot_or_another_list_of_them_ends_a_resumed_run(
     monkeypatch.undo()
     assert "snapshots was '5,21', now '5'" in said(calibrated(home, "images.npy", output, *words, "5", code=2))
     (tmp_path / "m.5.safetensors").unlink()
-    assert "snapshot of the first 5: gone" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
+    assert "first 5: its file is missing" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
 
 
 def said(result: Result) -> str:
