@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from ground.arrays import array_from_npy, arrays_from_npz
 from ground.errors import BadInput
-from ground.feeds import Feeds, checked_feeds, feeds_of_ports, shown_shape
-from ground.files import regular
+from ground.feeds import Feeds, checked_feeds, feeds_of_ports, shape_text
+from ground.files import regular_file
 from ground.ports import Port
 
 from .rows import Rows
@@ -21,23 +21,23 @@ _ROWS = 1024  # looked at at once where values are checked
 
 
 def open_arrays(
-    path: Path, ports: Sequence[Port], *, known: Mapping[str, int], samples: int | None = None, seed: int = 0
+    path: Path, ports: Sequence[Port], *, id_counts: Mapping[str, int], samples: int | None = None, seed: int = 0
 ) -> Rows:
     """An array [N, *shape] for each port, under its name in .npz or .safetensors; of a model with one port a .npy too,
-    memory-mapped. `known`: of ports of ids how many there are. `samples` of the rows are drawn by `seed`.
+    memory-mapped. `id_counts`: of ports of ids how many there are. `samples` of the rows are drawn by `seed`.
 
     Raises BadInput for a file that is missing or damaged, for an array that is missing, of no port or of another type
     or shape than its port's, for NaN and Inf, and for ids that the model doesn't know.
     """
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():
-        _refuse_values(array, known.get(name), where=f"{path}: {name}")
-    return Rows.drawn(arrays, where=str(path), samples=samples, seed=seed)
+        _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
+    return Rows.sampled(arrays, where=str(path), samples=samples, seed=seed)
 
 
 def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
-    listed = ", ".join(f"{port.name} {shown_shape(port)} {port.dtype}" for port in ports).replace("[B", "[N")
-    expected = f"expected {' or '.join(SUFFIXES)} with {listed}"
+    ports_text = ", ".join(f"{port.name} {shape_text(port)} {port.dtype}" for port in ports).replace("[B", "[N")
+    expected = f"expected {' or '.join(SUFFIXES)} with {ports_text}"
     if not path.is_file() or path.suffix not in SUFFIXES:
         raise BadInput(f"{path}: {'not such a file' if path.exists() else 'no such file'}, {expected}")
     if path.suffix == ".npz":
@@ -51,23 +51,23 @@ def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
 
 def _from_safetensors(path: Path) -> Feeds:
     try:
-        with safe_open(regular(path), framework="np") as file:
+        with safe_open(regular_file(path), framework="np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except (BadInput, MemoryError):
         raise
     except Exception as error:  # safetensors raises its own, and numpy its own at types that it has not
         raise BadInput(
-            f"{path}: not a whole .safetensors file of numpy's types ({type(error).__name__}: {error!s:.200})"
+            f"{path}: not a whole .safetensors file of numpy types ({type(error).__name__}: {error!s:.200})"
         ) from error
 
 
-def _refuse_values(array: NDArray[Any], known: int | None, *, where: str) -> None:
+def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> None:
     for part in _parts(array):
         if array.dtype.kind == "f" and not np.isfinite(part).all():
             raise BadInput(f"{where}: holds NaN or Inf, expected finite values")
-        if known is not None and (part.min() < 0 or part.max() >= known):
+        if id_count is not None and (part.min() < 0 or part.max() >= id_count):
             raise BadInput(
-                f"{where}: numbers from {part.min()} to {part.max()}, expected 0 to {known - 1}: rows of the table "
+                f"{where}: numbers from {part.min()} to {part.max()}, expected 0 to {id_count - 1}: rows of the table "
                 "that the model looks them up in"
             )
 

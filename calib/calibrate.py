@@ -70,14 +70,14 @@ class _Share:
         self.collector, self.inputs, self.span, self.checkpoint = collector, inputs, span, checkpoint
         self.snapshots = snapshots
         self.position, self.bad = span.start, list[str]()
-        self.seen = Fingerprints()
+        self.fingerprints = Fingerprints()
 
-    def go_on(self, run: Mapping[str, str]) -> None:
+    def resume(self, run: Mapping[str, str]) -> None:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
-            moments, reached = saved
-            self.collector.go_on_from(moments, reached.kernel)
-            self.position, self.bad, self.seen = reached.position, list(reached.bad), moments.fingerprints
+            moments, progress = saved
+            self.collector.resume_from(moments, progress.kernel)
+            self.position, self.bad, self.fingerprints = progress.position, list(progress.bad), moments.fingerprints
             if self.snapshots:
                 self.snapshots.refuse_lost(self.position)
 
@@ -87,32 +87,32 @@ class _Share:
             self.collector.add(batch.inputs)
         self.position = batch.end
         self.bad.extend(batch.bad)
-        self.seen = Fingerprints.joined([self.seen, Fingerprints.of(batch.ids, batch.inputs)])
+        self.fingerprints = Fingerprints.concatenated([self.fingerprints, Fingerprints.of(batch.ids, batch.inputs)])
         if self.snapshots and self.position in self.snapshots.counts:
-            self.snapshots.write(self.position, self._moments(self.seen))
+            self.snapshots.write(self.position, self._moments(self.fingerprints))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
-            moments = self.collector.moments({}).of_images(self.seen)
+            moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
             assert self.collector.kernel is not None
-            reached = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
-            self.checkpoint.save(moments, reached, run)
+            progress = Progress(position=self.position, bad=tuple(self.bad), kernel=self.collector.kernel)
+            self.checkpoint.save(moments, progress, run)
 
-    def _moments(self, seen: Fingerprints) -> Moments:
-        return self.collector.moments({}).of_images(seen.sorted())
+    def _moments(self, fingerprints: Fingerprints) -> Moments:
+        return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
         """Those inside the next batch, up to `end`: of its first inputs as the last batch of a smaller set has them."""
         for count in self.snapshots.between(self.position, end) if self.snapshots else ():
             assert self.snapshots is not None
-            seen = [self.seen]
-            with self.collector.aside():
+            fingerprints = [self.fingerprints]
+            with self.collector.in_copy():
                 for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
-                    seen.append(Fingerprints.of(part.ids, part.inputs))
+                    fingerprints.append(Fingerprints.of(part.ids, part.inputs))
                     if len(part.ids):
                         self.collector.add(part.inputs)
-                self.snapshots.write(count, self._moments(Fingerprints.joined(seen)))
+                self.snapshots.write(count, self._moments(Fingerprints.concatenated(fingerprints)))
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
-        self.go_on(run)
+        self.resume(run)
         pin = self.collector.device.type == "cuda"
         rest = self.inputs.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
         with self.collector:
@@ -138,8 +138,8 @@ def _refuse_shares(snapshots: Snapshots | None, inputs: InputSet, ranks: Ranks) 
         return
     if ranks.size > 1:
         raise BadInput(
-            f"snapshots: each of the {ranks.size} processes has a consecutive share of the {inputs.noun}, so the first "
-            "ones of all are in none of them; calibrate with one process, without torchrun"
+            f"snapshots: each of the {ranks.size} processes reads a consecutive share of the {inputs.noun}, so none "
+            "has the first ones of all; calibrate with one process, without torchrun"
         )
     if snapshots.counts[-1] > inputs.count:
         raise BadInput(
@@ -147,22 +147,22 @@ def _refuse_shares(snapshots: Snapshots | None, inputs: InputSet, ranks: Ranks) 
         )
 
 
-def _add_up(collector: Collector, ranks: Ranks) -> None:
+def _sum_over_ranks(collector: Collector, ranks: Ranks) -> None:
     """Makes every rank's sums and counts those of all ranks."""
     for sums in collector.sums.values():
-        ranks.add_up([sums.totals[name] for name in sorted(sums.totals)])
-    counts = ranks.gathered((collector.images, [sums.counts() for sums in collector.sums.values()]))
+        ranks.all_reduce([sums.totals[name] for name in sorted(sums.totals)])
+    counts = ranks.all_gather((collector.images, [sums.counts() for sums in collector.sums.values()]))
     collector.images = sum(images for images, _ in counts)
     for index, sums in enumerate(collector.sums.values()):
         sums.set_counts(*(sum(part) for part in zip(*(of_rank[index] for _, of_rank in counts), strict=True)))
 
 
-def _agree(share: _Share, ranks: Ranks, problem: str) -> None:
+def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
     """Raises BadInput on every rank alike, so that none waits for one that has given up."""
     if not problem and not share.collector.images and ranks.size > 1:
         problem = f"none of its {len(share.span)} {share.inputs.noun} is readable; use fewer processes"
-    ranks.agree(problem)
-    share.inputs.refuse_bad([reason for bad in ranks.gathered(tuple(share.bad)) for reason in bad])
+    ranks.raise_first_problem(problem)
+    share.inputs.refuse_bad([reason for bad in ranks.all_gather(tuple(share.bad)) for reason in bad])
 
 
 def calibrate(
@@ -206,8 +206,8 @@ def calibrate(
         if ranks.size == 1:
             raise
         problem = str(error)
-    _agree(share, ranks, problem)
+    _raise_on_all_ranks(share, ranks, problem)
     if ranks.size > 1:
-        _add_up(share.collector, ranks)
-    seen = Fingerprints.joined(ranks.gathered(share.seen)).sorted()
-    return share.collector.moments(lineage).of_images(seen)
+        _sum_over_ranks(share.collector, ranks)
+    fingerprints = Fingerprints.concatenated(ranks.all_gather(share.fingerprints)).sorted()
+    return share.collector.moments(lineage).with_fingerprints(fingerprints)

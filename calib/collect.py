@@ -11,13 +11,13 @@ from ground.errors import BadInput
 
 from .active import ACTIVE_EPS
 from .hooks import evaluating, listening, listening_to_merges
-from .inputs import Inputs, batch_size, filled, moved, pieces, refuse_dtypes, run_model
+from .inputs import Inputs, batch_size, chunks, padded_to, refuse_dtypes, run_model, to_device
 from .moments import Moments
 from .patch_sums import PatchSums
 from .products import Kernel, kernel_for
 from .sites import HeadTaps, Role, Site, SiteKind
-from .sums import ChannelSums, HeadSums, SiteSums, twin
-from .weights import OfSomeTokens, TokenWeights, Weights, weights_by_tokens, weights_of
+from .sums import ChannelSums, HeadSums, SiteSums, copied
+from .weights import PartialTokenWeights, TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
@@ -34,7 +34,7 @@ def _matmul_precision(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class _AllHeard(Exception):
+class _AllCollected(Exception):
     """Ends a forward pass whose rest would compute nothing that is asked for."""
 
 
@@ -69,17 +69,17 @@ class Collector:
         self._model, self._sites, self._precision = model, sites, precision
         self._token_weights = token_weights
         self._weights: Mapping[int, Weights] | None = None
-        self._of_some = False
+        self._is_partial = False
         self._without_tokens = {site.name for site in sites if not site.by_token}
         self._merges = {site.name: site.merge for site in sites if site.merge is not None}
         self._merged: dict[nn.Module, Weights | None] = {}
         self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
-        self._counted = self._ran = 0
-        self._heard: list[tuple[str, Role]] = []
+        self._real_inputs = self._batch_size = 0
+        self._collected: list[tuple[str, Role]] = []
         self._stop_after: int | None = None
         self._to_the_end = False
-        self._given: list[Tensor] = []
+        self._outputs: list[Tensor] = []
         self._stack = ExitStack()
         _refuse_other_device(model, self.device)
 
@@ -92,32 +92,32 @@ class Collector:
             sums.kernel = self.kernel
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(listening(self._sites, self._hear))
-            stack.enter_context(listening_to_merges(self._sites, self._hear_merge))
+            stack.enter_context(listening(self._sites, self._on_activation))
+            stack.enter_context(listening_to_merges(self._sites, self._on_merge))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def passed(self, inputs: Inputs) -> Tensor:
+    def outputs_of(self, inputs: Inputs) -> Tensor:
         """As `add`, every pass to the model's end: its one output [B,...]."""
-        self._to_the_end, self._given = True, []
+        self._to_the_end, self._outputs = True, []
         try:
             self.add(inputs)
-            return torch.cat(self._given)
+            return torch.cat(self._outputs)
         finally:
-            self._to_the_end, self._given = False, []
+            self._to_the_end, self._outputs = False, []
 
     def add(self, inputs: Inputs) -> None:
         """Runs inputs, the batch in front, through the model."""
         refuse_dtypes(inputs)
         count = batch_size(inputs)
         size = self._forward_size or count
-        for piece in pieces(inputs, size):
-            self._counted = batch_size(piece)
+        for piece in chunks(inputs, size):
+            self._real_inputs = batch_size(piece)
             self._weights = self._weights_of(piece)
-            self._forward(filled(piece, size))
+            self._forward(padded_to(piece, size))
         for sums in self.sums.values():
             sums.flush()
         self.images += count
@@ -125,10 +125,10 @@ class Collector:
             self.refuse_nonfinite()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def in_copy(self) -> Iterator[None]:
         """What is added inside goes into a copy of the sums, which is dropped on leaving."""
         sums, images = self.sums, self.images
-        self.sums = {name: twin(each) for name, each in sums.items()}
+        self.sums = {name: copied(each) for name, each in sums.items()}
         try:
             yield
         finally:
@@ -139,9 +139,9 @@ class Collector:
 
         Waits for the device, so outside a CPU it is asked only where the loop stops anyway.
         """
-        ran = list(dict.fromkeys(name for name, _ in self._heard))
-        flags = torch.stack([self.sums[name].finite() for name in ran]).tolist() if ran else []
-        for name, finite in zip(ran, flags, strict=True):
+        collected = list(dict.fromkeys(name for name, _ in self._collected))
+        flags = torch.stack([self.sums[name].finite() for name in collected]).tolist() if collected else []
+        for name, finite in zip(collected, flags, strict=True):
             if not finite:
                 raise BadInput(
                     f"{name}: NaN or Inf in the activations within the first {self.images} inputs; (a) the weights "
@@ -157,62 +157,62 @@ class Collector:
         sites = {name: sums.moments() for name, sums in self.sums.items()}
         return Moments(sites=sites, lineage=dict(lineage), images=self.images)
 
-    def go_on_from(self, moments: Moments, kernel: Kernel) -> None:
+    def resume_from(self, moments: Moments, kernel: Kernel) -> None:
         """Sets the sums to those of `moments`, which the same sites and options must have given, made by `kernel`."""
         self.kernel = kernel
         for name, sums in self.sums.items():
-            sums.set_to(moments.sites[name], self.device)
+            sums.load(moments.sites[name], self.device)
         self.images = moments.images
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, Weights] | None:
         weight_BN = None if self._token_weights is None else self._token_weights(inputs)
-        self._of_some = isinstance(weight_BN, OfSomeTokens)
-        if isinstance(weight_BN, OfSomeTokens):
+        self._is_partial = isinstance(weight_BN, PartialTokenWeights)
+        if isinstance(weight_BN, PartialTokenWeights):
             weight_BN = weight_BN.weight_BN
         if weight_BN is None:
             return None
-        for name in sorted(self._without_tokens if not self._of_some else ()):
+        for name in sorted(self._without_tokens if not self._is_partial else ()):
             raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
         return weights_by_tokens(weight_BN, batch_size(inputs), self.device)
 
     def _forward(self, inputs: Inputs) -> None:
-        self._heard, self._ran = [], batch_size(inputs)
+        self._collected, self._batch_size = [], batch_size(inputs)
         forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
-        with suppress(_AllHeard), torch.no_grad(), forward, cast:
-            given = run_model(self._model, moved(inputs, self.device))
+        with suppress(_AllCollected), torch.no_grad(), forward, cast:
+            output = run_model(self._model, to_device(inputs, self.device))
             if self._to_the_end:
-                self._given.append(given[: self._counted].float())
+                self._outputs.append(output[: self._real_inputs].float())
         for site in self._sites:
             for role in site.taps:
-                if (runs := self._heard.count((site.name, role))) != 1:
+                if (runs := self._collected.count((site.name, role))) != 1:
                     raise BadInput(f"{site.name}: {role} came {runs} times in one forward pass, expected once")
-        self._stop_after = len(self._heard)
+        self._stop_after = len(self._collected)
 
-    def _hear(self, name: str, role: Role, activation: Tensor) -> None:
-        if not activation.is_floating_point() or len(activation) != self._ran or not activation.shape[-2]:
+    def _on_activation(self, name: str, role: Role, activation: Tensor) -> None:
+        if not activation.is_floating_point() or len(activation) != self._batch_size or not activation.shape[-2]:
             raise BadInput(
-                f"{name}: {role} is {activation.dtype} {list(activation.shape)} for a batch of {self._ran}, "
+                f"{name}: {role} is {activation.dtype} {list(activation.shape)} for a batch of {self._batch_size}, "
                 "expected floating point with the batch in front and at least one token or place"
             )
-        self._heard.append((name, role))
+        self._collected.append((name, role))
         with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
             weights = None if name in self._without_tokens else self._weights_at(name, role, activation.shape[-2])
-            weights = None if self._of_some and activation.ndim > 4 else weights
+            weights = None if self._is_partial and activation.ndim > 4 else weights
             if weights is not None and activation.ndim > 4:
-                raise BadInput(f"{name}: {role} comes in windows, of whose tokens none may have a weight of its own")
-            self.sums[name].add(role, activation[: self._counted], weights)
-        if len(self._heard) == self._stop_after and not self._to_the_end:
-            raise _AllHeard
+                raise BadInput(f"{name}: {role} comes in windows, whose tokens can't have weights")
+            self.sums[name].add(role, activation[: self._real_inputs], weights)
+        if len(self._collected) == self._stop_after and not self._to_the_end:
+            raise _AllCollected
 
-    def _hear_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
-        self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._counted], self.device)
+    def _on_merge(self, merge: nn.Module, sizes_BN: Tensor | None) -> None:
+        self._merged[merge] = None if sizes_BN is None else weights_of(sizes_BN[: self._real_inputs], self.device)
 
     def _weights_at(self, name: str, role: Role, tokens: int) -> Weights | None:
         """Those of the merge before a site, else those of its tokens as they entered the model."""
         if name in self._merges:
             return self._merged[self._merges[name]]
-        if self._of_some and self._weights is not None:
+        if self._is_partial and self._weights is not None:
             return self._weights.get(tokens)
         return _weights_for(tokens, self._weights, f"{name}: {role}")
 
@@ -223,9 +223,9 @@ def new_sums(
     names = [site.name for site in sites]
     if not names or len(set(names)) != len(names):
         raise BadInput(f"sites: got {names}, expected at least one and every name once")
-    odd = [name for name in kept if name not in names]
-    if odd:
-        raise BadInput(f"kept dims: no such sites {', '.join(odd)}; there are {', '.join(names)}")
+    unknown = [name for name in kept if name not in names]
+    if unknown:
+        raise BadInput(f"kept dims: no such sites {', '.join(unknown)}; there are {', '.join(names)}")
 
     def of_heads(site: HeadTaps) -> HeadSums:
         system = attention_system or site.name in kept

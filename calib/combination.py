@@ -37,7 +37,7 @@ def _merge_images(a: Moments, b: Moments) -> Fingerprints:
             f"moments to merge: {common} of {a.images} images are in both, so they would count twice; "
             "calibrate on image sets that do not overlap"
         )
-    return Fingerprints.joined([a.fingerprints, b.fingerprints]).sorted()
+    return Fingerprints.concatenated([a.fingerprints, b.fingerprints]).sorted()
 
 
 def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
@@ -52,8 +52,8 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
     both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
     if both:
         raise BadInput(
-            f"moments to merge: {both} groups of the same name are in both and were held out in one of them alone; "
-            "give different groups different names, or calibrate all images at once"
+            f"moments to merge: {both} groups of the same name are in both but were held out in only one; give "
+            "different groups different names, or calibrate all images at once"
         )
     return groups, half
 
@@ -91,60 +91,62 @@ def merge(a: Moments, b: Moments) -> Moments:
     Raises BadInput for different sites, models, preprocessing or forward dtypes, and for images that are in both.
     """
     if set(a.sites) != set(b.sites):
-        odd = sorted(set(a.sites) ^ set(b.sites))
-        raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(odd)}")
-    lineage, seen = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
-    groups, half = _merge_groups(a, b, seen.ids)
+        unmatched = sorted(set(a.sites) ^ set(b.sites))
+        raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(unmatched)}")
+    lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
+    groups, half = _merge_groups(a, b, fingerprints.ids)
     sites = {name: added(name, a.sites[name], b.sites[name]) for name in a.sites}
     images = a.images + b.images
     return Moments(
         sites=sites,
         lineage=lineage,
         images=images,
-        image_ids=seen.ids,
-        image_hashes=seen.hashes_M2,
+        image_ids=fingerprints.ids,
+        image_hashes=fingerprints.hashes_M2,
         group_ids=groups,
         half=half,
     )
 
 
-def without(site: OneKind, half: OneKind) -> OneKind:
+def subtracted(site: OneKind, half: OneKind) -> OneKind:
     """The statistics of the images that `half`, of some of the same ones, is not of."""
     values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
-    left = {
+    differences = {
         name: value - getattr(half, name)
         for name, value in values.items()
         if value is not None and name not in NOT_SUMS
     }
-    return replace(site, **left)
+    return replace(site, **differences)
 
 
-def rest(whole: Moments, part: Moments) -> Moments:
-    """The moments of the images of `whole` that are not in `part`: without a half, and without per-image systems.
+def difference(total: Moments, part: Moments) -> Moments:
+    """The moments of the images of `total` that are not in `part`: without a half, and without per-image systems.
 
-    Raises BadInput unless all images of `part` are in `whole`, and not all of `whole` in `part`.
+    Raises BadInput unless all images of `part` are in `total`, and not all of `total` in `part`.
     """
-    inside, stay = torch.isin(part.image_ids, whole.image_ids), ~torch.isin(whole.image_ids, part.image_ids)
-    if not len(inside) or not inside.all() or not stay.any():
+    inside_N, remaining_N = torch.isin(part.image_ids, total.image_ids), ~torch.isin(total.image_ids, part.image_ids)
+    if not len(inside_N) or not inside_N.all() or not remaining_N.any():
         raise BadInput(
-            f"moments to take apart: {int(inside.sum())} of {part.images} images are among the {whole.images}; "
+            f"moments to take apart: {int(inside_N.sum())} of {part.images} images are among the {total.images}; "
             "expected all, and fewer than there are"
         )
-    sites = {name: without(_plain(whole.sites[name]), _plain(site)) for name, site in part.sites.items()}
-    groups = whole.group_ids[stay] if len(whole.group_ids) else whole.group_ids
-    seen = whole.fingerprints.at(stay)
+    sites = {
+        name: subtracted(_without_system(total.sites[name]), _without_system(site)) for name, site in part.sites.items()
+    }
+    groups = total.group_ids[remaining_N] if len(total.group_ids) else total.group_ids
+    fingerprints = total.fingerprints.select(remaining_N)
     return Moments(
         sites=sites,
-        lineage=whole.lineage,
-        images=len(seen),
-        image_ids=seen.ids,
-        image_hashes=seen.hashes_M2,
+        lineage=total.lineage,
+        images=len(fingerprints),
+        image_ids=fingerprints.ids,
+        image_hashes=fingerprints.hashes_M2,
         group_ids=groups,
     )
 
 
-def _plain(site: SiteMoments) -> SiteMoments:
+def _without_system(site: SiteMoments) -> SiteMoments:
     """Without a per-image system."""
     systems = {"system_HTT", "kept_HK", "target_HKK", "target_energy_H"} & {each.name for each in fields(site)}
-    nothing: dict[str, Any] = dict.fromkeys(systems)
-    return replace(site, **nothing)
+    cleared: dict[str, Any] = dict.fromkeys(systems)
+    return replace(site, **cleared)

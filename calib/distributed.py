@@ -24,35 +24,35 @@ from ground.errors import BadInput, RankLost
 POLL_S = 0.02
 
 
-def fresh(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
+def fresh_store(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
     """A part of the store that these processes alone use, all the same one. Raises TimeoutError when one stays away.
 
     Rank 0 names the part. It answers every process until each has confirmed that name; a process takes only an answer
     that repeats its own fresh word, which none but a living rank 0 can have read.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
-    name = _named(store, own, size, until) if rank == 0 else _heard(store, own, rank, until)
+    name = _publish_name(store, own, size, until) if rank == 0 else _receive_name(store, own, rank, until)
     return PrefixStore(f"met/{name}", store)
 
 
-def _named(store: Store, own: str, size: int, until: float) -> str:
-    away = set(range(1, size))
-    while away:
-        for rank in sorted(away):
-            said = _read(store, f"here/{rank}")
-            if said:
-                store.set(f"answer/{rank}", f"{said} {own}")
-            if _read(store, f"confirmed/{rank}") == own:
-                away.discard(rank)
-        _wait(until, f"rank {min(away, default=0)}")
-    return own
+def _publish_name(store: Store, name: str, size: int, until: float) -> str:
+    pending = set(range(1, size))
+    while pending:
+        for rank in sorted(pending):
+            token = _read(store, f"here/{rank}")
+            if token:
+                store.set(f"answer/{rank}", f"{token} {name}")
+            if _read(store, f"confirmed/{rank}") == name:
+                pending.discard(rank)
+        _wait(until, f"rank {min(pending, default=0)}")
+    return name
 
 
-def _heard(store: Store, own: str, rank: int, until: float) -> str:
-    store.set(f"here/{rank}", own)
+def _receive_name(store: Store, token: str, rank: int, until: float) -> str:
+    store.set(f"here/{rank}", token)
     while True:
-        word, _, name = _read(store, f"answer/{rank}").partition(" ")
-        if word == own:
+        token_back, _, name = _read(store, f"answer/{rank}").partition(" ")
+        if token_back == token:
             store.set(f"confirmed/{rank}", name)
             return name
         _wait(until, "rank 0")
@@ -62,9 +62,9 @@ def _read(store: Store, key: str) -> str:
     return str(store.get(key), "ascii") if store.check([key]) else ""
 
 
-def _wait(until: float, whom: str) -> None:
+def _wait(until: float, peer: str) -> None:
     if time.monotonic() > until:
-        raise TimeoutError(f"{whom} did not come")
+        raise TimeoutError(f"{peer} did not come")
     time.sleep(POLL_S)
 
 
@@ -86,27 +86,27 @@ class Ranks:
         """This process's positions among `count`: consecutive, sizes differing by at most one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What every rank gave, in rank order."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        self._together(lambda: dist.all_gather_object(values, value))
+        self._collective(lambda: dist.all_gather_object(values, value))
         return [value for value in values if value is not None]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by its sum over the ranks, in place."""
         if self.size > 1:
-            self._together(lambda: [dist.all_reduce(tensor) for tensor in tensors])
+            self._collective(lambda: [dist.all_reduce(tensor) for tensor in tensors])
 
-    def agree(self, problem: str) -> None:
+    def raise_first_problem(self, problem: str) -> None:
         """Raises the first rank's BadInput on every rank, so that none waits for one that has given up."""
-        problems = self.gathered(problem)
+        problems = self.all_gather(problem)
         for rank, text in enumerate(problems):
             if text:
                 raise BadInput(text if self.size == 1 else f"rank {rank} of {self.size}: {text}")
 
-    def _together(self, step: Callable[[], object]) -> None:
+    def _collective(self, step: Callable[[], object]) -> None:
         try:
             step()
         except RuntimeError as error:
@@ -122,7 +122,7 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def joined_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+def join_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """Meets the other processes that torchrun started; waiting for one longer than `timeout_s` counts as losing it."""
     on_gpu = torch.device(device).type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
@@ -133,7 +133,7 @@ def joined_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> It
     limit = timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        own = fresh(store, rank=rank, size=size, timeout_s=timeout_s)
+        own = fresh_store(store, rank=rank, size=size, timeout_s=timeout_s)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RankLost(f"the processes of this run did not meet ({error}); start them with torchrun") from error

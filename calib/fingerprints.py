@@ -113,25 +113,25 @@ class Fingerprints:
         return cls(ids=ids, hashes_M2=perceptual_hashes(inputs)) if is_image else cls(ids=ids)  # type: ignore[arg-type]
 
     @classmethod
-    def joined(cls, parts: "Sequence[Fingerprints]") -> Self:
+    def concatenated(cls, parts: "Sequence[Fingerprints]") -> Self:
         """Of all; those with hashes stand first."""
-        whole = [part for part in parts if len(part) == len(part.hashes_M2)]
-        every = [*whole, *(part for part in parts if len(part) != len(part.hashes_M2))]
-        if not every:
+        hashed = [part for part in parts if len(part) == len(part.hashes_M2)]
+        ordered = [*hashed, *(part for part in parts if len(part) != len(part.hashes_M2))]
+        if not ordered:
             return cls()
-        hashes = [part.hashes_M2 for part in whole] or [no_hashes()]
-        return cls(ids=torch.cat([part.ids for part in every]), hashes_M2=torch.cat(hashes))
+        hashes = [part.hashes_M2 for part in hashed] or [no_hashes()]
+        return cls(ids=torch.cat([part.ids for part in ordered]), hashes_M2=torch.cat(hashes))
 
-    def at(self, places: Tensor) -> "Fingerprints":
+    def select(self, places: Tensor) -> "Fingerprints":
         """Those at these places, or where these are true; with hashes where all have one."""
         hashed = len(self.hashes_M2) == len(self.ids)
         return Fingerprints(ids=self.ids[places], hashes_M2=self.hashes_M2[places] if hashed else no_hashes())
 
     def sorted(self) -> "Fingerprints":
         """In the order of the ids."""
-        return self.at(self.ids.argsort(stable=True))
+        return self.select(self.ids.argsort(stable=True))
 
-    def seen_in(self, others: "Fingerprints") -> tuple[int, int]:
+    def overlap(self, others: "Fingerprints") -> tuple[int, int]:
         """How many of these are among the others, and how many more look like one of them."""
         same_N = torch.isin(self.ids, others.ids)
         unseen_K2 = self.hashes_M2[~same_N[: len(self.hashes_M2)]]

@@ -66,7 +66,7 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
         folders = [_folder(name) for name in names]
         if not any(folders):
             raise BadInput(
-                f"groups: the {inputs.noun} stand in no folders; give a file with a label for each ({NAMES_OF_LABELS})"
+                f"groups: the {inputs.noun} are in no folders; give a file with a label for each ({NAMES_OF_LABELS})"
             )
         return folders
     if Path(by).suffix not in LABELS:
@@ -83,7 +83,7 @@ def _id(label: str) -> int:
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little", signed=True)
 
 
-def joined(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
+def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
     """The label of each input, where labels that share a content are one: the least of them."""
     labels, parent = list(labels), dict[int, int]()
 
@@ -107,64 +107,64 @@ def group_ids(inputs: InputSet, by: str) -> Tensor:
     Copies of an input are of one group, and so are groups that share one. Raises BadInput where inputs have no such
     groups and for a file that doesn't fit.
     """
-    return torch.tensor(joined(map(_id, _labels(inputs, by)), inputs.ids.tolist()), dtype=torch.int64)
+    return torch.tensor(merged_labels(map(_id, _labels(inputs, by)), inputs.ids.tolist()), dtype=torch.int64)
 
 
-def _dealt(groups_B: Tensor, seed: int) -> tuple[list[int], dict[int, int]]:
+def _groups_by_size(groups_B: Tensor, seed: int) -> tuple[list[int], dict[int, int]]:
     """Groups, larger ones first and those of a size in an order drawn by the seed, and the size of each."""
     groups, sizes = groups_B.unique(return_counts=True)
     order = np.random.default_rng(seed).permutation(len(groups)).tolist()
     size_of = dict(zip(groups.tolist(), sizes.tolist(), strict=True))
-    drawn = [groups.tolist()[at] for at in order]
-    return sorted(drawn, key=lambda group: -size_of[group]), size_of
+    shuffled = [groups.tolist()[at] for at in order]
+    return sorted(shuffled, key=lambda group: -size_of[group]), size_of
 
 
-def half_of(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
+def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
     """Which inputs are in the second of two halves, bool [count]: whole groups, dealt to the half that has fewer.
 
     Raises BadInput for fewer than two groups.
     """
-    order, size_of = _dealt(groups_B, seed)
+    order, size_of = _groups_by_size(groups_B, seed)
     if len(order) < 2:
         raise BadInput(f"groups: all {len(groups_B)} {noun} are of one group, expected two groups or more")
     counts, second = [0, 0], list[int]()
     for group in order:
-        into = int(counts[1] < counts[0])
-        counts[into] += size_of[group]
-        if into:
+        side = int(counts[1] < counts[0])
+        counts[side] += size_of[group]
+        if side:
             second.append(group)
     return torch.isin(groups_B, torch.tensor(second, dtype=torch.int64))
 
 
-def parted_by_group(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
+def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
     """Groups drawn by `seed` until they have `count` inputs are held out; first the rest, last the rest's groups.
 
     Raises BadInput unless both have a group.
     """
     groups = groups_B.unique()
-    drawn = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
-    held = list[int]()
-    is_held = torch.zeros(len(groups_B), dtype=torch.bool)
-    for group in drawn.tolist():
-        if int(is_held.sum()) >= count:
+    shuffled = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
+    held_out = list[int]()
+    is_held_out = torch.zeros(len(groups_B), dtype=torch.bool)
+    for group in shuffled.tolist():
+        if int(is_held_out.sum()) >= count:
             break
-        held.append(group)
-        is_held = torch.isin(groups_B, torch.tensor(held, dtype=torch.int64))
-    if bool(is_held.all()) or not held:
+        held_out.append(group)
+        is_held_out = torch.isin(groups_B, torch.tensor(held_out, dtype=torch.int64))
+    if bool(is_held_out.all()) or not held_out:
         raise BadInput(
             f"hold out: {count} of {inputs.count} {inputs.noun} in {len(groups)} groups, expected at least 1, and a "
             "group that is left"
         )
-    return (*by_mask(inputs, is_held), groups_B[~is_held])
+    return (*split_by_mask(inputs, is_held_out), groups_B[~is_held_out])
 
 
-def by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
+def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
     """The inputs where the mask is false, and those where it is true."""
-    first, second = (positions(second_B == side) for side in (False, True))
+    first, second = (true_positions(second_B == side) for side in (False, True))
     return inputs.subset(first), inputs.subset(second)
 
 
-def positions(mask_B: Tensor) -> Sequence[int]:
+def true_positions(mask_B: Tensor) -> Sequence[int]:
     """Where a mask is true."""
     out: list[int] = mask_B.nonzero().squeeze(1).tolist()
     return out

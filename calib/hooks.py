@@ -12,22 +12,22 @@ Hear = Callable[[str, Role, Tensor], None]
 
 
 @contextmanager
-def listening(sites: Sequence[Site], hear: Hear) -> Iterator[None]:
+def listening(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
     """Calls hear(site name, role, activation) during forward passes: x and z [B,N,...], q and k [B,H,N,D] or in
     windows [B,W,H,N,D]; of a convolution the maps x [B,C,H,W] and y [B,O,H,W]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():
-                stack.callback(tap.listen(site.name, partial(hear, site.name, role)).remove)
+                stack.callback(tap.listen(site.name, partial(on_activation, site.name, role)).remove)
         yield
 
 
 @contextmanager
-def listening_to_merges(sites: Sequence[Site], hear: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
+def listening_to_merges(sites: Sequence[Site], on_merge: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
     """Calls hear(merge, sizes [B,N] of the tokens it gives, or None) when a merge before one of the sites has run."""
 
     def hook(merge: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-        hear(merge, outputs[1])
+        on_merge(merge, outputs[1])
 
     with ExitStack() as stack:
         for merge in {id(site.merge): site.merge for site in sites if site.merge is not None}.values():

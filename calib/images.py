@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ground.errors import BadInput
 
-from .input_set import Batch, ids_and_digest, positions_drawn
+from .input_set import Batch, ids_and_digest, sampled_positions
 from .shards import shards_from_pattern
 from .sources import ImageShape, Pixels, Source, Transform, array_from_path, folder_from_path
 
@@ -123,9 +123,9 @@ class Images:
         """Raises BadInput with the reasons of the first ones when `bad` are more than `max_bad`."""
         if len(bad) > self.max_bad:
             more = f"\nand {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-            listed = "\n".join(bad[:NAMED]) + more
+            reasons = "\n".join(bad[:NAMED]) + more
             allowed = f"; at most {self.max_bad} bad images are allowed (--max-bad)" if len(bad) > 1 else ""
-            raise BadInput(f"{listed}{allowed}")
+            raise BadInput(f"{reasons}{allowed}")
 
     def subset(self, positions: Sequence[int]) -> "Images":
         """The images at these positions alone."""
@@ -185,7 +185,7 @@ def open_images(
     source = _source(str(path), image_shape, transform, pixels)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
-    chosen = positions_drawn(len(source), samples, seed, where=str(path), noun=Images.noun)
+    chosen = sampled_positions(len(source), samples, seed, where=str(path), noun=Images.noun)
     ids, digest = _identified(source, chosen)
     rows = _Rows(source=source, chosen=chosen)
     return Images(rows=rows, shape=image_shape, ids=ids, digest=digest, workers=workers, max_bad=max_bad)

@@ -84,7 +84,7 @@ class InputSet(Protocol):
 SomeSet = TypeVar("SomeSet", bound=InputSet)
 
 
-def parted(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]:
+def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]:
     """`count` of the inputs drawn by `seed` to be held out, and first the rest; each in the order they had.
 
     Copies of an input go where it goes, beyond the count, so that no content is in both. Raises BadInput unless both
@@ -96,13 +96,13 @@ def parted(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]
         raise BadInput(
             f"hold out: got {count} of {inputs.count} {inputs.noun}{copies}, expected at least 1 and fewer than all"
         )
-    drawn = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
-    is_held = torch.isin(inputs.ids, distinct[torch.from_numpy(drawn)])
-    rest, held_out = ((is_held == held).nonzero().squeeze(1).tolist() for held in (False, True))
+    chosen = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
+    is_held = torch.isin(inputs.ids, distinct[torch.from_numpy(chosen)])
+    rest, held_out = ((is_held == side).nonzero().squeeze(1).tolist() for side in (False, True))
     return inputs.subset(rest), inputs.subset(held_out)
 
 
-def positions_drawn(count: int, samples: int | None, seed: int, *, where: str, noun: str) -> tuple[int, ...]:
+def sampled_positions(count: int, samples: int | None, seed: int, *, where: str, noun: str) -> tuple[int, ...]:
     """`samples` of `count` positions drawn by `seed`, sorted, or all. Raises BadInput for more than there are."""
     if samples is None:
         return tuple(range(count))
@@ -120,8 +120,8 @@ def shuffled(inputs: SomeSet, *, seed: int) -> SomeSet:
 
 def ids_and_digest(names: Iterable[str], hashes: Sequence[bytes]) -> tuple[Tensor, str]:
     """What identifies inputs by the SHA-256 of each one's content: ids [count] int64, and one digest of them all."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, content in zip(names, hashes, strict=True):
-        whole.update(name.encode() + b"\0" + content)
+        digest.update(name.encode() + b"\0" + content)
     ids = np.frombuffer(b"".join(content[:8] for content in hashes), dtype="<i8")
-    return torch.from_numpy(ids.astype(np.int64)), whole.hexdigest()
+    return torch.from_numpy(ids.astype(np.int64)), digest.hexdigest()

@@ -11,12 +11,12 @@ from ground.errors import BadInput
 Inputs = Tensor | Mapping[str, Tensor]
 
 
-def named(inputs: Inputs) -> Mapping[str, Tensor]:
+def tensors_by_name(inputs: Inputs) -> Mapping[str, Tensor]:
     """The tensors by name; one that has none goes as `input`."""
     return {"input": inputs} if isinstance(inputs, Tensor) else inputs
 
 
-def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+def map_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """The same form with every tensor changed."""
     if isinstance(inputs, Tensor):
         return change(inputs)
@@ -25,55 +25,55 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
     """What the model gives: named inputs are handed over by their order."""
-    return model(*named(inputs).values())
+    return model(*tensors_by_name(inputs).values())
 
 
-def as_tuple(answer: Any) -> tuple[Tensor, ...]:
+def as_tuple(output: Any) -> tuple[Tensor, ...]:
     """What a model gave: one output bare, or several."""
-    return (answer,) if isinstance(answer, Tensor) else tuple(answer)
+    return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
+def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
     """On that device; out of page-locked memory without waiting."""
-    return each(inputs, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def batch_size(inputs: Inputs) -> int:
     """How many inputs there are. Raises BadInput for none and where the tensors disagree."""
-    sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named(inputs).items()}
+    sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors_by_name(inputs).items()}
     if len(set(sizes.values())) != 1 or not all(sizes.values()):
-        shapes = ", ".join(_shown(name, tensor) for name, tensor in named(inputs).items()) or "no tensor"
+        shapes = ", ".join(_shown(name, tensor) for name, tensor in tensors_by_name(inputs).items()) or "no tensor"
         raise BadInput(f"inputs: got {shapes}; expected the same batch of 1 or more in front of every input")
     return next(iter(sizes.values()))
 
 
 def refuse_dtypes(inputs: Inputs) -> None:
     """Raises BadInput for numbers of another precision than the model's: float32 and whole numbers are taken."""
-    for name, tensor in named(inputs).items():
+    for name, tensor in tensors_by_name(inputs).items():
         if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32):
             raise BadInput(f"inputs: got {_shown(name, tensor)}; expected float32, whole numbers or booleans")
 
 
-def joined(parts: Sequence[Inputs]) -> Inputs:
+def concatenated(parts: Sequence[Inputs]) -> Inputs:
     """Parts of one form as one batch."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat([named(part)["input"] for part in parts])
-    return {name: torch.cat([named(part)[name] for part in parts]) for name in first}
+        return torch.cat([tensors_by_name(part)["input"] for part in parts])
+    return {name: torch.cat([tensors_by_name(part)[name] for part in parts]) for name in first}
 
 
-def pieces(inputs: Inputs, size: int) -> Iterator[Inputs]:
+def chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:
     """In parts of `size`; the last one may be smaller."""
     for start in range(0, batch_size(inputs), size):
-        yield each(inputs, lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
+        yield map_tensors(inputs, lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
 
 
-def filled(inputs: Inputs, size: int) -> Inputs:
+def padded_to(inputs: Inputs, size: int) -> Inputs:
     """Made up to `size` with repeats of the last one."""
-    missing = size - batch_size(inputs)
-    if not missing:
+    repeats = size - batch_size(inputs)
+    if not repeats:
         return inputs
-    return each(inputs, lambda tensor: torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]))
+    return map_tensors(inputs, lambda tensor: torch.cat([tensor, tensor[-1:].expand(repeats, *tensor.shape[1:])]))
 
 
 def _shown(name: str, tensor: Tensor) -> str:

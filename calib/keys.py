@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .products import grams_of_heads
-from .weights import Weights, rooted, weighted
+from .weights import Weights, weighted, weighted_by_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ def weighted_keys(k_BHND: Tensor, weights: Weights) -> CentredKeys:
     c_BHND = k_BHND.float() - mean_BH1D
     rest_BHD, mean_BHD = weighted(c_BHND, weights).sum(2).double(), mean_BH1D.squeeze(2).double()
     return CentredKeys(
-        gram_BHDD=grams_of_heads(rooted(c_BHND, weights)),
+        gram_BHDD=grams_of_heads(weighted_by_root(c_BHND, weights)),
         mean_BHD=mean_BHD,
         rest_BHD=rest_BHD,
         sum_BHD=mean_BHD * count_B11 + rest_BHD,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .hooks import evaluating, listening
-from .inputs import Inputs, moved, run_model
+from .inputs import Inputs, run_model, to_device
 from .sites import ChannelTaps, HeadTaps, PatchTaps, Role, Site, SiteKind
 
 FLOAT64_BYTES = 8
@@ -20,7 +20,7 @@ LEAST_CHANNELS = 8
 CGROUP = Path("/sys/fs/cgroup")
 
 
-Seen = Callable[[Role], torch.Size]
+ObservedShapes = Callable[[Role], torch.Size]
 """The shape that a site was fed in a role; raises KeyError where nothing came."""
 
 
@@ -30,8 +30,8 @@ class ChannelShape:
     hidden: int
 
     @classmethod
-    def of(cls, _: ChannelTaps, seen: Seen) -> Self:
-        tokens, hidden = seen("x")[1:]
+    def of(cls, _: ChannelTaps, observed: ObservedShapes) -> Self:
+        tokens, hidden = observed("x")[1:]
         return cls(tokens=tokens, hidden=hidden)
 
     def bytes_of_moments(self) -> int:
@@ -54,10 +54,10 @@ class HeadShape:
     planes: bool = False
 
     @classmethod
-    def of(cls, taps: HeadTaps, seen: Seen) -> Self:
-        heads, tokens, dim = seen("q")[-3:]
+    def of(cls, taps: HeadTaps, observed: ObservedShapes) -> Self:
+        heads, tokens, dim = observed("q")[-3:]
         planes = taps.causal and taps.plane_scale is not None
-        return cls(tokens=tokens, heads=heads, dim=dim, channels=seen("z")[-1], planes=planes)
+        return cls(tokens=tokens, heads=heads, dim=dim, channels=observed("z")[-1], planes=planes)
 
     def bytes_of_moments(self) -> int:
         """Float64 sums of one site, the attention system aside."""
@@ -84,8 +84,8 @@ class PatchShape:
     outputs: int
 
     @classmethod
-    def of(cls, site: PatchTaps, seen: Seen) -> Self:
-        *_, outputs, rows, columns = seen("y")
+    def of(cls, site: PatchTaps, observed: ObservedShapes) -> Self:
+        *_, outputs, rows, columns = observed("y")
         chosen = None if site.channels_GR is None else site.chosen
         return cls(
             tokens=rows * columns, groups=site.output.groups, channels=site.group_width, chosen=chosen,
@@ -110,7 +110,7 @@ class PatchShape:
 
 
 Shape = ChannelShape | HeadShape | PatchShape
-_SHAPES: Mapping[SiteKind, Callable[[Any, Seen], Shape]] = {
+_SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
     "mlp": ChannelShape.of,
     "attention": HeadShape.of,
     "convolution": PatchShape.of,
@@ -123,11 +123,11 @@ def shapes_of_sites(
     """Runs example inputs through `model`, which is on `device` (`meta` costs nothing), to learn what sites are fed."""
     sizes: dict[tuple[str, Role], torch.Size] = {}
 
-    def hear(name: str, role: Role, activation: Tensor) -> None:
+    def on_activation(name: str, role: Role, activation: Tensor) -> None:
         sizes[name, role] = activation.shape
 
-    with torch.no_grad(), evaluating(model), listening(sites, hear):
-        run_model(model, moved(example, device))
+    with torch.no_grad(), evaluating(model), listening(sites, on_activation):
+        run_model(model, to_device(example, device))
     return {site.name: _shape_of(site, sizes) for site in sites}
 
 
@@ -206,6 +206,6 @@ def refuse_too_large(needed: Mapping[str, int], available: int) -> None:
         largest = max(needed, key=lambda name: needed[name])
         raise BadInput(
             f"moments: {len(needed)} sites need {total / 1e9:.2f} GB, {available / 1e9:.2f} GB are available; the "
-            f"largest is {largest} with {needed[largest] / 1e9:.2f} GB; (a) leave out the attention system, or take it "
-            "for kept dims only, (b) calibrate fewer sites at a time, (c) use a larger machine"
+            f"largest is {largest} with {needed[largest] / 1e9:.2f} GB; (a) leave out the attention system, or "
+            "collect it for kept dims only, (b) calibrate fewer sites at a time, (c) use a larger machine"
         )

@@ -15,9 +15,9 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .fingerprints import Fingerprints, no_hashes, no_ids
-from .impossible import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 from .patch_moments import PatchMoments
 from .sites import SiteKind
+from .value_checks import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,10 +177,10 @@ OneKind = TypeVar("OneKind", bound=SiteMoments)
 def on_device(moments: OneKind, device: torch.device | str) -> OneKind:
     """The same sums on another device; no copy where they are there already."""
     values: dict[str, Any] = {each.name: getattr(moments, each.name) for each in fields(moments)}
-    moved: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
     }
-    return replace(moments, **moved)
+    return replace(moments, **tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -218,9 +218,9 @@ class Moments:
         """Of the images that were seen; none when unknown."""
         return Fingerprints(ids=self.image_ids, hashes_M2=self.image_hashes)
 
-    def of_images(self, seen: Fingerprints) -> "Moments":
+    def with_fingerprints(self, fingerprints: Fingerprints) -> "Moments":
         """The same statistics, said to be of these images."""
-        return replace(self, image_ids=seen.ids, image_hashes=seen.hashes_M2)
+        return replace(self, image_ids=fingerprints.ids, image_hashes=fingerprints.hashes_M2)
 
     def _refuse_half(self, half: "Moments") -> None:
         if len(self.group_ids) != self.images or len(self.image_ids) != self.images:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .impossible import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 from .sites import SiteKind
+from .value_checks import refuse_count, refuse_eps, refuse_shape, refuse_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +64,8 @@ class PatchMoments:
             return width
         shape = tuple(self.channels_GR.shape)
         if self.channels_GR.dtype != torch.int64 or len(shape) != 2 or shape[0] != groups:
-            got = f"{self.channels_GR.dtype} {list(shape)}"
-            raise BadInput(f"PatchMoments.channels_GR: got {got}, expected int64 of {groups} groups")
+            received = f"{self.channels_GR.dtype} {list(shape)}"
+            raise BadInput(f"PatchMoments.channels_GR: got {received}, expected int64 of {groups} groups")
         return shape[1]
 
     @property

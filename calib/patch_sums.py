@@ -133,10 +133,10 @@ class PatchSums:
         first_G1 = torch.arange(len(channels_GR), device=x_BCHW.device)[:, None] * self.site.group_width
         return x_BCHW[:, (channels_GR + first_G1).flatten()]
 
-    def _refuse_grid(self, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
-        if got != expected:
+    def _refuse_grid(self, expected: tuple[int, ...], received: tuple[int, ...]) -> None:
+        if received != expected:
             raise BadInput(
-                f"{self.site.name}: gives a map of {list(got)}, expected {list(expected)} with edges of "
+                f"{self.site.name}: gives a map of {list(received)}, expected {list(expected)} with edges of "
                 f"{self.site.edges or self.site.output.padding} zeros; tell the zeros that are put around its input"
             )
 
@@ -149,7 +149,7 @@ class PatchSums:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+    def load(self, moments: SiteMoments, device: torch.device) -> None:
         assert isinstance(moments, PatchMoments), moments
         own, theirs = self.site.channels_GR, moments.channels_GR
         if (None if own is None else own.tolist()) != (None if theirs is None else theirs.tolist()):

@@ -16,7 +16,7 @@ from .sites import Edges
 def edges_of(conv: nn.Conv2d) -> Edges:
     """Zeros that it puts left, right, above and below the map. Raises BadInput where it puts anything else."""
     if conv.padding_mode != "zeros":
-        raise BadInput(f"a convolution pads by {conv.padding_mode!r}; there are statistics of zero padding alone")
+        raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
     if conv.padding == "valid":
         return 0, 0, 0, 0
     if isinstance(conv.padding, str):
@@ -48,12 +48,20 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
 
     They lie in memory by [G,U,B,N], as products over B and N want them.
     """
-    (high, wide), (down, right), (apart, along) = conv.kernel_size, conv.stride, conv.dilation
+    (kernel_h, kernel_w), (stride_h, stride_w), (dilation_h, dilation_w) = conv.kernel_size, conv.stride, conv.dilation
     image, channel, row, column = x_BCHW.stride()
     of_group, columns = x_BCHW.shape[1] // conv.groups, grid_of(x_BCHW, conv)[1]
-    size = (conv.groups, of_group, high, wide, len(x_BCHW), len(rows), columns)
-    stride = (of_group * channel, channel, apart * row, along * column, image, down * row, right * column)
-    start = x_BCHW.storage_offset() + rows.start * down * row
+    size = (conv.groups, of_group, kernel_h, kernel_w, len(x_BCHW), len(rows), columns)
+    stride = (
+        of_group * channel,
+        channel,
+        dilation_h * row,
+        dilation_w * column,
+        image,
+        stride_h * row,
+        stride_w * column,
+    )
+    start = x_BCHW.storage_offset() + rows.start * stride_h * row
     u_GUBN = x_BCHW.as_strided(size, stride, start).contiguous().flatten(5).flatten(1, 3)
     return u_GUBN.permute(2, 3, 0, 1)
 

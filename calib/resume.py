@@ -57,9 +57,9 @@ class ResumeFile:
         """Whether a multiple of `every` images was passed."""
         return before // self.every < now // self.every
 
-    def save(self, moments: Moments, reached: Progress, run: Mapping[str, str]) -> None:
+    def save(self, moments: Moments, progress: Progress, run: Mapping[str, str]) -> None:
         """Replaces the file in one step; `run` holds all that must be equal to go on."""
-        state = json.dumps({"kind": STATE, "version": VERSION, **asdict(reached), "run": dict(run)}, sort_keys=True)
+        state = json.dumps({"kind": STATE, "version": VERSION, **asdict(progress), "run": dict(run)}, sort_keys=True)
         save(replace(moments, lineage={STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, Progress] | None:
@@ -83,8 +83,8 @@ class ResumeFile:
                     f"{self.path}: checkpoint of another run: {key} was {state.run.get(key)!r}, now "
                     f"{run.get(key)!r}; {_REMEDY}, or repeat the interrupted run's options"
                 )
-        reached = Progress(position=state.position, bad=state.bad, kernel=state.kernel)
-        return moments, reached
+        progress = Progress(position=state.position, bad=state.bad, kernel=state.kernel)
+        return moments, progress
 
     def clear(self) -> None:
         """Removes the file, once its run's moments are safe."""

@@ -10,20 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .in_order import InOrder
-from .input_set import ids_and_digest, positions_drawn
+from .indexed_inputs import IndexedInputs
+from .input_set import ids_and_digest, sampled_positions
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows(InOrder):
+class Rows(IndexedInputs):
     """Rows of arrays of one length by name, those at `chosen`; whole numbers are given as they are kept, or as int64
-    where `whole` says so.
+    where `as_int64` says so.
     """
 
     noun: ClassVar[str] = "inputs"
-    whole: ClassVar[bool] = False
+    as_int64: ClassVar[bool] = False
 
     arrays: Arrays
     chosen: tuple[int, ...]
@@ -31,10 +31,10 @@ class Rows(InOrder):
     digest: str
 
     @classmethod
-    def drawn(cls, arrays: Arrays, *, where: str, samples: int | None = None, seed: int = 0) -> Self:
+    def sampled(cls, arrays: Arrays, *, where: str, samples: int | None = None, seed: int = 0) -> Self:
         """`samples` of the rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
         count = len(next(iter(arrays.values())))
-        chosen = positions_drawn(count, samples, seed, where=where, noun=cls.noun)
+        chosen = sampled_positions(count, samples, seed, where=where, noun=cls.noun)
         ids, digest = cls._identified(arrays, chosen)
         return cls(arrays=arrays, chosen=chosen, ids=ids, digest=digest)
 
@@ -72,7 +72,7 @@ class Rows(InOrder):
 
     @classmethod
     def _as_given(cls, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows.astype(np.int64) if cls.whole else rows
+        return rows.astype(np.int64) if cls.as_int64 else rows
 
     @classmethod
     def _identified(cls, arrays: Arrays, chosen: tuple[int, ...]) -> tuple[Tensor, str]:

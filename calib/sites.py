@@ -29,7 +29,7 @@ class Tap:
     module: nn.Module
     take: Callable[[Tensor], Tensor]
 
-    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             x = self.take(output)
             if x.ndim not in (4, 5):
@@ -37,7 +37,7 @@ class Tap:
                     f"{site}: its tap gave {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, "
                     "heads, tokens, dims]"
                 )
-            hear(x)
+            callback(x)
 
         return self.module.register_forward_hook(hook)
 
@@ -48,9 +48,9 @@ class InputTap:
 
     module: nn.Module
 
-    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            hear(_tokens_from(site, inputs[0], self.module))
+            callback(_tokens_from(site, inputs[0], self.module))
 
         return self.module.register_forward_pre_hook(hook)
 
@@ -59,8 +59,8 @@ def _tokens_from(site: str, x: Tensor, module: nn.Module) -> Tensor:
     """[B,F], [B,N,F], or [B,...,F] into a linear layer -> [B,N,F]: what lies between batch and channels is tokens."""
     if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
         raise BadInput(
-            f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; there are "
-            "statistics of tokens [batch, tokens, channels] and of vectors [batch, channels] alone: leave this site out"
+            f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; only "
+            "tokens [batch, tokens, channels] and vectors [batch, channels] are supported: leave this site out"
         )
     if x.ndim < 2:
         raise BadInput(
@@ -129,16 +129,16 @@ class MapTap:
     """The map [B,C,H,W] that enters `module`, or the one [B,O,H,W] that it gives."""
 
     module: nn.Conv2d
-    given: bool = False
+    is_output: bool = False
 
-    def listen(self, site: str, hear: Callable[[Tensor], None]) -> RemovableHandle:
+    def listen(self, site: str, callback: Callable[[Tensor], None]) -> RemovableHandle:
         def entering(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            hear(_map(site, inputs[0], self.module.in_channels))
+            callback(_map(site, inputs[0], self.module.in_channels))
 
         def leaving(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            hear(_map(site, output, self.module.out_channels))
+            callback(_map(site, output, self.module.out_channels))
 
-        if self.given:
+        if self.is_output:
             return self.module.register_forward_hook(leaving)
         return self.module.register_forward_pre_hook(entering)
 
@@ -173,8 +173,8 @@ class PatchTaps:
     def __post_init__(self) -> None:
         if self.output.padding_mode != "zeros":
             raise BadInput(
-                f"{self.name}: pads by {self.output.padding_mode!r}; there are statistics of zero padding alone: leave "
-                "this site out"
+                f"{self.name}: pads by {self.output.padding_mode!r}; only zero padding is supported: leave this "
+                "site out"
             )
         if self.edges is not None and min(self.edges) < 0:
             raise BadInput(f"{self.name}: edges of {self.edges} zeros, expected none below 0")
@@ -184,9 +184,9 @@ class PatchTaps:
     def _refuse_channels(self, channels_GR: Tensor) -> None:
         groups, width = self.output.groups, self.group_width
         shape = list(channels_GR.shape)
-        good = channels_GR.dtype == torch.int64 and len(shape) == 2 and shape[0] == groups and shape[1] > 0
+        is_valid = channels_GR.dtype == torch.int64 and len(shape) == 2 and shape[0] == groups and shape[1] > 0
         inside_GR = (channels_GR >= 0) & (channels_GR < width)
-        if not good or not bool(inside_GR.all() & (channels_GR.diff(dim=1) > 0).all()):
+        if not is_valid or not bool(inside_GR.all() & (channels_GR.diff(dim=1) > 0).all()):
             raise BadInput(
                 f"{self.name}: channels of patches are {channels_GR.dtype} {shape}, expected int64 [{groups}, any], "
                 f"sorted, of the {width} of each group"
@@ -216,7 +216,7 @@ class PatchTaps:
     @property
     def taps(self) -> Mapping[Role, MapTap]:
         """What one forward pass must bring, each exactly once."""
-        return {"x": MapTap(module=self.output), "y": MapTap(module=self.output, given=True)}
+        return {"x": MapTap(module=self.output), "y": MapTap(module=self.output, is_output=True)}
 
 
 Site = ChannelTaps | HeadTaps | PatchTaps

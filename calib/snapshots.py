@@ -46,8 +46,8 @@ class Snapshots:
         lost = [count for count in self.counts if count <= position and not self.written(count)]
         if lost:
             raise BadInput(
-                f"snapshot of the first {lost[0]}: gone, and the interrupted run is beyond it; put its file back, or "
-                "remove the checkpoint to start afresh"
+                f"snapshot of the first {lost[0]}: its file is missing, and the interrupted run is past it; put it "
+                "back, or remove the checkpoint to start again"
             )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ground.arrays import array_from_npy, array_from_npz
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 # A file's content says which of these it is, whatever its name ends in; every other reader of Pillow's stays unused.
@@ -90,7 +90,7 @@ class Folder:
     def content(self, position: int) -> bytes:
         path = self.root / self.names[position]
         try:
-            refuse_large(regular(path).stat().st_size, str(path))
+            refuse_large(regular_file(path).stat().st_size, str(path))
             return path.read_bytes()
         except OSError as error:
             raise BadInput(f"{path}: can't be read ({error.strerror})") from error
@@ -154,7 +154,7 @@ def array_from_path(path: Path, *, shape: ImageShape, pixels: Pixels | None = No
     """[N,3,H,W] float32, or uint8 where `pixels` gives what makes images of those, from .npy (memory-mapped), or from
     key `images` of .npz or .safetensors.
     """
-    regular(path)
+    regular_file(path)
     try:
         if path.suffix == ".npy":
             array = array_from_npy(path, mapped=True)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular, replacing
+from ground.files import regular_file, replacing
 from ground.records import record_from_text, record_from_value
 
 from .fingerprints import no_hashes
@@ -128,7 +128,7 @@ class _Header(_Sites, frozen=True, kw_only=True):
 
 def _opened(path: Path) -> Any:
     try:
-        return safe_open(regular(path), framework="pt")
+        return safe_open(regular_file(path), framework="pt")
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file, expected moments written by calibrate") from error
     except (SafetensorError, OSError) as error:
@@ -158,7 +158,7 @@ def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
     return tensor
 
 
-def _built(entry: _Entry, tensors: Mapping[str, Any], where: str) -> SiteMoments:
+def _moments_from_tensors(entry: _Entry, tensors: Mapping[str, Any], where: str) -> SiteMoments:
     kind = _MOMENTS[type(entry)]
     counts: dict[str, Any] = msgspec.structs.asdict(entry)
     known = {each.name for each in fields(kind)} - counts.keys()
@@ -182,7 +182,7 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
                 for name, expected in self._digests.items()
                 if name.rpartition("/")[0] == self._prefix + site
             }
-        return _built(entry, tensors, f"{self._path}: {site}")
+        return _moments_from_tensors(entry, tensors, f"{self._path}: {site}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own.order)
@@ -191,12 +191,12 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
         return len(self._own.sites)
 
 
-def _whole_numbers(path: Path, name: str, digests: Mapping[str, str], behind: tuple[int, ...] = ()) -> Tensor:
+def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: tuple[int, ...] = ()) -> Tensor:
     """int64 [images, *behind]."""
     with _opened(path) as file:
         numbers = _read_tensor(path, file, name, digests[name])
-    if numbers.dtype != torch.int64 or numbers.ndim != 1 + len(behind) or numbers.shape[1:] != behind:
-        expected = f"int64 {['images', *behind]}".replace("'", "")
+    if numbers.dtype != torch.int64 or numbers.ndim != 1 + len(trailing) or numbers.shape[1:] != trailing:
+        expected = f"int64 {['images', *trailing]}".replace("'", "")
         raise BadInput(f"{path}: {name} are {numbers.dtype} {list(numbers.shape)}, expected {expected}: {_REMEDY}")
     return numbers
 
@@ -207,8 +207,8 @@ def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> M
         sites=_SitesOfFile(path, own, header.sha256, prefix=prefix),
         lineage=header.lineage,
         images=own.images,
-        image_ids=_whole_numbers(path, prefix + IMAGE_IDS, header.sha256),
-        image_hashes=_whole_numbers(path, hashes, header.sha256, (2,)) if hashes in header.sha256 else no_hashes(),
+        image_ids=_int64_tensor(path, prefix + IMAGE_IDS, header.sha256),
+        image_hashes=_int64_tensor(path, hashes, header.sha256, (2,)) if hashes in header.sha256 else no_hashes(),
     )
 
 
@@ -219,11 +219,11 @@ def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
     of another version, or damaged.
     """
     header = _read_header(path, remedy)
-    whole = _moments(path, header, header)
+    moments = _moments(path, header, header)
     if header.half is None:
-        return whole
-    groups = _whole_numbers(path, GROUP_IDS, header.sha256)
-    return replace(whole, group_ids=groups, half=_moments(path, header, header.half, prefix=HALF))
+        return moments
+    groups = _int64_tensor(path, GROUP_IDS, header.sha256)
+    return replace(moments, group_ids=groups, half=_moments(path, header, header.half, prefix=HALF))
 
 
 _COPIED = 2**22  # bytes at once
@@ -238,7 +238,7 @@ def _layout(path: Path) -> tuple[dict[str, Any], int]:
     return layout, _LENGTH.size + size
 
 
-def _united(parts: Sequence[Path]) -> dict[str, Any]:
+def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
     """The header of all parts' sites, in the order of the parts."""
     first, *others = [_read_header(path) for path in parts]
     sites, order, digests = dict(first.sites), [*first.order], dict(first.sha256)
@@ -262,7 +262,7 @@ def join(parts: Sequence[Path], path: Path) -> None:
     """One file of moments of several, each of other sites over the same images, whole or not at all. Bytes are copied,
     no tensor is held. Raises BadInput for a part that is damaged, or of other images.
     """
-    header = _united(parts)
+    header = _joined_header(parts)
     layout: dict[str, Any] = {"__metadata__": {HEADER: _signed(header)}}
     copies, end = list[tuple[Path, int, int]](), 0
     for part in parts:

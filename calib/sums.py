@@ -17,7 +17,7 @@ from .patch_sums import PatchSums
 from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, mirror_, upper_triangle
 from .sites import Role
 from .totals import on_host, totals_of, zeros
-from .weights import Weights, rooted, token_count, weighted, weights_of
+from .weights import Weights, token_count, weighted, weighted_by_root, weights_of
 
 
 def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:
@@ -58,7 +58,7 @@ class ChannelSums:
             self.totals["gram_FF"] = zeros(width, width, device=device)
         add_sum_(self.totals["sum_F"], weighted(x_BNF, weights))
         add_active_(self.totals["active_F"], x_BNF, self.eps, None if weights is None else weights.weight_BN)
-        add_gram_(self.totals["gram_FF"], rooted(x_BNF, weights), self.kernel)
+        add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights), self.kernel)
         self.tokens += token_count(x_BNF, weights)
 
     def finite(self) -> Tensor:
@@ -68,7 +68,7 @@ class ChannelSums:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+    def load(self, moments: SiteMoments, device: torch.device) -> None:
         assert isinstance(moments, ChannelMoments), moments
         self.tokens, self.totals = moments.tokens, totals_of(moments, device)
 
@@ -148,7 +148,7 @@ class HeadSums:
     def _add_queries(self, q: Tensor, weights: Weights | None) -> None:
         q_BHND, weights = _by_window(q, weights, self._slots)
         self._allocate_heads(q_BHND)
-        self._qq_BHDD = grams_of_heads(rooted(q_BHND, weights))
+        self._qq_BHDD = grams_of_heads(weighted_by_root(q_BHND, weights))
         self.totals["q_sum_HD"].add_(weighted(q_BHND, weights).float().sum(2).double().sum(0))
         self.totals["qq_HDD"].add_(self._qq_BHDD.sum(0))
         self._join()
@@ -169,7 +169,7 @@ class HeadSums:
             self.totals["z_sum_C"] = zeros(channels, device=device)
             self.totals["zz_CC"] = zeros(channels, channels, device=device)
         add_sum_(self.totals["z_sum_C"], weighted(z_BNC, weights))
-        add_gram_(self.totals["zz_CC"], rooted(z_BNC, weights), self.kernel)
+        add_gram_(self.totals["zz_CC"], weighted_by_root(z_BNC, weights), self.kernel)
         self.images += z_BNC.shape[0]
         self.tokens += token_count(z_BNC, weights)
 
@@ -234,7 +234,7 @@ class HeadSums:
         checks = [torch.isfinite(total).all() for total in small]
         return torch.stack([*checks, torch.isfinite(self.totals["zz_CC"].diagonal()).all()]).all()
 
-    def set_to(self, moments: SiteMoments, device: torch.device) -> None:
+    def load(self, moments: SiteMoments, device: torch.device) -> None:
         assert isinstance(moments, HeadMoments), moments
         self.images, self.tokens, self.totals = moments.images, moments.tokens, totals_of(moments, device)
         if moments.kept_HK is not None:
@@ -257,7 +257,7 @@ class HeadSums:
 SiteSums = ChannelSums | HeadSums | PatchSums
 
 
-def twin(sums: SiteSums) -> SiteSums:
+def copied(sums: SiteSums) -> SiteSums:
     """The same sums of their own, between two batches."""
     other = copy(sums)
     other.totals = {name: total.clone() for name, total in sums.totals.items()}

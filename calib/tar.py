@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from ground.errors import BadInput
-from ground.files import leaves, regular
+from ground.files import escapes_directory, regular_file
 
 BLOCK = tarfile.BLOCKSIZE
 LONGEST_NOTE = 2**20
@@ -33,7 +33,7 @@ class TarMember:
     size: int
 
 
-def _refused(path: Path, why: str) -> BadInput:
+def _bad_tar(path: Path, why: str) -> BadInput:
     return BadInput(f"{path}: not a whole uncompressed tar file ({why})")
 
 
@@ -43,66 +43,68 @@ def _header(path: Path, file: IO[bytes]) -> tarfile.TarInfo | None:
     if len(block) == BLOCK and not any(block):
         return None
     if len(block) < BLOCK:
-        raise _refused(path, "it is cut short")
+        raise _bad_tar(path, "it is cut short")
     try:
         return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError) as error:
-        raise _refused(path, str(error)[:100]) from None
+        raise _bad_tar(path, str(error)[:100]) from None
 
 
-def _noted(path: Path, content: bytes) -> dict[str, str]:
+def _pax_records(path: Path, content: bytes) -> dict[str, str]:
     """The records of an extended header: each begins with its own length."""
-    noted, at = dict[str, str](), 0
+    records, at = dict[str, str](), 0
     while at < len(content) and content[at]:
         record = _RECORD.match(content, at)
         end = at + int(record[1]) if record else 0
         if record is None or not record.end() < end <= len(content):
-            raise _refused(path, "an extended header is broken")
-        noted[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1].decode("utf-8", "surrogateescape")
+            raise _bad_tar(path, "an extended header is broken")
+        records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1].decode(
+            "utf-8", "surrogateescape"
+        )
         at = end
-    return noted
+    return records
 
 
-def _note(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> dict[str, str]:
+def _extension_records(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> dict[str, str]:
     """What a header says of the next member."""
     if info.size > LONGEST_NOTE:
-        raise _refused(path, f"a header of {info.size} bytes, expected {LONGEST_NOTE} at most")
+        raise _bad_tar(path, f"a header of {info.size} bytes, expected {LONGEST_NOTE} at most")
     content = file.read(info.size)
     if info.type == _LONG_NAME:
         return {"path": content.rstrip(b"\0").decode("utf-8", "surrogateescape")}
-    return _noted(path, content) if info.type in (_NOTE, tarfile.SOLARIS_XHDTYPE) else {}
+    return _pax_records(path, content) if info.type in (_NOTE, tarfile.SOLARIS_XHDTYPE) else {}
 
 
-def _size(path: Path, info: tarfile.TarInfo, noted: dict[str, str], left: int) -> int:
+def _size(path: Path, info: tarfile.TarInfo, records: dict[str, str], remaining: int) -> int:
     """Of a member that has so many bytes of the file behind its header."""
-    text = noted.get("size", str(info.size))
-    if not _NUMBER.fullmatch(text) or int(text) > left:
-        raise _refused(path, f"{info.name[:100]!r} has {text[:25]} bytes, and {left} are left of the file")
+    text = records.get("size", str(info.size))
+    if not _NUMBER.fullmatch(text) or int(text) > remaining:
+        raise _bad_tar(path, f"{info.name[:100]!r} has {text[:25]} bytes, and {remaining} are left of the file")
     return int(text)
 
 
-def _require_plain(path: Path, info: tarfile.TarInfo, name: str, noted: dict[str, str]) -> None:
+def _require_regular_member(path: Path, info: tarfile.TarInfo, name: str, records: dict[str, str]) -> None:
     """Raise BadInput for links, devices, files with holes, and names that lead out of the archive."""
-    if info.type not in (*_FILES, tarfile.DIRTYPE) or any(key.startswith("GNU.sparse") for key in noted):
+    if info.type not in (*_FILES, tarfile.DIRTYPE) or any(key.startswith("GNU.sparse") for key in records):
         raise BadInput(f"{path}: its member {name[:100]!r} is a link, a device or sparse; expected regular files alone")
-    if leaves(name):
+    if escapes_directory(name):
         raise BadInput(f"{path}: its member {name[:100]!r} has a path that leaves the archive")
 
 
 def members_of_tar(path: Path) -> Iterator[TarMember]:
     """The regular files in their order. Raises BadInput for a file that is no whole tar, and as _require_plain does."""
-    whole = regular(path).stat().st_size
-    noted = dict[str, str]()
+    file_size = regular_file(path).stat().st_size
+    records = dict[str, str]()
     with path.open("rb") as file:
         while (info := _header(path, file)) is not None:
             at = file.tell()
-            size = _size(path, info, noted if info.type not in _NOTES else {}, whole - at)
+            size = _size(path, info, records if info.type not in _NOTES else {}, file_size - at)
             if info.type in _NOTES:
-                noted |= _note(path, file, info)
+                records |= _extension_records(path, file, info)
             else:
-                name = noted.get("path", info.name)
-                _require_plain(path, info, name, noted)
+                name = records.get("path", info.name)
+                _require_regular_member(path, info, name, records)
                 if info.type in _FILES:
                     yield TarMember(name=name, offset=at, size=size)
-                noted = {}
+                records = {}
             file.seek(at + -(-size // BLOCK) * BLOCK)

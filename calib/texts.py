@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 
-from .in_order import InOrder
-from .input_set import ids_and_digest, positions_drawn
+from .indexed_inputs import IndexedInputs
+from .input_set import ids_and_digest, sampled_positions
 from .inputs import batch_size as batch_size_of
 from .inputs import refuse_dtypes
 
@@ -34,7 +34,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Texts(InOrder):
+class Texts(IndexedInputs):
     """Opened documents; `first` is the first one encoded, `blank` the number of lines that hold none."""
 
     noun: ClassVar[str] = "documents"
@@ -73,7 +73,7 @@ class Texts(InOrder):
         contents = list(_contents(self.path, lines))
         ids, _ = _identified(lines, contents)
         if not torch.equal(ids, self.ids[list(positions)]):
-            raise BadInput(f"{self.path}: changed since it was opened; leave it as it is while it is read")
+            raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
         inputs = self.encode([content.decode() for content in contents])
         got, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
         if got != expected:
@@ -92,7 +92,7 @@ def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
 
 def _contents(path: Path, lines: Sequence[Line]) -> Iterator[bytes]:
     try:
-        with regular(path).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             for line in lines:
                 yield os.pread(file.fileno(), line.size, line.offset)
     except OSError as error:
@@ -105,7 +105,7 @@ def _identified(lines: Sequence[Line], contents: Iterable[bytes]) -> tuple[Tenso
 
 def _numbered(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Of every line: its number, where it begins, and its bytes without the line's end and a byte-order mark."""
-    with regular(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         offset = number = 0
         while whole := file.readline(MOST_LINE_BYTES + 2):
             number += 1
@@ -157,7 +157,7 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     for fewer documents than samples, and where `encode` gives no tensors with the batch in front.
     """
     every, blank = _opened(path)
-    chosen = positions_drawn(len(every), samples, seed, where=str(path), noun=Texts.noun)
+    chosen = sampled_positions(len(every), samples, seed, where=str(path), noun=Texts.noun)
     lines = tuple(every[position] for position in chosen)
     first = encode([content.decode() for content in _contents(path, lines[:1])])
     if batch_size_of(first) != 1:

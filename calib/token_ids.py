@@ -23,12 +23,12 @@ class Sequences(Rows):
 
     __slots__ = ()
     noun: ClassVar[str] = "sequences"
-    whole: ClassVar[bool] = True
+    as_int64: ClassVar[bool] = True
 
 
 def sequences_of(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
     """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
-    return Sequences.drawn({NAME: ids_SN}, where=where, samples=samples, seed=seed)
+    return Sequences.sampled({NAME: ids_SN}, where=where, samples=samples, seed=seed)
 
 
 def in_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[Any]:

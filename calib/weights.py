@@ -18,13 +18,13 @@ from .inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OfSomeTokens:
+class PartialTokenWeights:
     """Weights [B,N] for whatever has N tokens; all else, another input's tokens and maps say, counts alike."""
 
     weight_BN: Tensor
 
 
-TokenWeights = Callable[[Inputs], Tensor | OfSomeTokens | None]
+TokenWeights = Callable[[Inputs], Tensor | PartialTokenWeights | None]
 """Weights [B,N], not negative, of a batch's tokens; None where all count alike."""
 
 
@@ -43,8 +43,8 @@ class Weights:
 def weights_of(weight_BN: Tensor, device: torch.device) -> Weights:
     """Weights [B,N] that are known to be good, for sums on that device."""
     total = float(weight_BN.double().sum())
-    there_BN = weight_BN.float().to(device, non_blocking=True)
-    return Weights(weight_BN=there_BN, total=int(total) if total.is_integer() else total)
+    device_weight_BN = weight_BN.float().to(device, non_blocking=True)
+    return Weights(weight_BN=device_weight_BN, total=int(total) if total.is_integer() else total)
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, Weights]:
@@ -72,7 +72,7 @@ def weighted(x: Tensor, weights: Weights | None) -> Tensor:
     return x if weights is None else _scaled(x, weights.along(x))
 
 
-def rooted(x: Tensor, weights: Weights | None) -> Tensor:
+def weighted_by_root(x: Tensor, weights: Weights | None) -> Tensor:
     """x [B,...,N,F] times the root of its token's weight, so that products are weighted; x itself without weights."""
     return x if weights is None else _scaled(x, weights.along(x).sqrt())
 

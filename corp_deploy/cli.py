@@ -19,7 +19,7 @@ from ground.errors import (
     is_out_of_memory,
     os_error_from,
 )
-from ground.signals import Ended, raising_on_signals
+from ground.signals import Terminated, raising_on_signals
 from ground.text import message_line
 
 from .commands.bench import bench
@@ -170,7 +170,9 @@ class Commands(click.Group):
         except Missing as error:
             raise Failure(str(error), EXIT_MISSING) from error
         except (KeyboardInterrupt, click.Abort) as error:
-            how, code = (error.name, error.exit_code) if isinstance(error, Ended) else ("interrupted", EXIT_INTERRUPTED)
+            how, code = (
+                (error.name, error.exit_code) if isinstance(error, Terminated) else ("interrupted", EXIT_INTERRUPTED)
+            )
             raise Failure(f"{how}; finished files are whole, nothing half-written is left", code) from error
         except Exception as error:
             raise _unforeseen(error) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ground.known_holes import holes_of, named, version_numbers
+from ground.vulnerabilities import described, version_numbers, vulnerabilities_of
 from perf.timing.environment import has_vnni
 
 from . import __version__
@@ -117,7 +117,7 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
         return Capability(what=name, found="", disables=disables or "everything", remedy=f"pip install {words}")
-    holes = named(holes_of(name, found))
+    holes = described(vulnerabilities_of(name, found))
     if version_numbers(found) >= version_numbers(floor):
         return Capability(what=name, found=found, disables=holes)
     told = _BELOW_FLOOR.get(name)
@@ -131,9 +131,9 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
 
 def _python() -> Capability:
     found = platform.python_version()
-    holes = holes_of("python", found)
-    remedy = f"install Python {holes[-1].closed} or newer" if holes else ""
-    return Capability(what="python", found=found, disables=named(holes), remedy=remedy)
+    holes = vulnerabilities_of("python", found)
+    remedy = f"install Python {holes[-1].fixed_in} or newer" if holes else ""
+    return Capability(what="python", found=found, disables=described(holes), remedy=remedy)
 
 
 def _runtimes() -> Iterator[Capability]:

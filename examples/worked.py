@@ -64,7 +64,7 @@ dense_graph = corp_deploy.export(dense, here / "dense" / "model.onnx")
 speed = corp_deploy.bench(dense_graph, graph, batches=(1, 8), time_limit=2, output=here / "bench.json")
 for row in speed.summary.rows:
     assert row.speedup is not None, speed.warnings
-    print(f"batch {row.batch}: {row.speedup.words(bounds=' times as fast ({} to {})')}")
+    print(f"batch {row.batch}: {row.speedup.describe(bounds=' times as fast ({} to {})')}")
 
 # %% [markdown]
 # Later, or elsewhere, the directory is all that is needed; no pruning code, no pickle.

@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from .errors import BadInput
-from .files import leaves, regular
+from .files import escapes_directory, regular_file
 
 LONGEST_HEADER = 4096
 # An archive up to this size inflated is taken at any ratio, a larger one at this ratio to its file.
@@ -62,7 +62,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
     if dtype.kind not in _KINDS or dtype.subdtype is not None:
         raise BadInput(f"{where}: holds {str(dtype)[:100]}, expected plain numbers or texts")
     if any(not 0 <= size <= _LARGEST for size in shape):
-        raise BadInput(f"{where}: its header says {str(list(shape))[:200]}, which is no shape of an array")
+        raise BadInput(f"{where}: its header says {str(list(shape))[:200]}, which is not a valid shape")
     needed = math.prod(shape) * dtype.itemsize
     if needed > size_bytes - start:
         raise BadInput(
@@ -87,7 +87,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
     Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
     """
-    with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
+    with _as_damage(str(path), ".npy"), regular_file(path).open("rb") as file:
         _require_held(file, path.stat().st_size, str(path))
         file.seek(0)
         array: NDArray[Any] = np.load(path if mapped else file, mmap_mode="r" if mapped else None, allow_pickle=False)
@@ -102,7 +102,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     if inflated > bound:
         raise BadInput(f"{path}: would inflate to {inflated} bytes, at most {bound} are taken of it; save it as .npy")
     for member in members:
-        if leaves(member.filename):
+        if escapes_directory(member.filename):
             raise BadInput(f"{path}: its member {member.filename[:100]!r} has a path that leaves the archive")
         if member.flag_bits & 1 or member.compress_type not in _METHODS:
             raise BadInput(f"{path}: its member {member.filename[:100]!r} is encrypted or packed in another way")
@@ -120,7 +120,7 @@ def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> 
 
 def array_from_npz(path: Path, key: str) -> NDArray[Any]:
     """One array of a .npz file. Raises BadInput as array_from_npy does, and where no array has this name."""
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular(path)) as archive:
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         members = _members(archive, path)
         if key not in members:
             names = ", ".join(sorted(members)) or "none"
@@ -130,12 +130,12 @@ def array_from_npz(path: Path, key: str) -> NDArray[Any]:
 
 def arrays_from_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Every array of a .npz file by its name. Raises BadInput as array_from_npz does."""
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular(path)) as archive:
+    with _as_damage(str(path), ".npz"), zipfile.ZipFile(regular_file(path)) as archive:
         return {name: _array_of(archive, member, path) for name, member in _members(archive, path).items()}
 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:
     """The array of a .npy file, or the one called `key` of a .npz file, whatever its name ends in."""
-    with _as_damage(str(path), ".npy"), regular(path).open("rb") as file:
+    with _as_damage(str(path), ".npy"), regular_file(path).open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)

@@ -37,7 +37,7 @@ class Effort:
         return asdict(self)
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """For people."""
         host = "" if self.peak_bytes is None else f", peak memory {self.peak_bytes / 2**20:,.0f} MiB"
         device = "" if self.device_peak_bytes is None else f", on the GPU {self.device_peak_bytes / 2**20:,.0f} MiB"
@@ -53,7 +53,7 @@ class Gauge(Protocol):
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Interval:
     """One that runs: what it took so far, without the turns inside it, and when its clock was last started."""
 
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class Stopwatch:
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self._efforts: dict[str, Effort] = {}
-        self._running: list[_Turn] = []
+        self._running: list[_Interval] = []
         self._now = 0.0
 
     @property
@@ -88,13 +88,13 @@ class Stopwatch:
     @property
     def lines(self) -> list[str]:
         """One for each, for people."""
-        return [f"{name}: {effort.words}" for name, effort in self._efforts.items()]
+        return [f"{name}: {effort.describe}" for name, effort in self._efforts.items()]
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """A turn of this part. One that fails is not counted: its time is that of the turn around it."""
         self._change()
-        own = _Turn(started=self._now)
+        own = _Interval(started=self._now)
         self._running.append(own)
         try:
             yield
@@ -114,13 +114,13 @@ class Stopwatch:
             if gauge is not None:
                 gauge.reset_peak()
 
-    def _take(self, running: _Turn) -> None:
+    def _take(self, running: _Interval) -> None:
         running.seconds += self._now - running.started
         host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))
         running.peak_bytes = _higher(running.peak_bytes, host)
         running.device_peak_bytes = _higher(running.device_peak_bytes, device)
 
-    def _count(self, name: str, own: _Turn) -> None:
+    def _count(self, name: str, own: _Interval) -> None:
         before = self._efforts.get(name, Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None))
         self._efforts[name] = Effort(
             seconds=before.seconds + own.seconds,
@@ -129,9 +129,9 @@ class Stopwatch:
         )
 
 
-def turn(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
+def measured(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
     """A turn where somebody takes the time."""
-    return nullcontext() if watch is None else watch.of(name)
+    return nullcontext() if watch is None else watch.measure(name)
 
 
 def _higher(one: int | None, other: int | None) -> int | None:

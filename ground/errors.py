@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of any runtime says that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    return any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY)
 
 
 _OS_ERROR = re.compile(r"\bos error (\d+)\b|\berrno[ :=]+(\d+)\b", re.IGNORECASE)
@@ -42,6 +42,6 @@ def os_error_from(error: Exception) -> OSError | None:
         return error
     if isinstance(error, OSError) and _CUT_OFF.match(str(error)):  # numpy's, of a disk that fills up
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    worded = _OS_ERROR.search(str(error))
-    number = 0 if worded is None else int(worded[1] or worded[2])
+    match = _OS_ERROR.search(str(error))
+    number = 0 if match is None else int(match[1] or match[2])
     return OSError(number, os.strerror(number)) if number in errno.errorcode else None

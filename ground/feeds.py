@@ -31,7 +31,7 @@ def batch_of(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
     return rows_of(feeds, np.arange(batch) % batch_size(feeds))
 
 
-def only(arrays: Feeds | Outputs) -> NDArray[Any]:
+def single_array(arrays: Feeds | Outputs) -> NDArray[Any]:
     """The array of a model that has one of them. Raises BadInput where there are several."""
     if len(arrays) != 1:
         raise BadInput(f"expected one array, got {len(arrays)}: {', '.join(arrays)}; say which one is meant")
@@ -47,14 +47,14 @@ def feeds_from_array(array: NDArray[Any], ports: Sequence[Port]) -> Feeds:
 
 def feeds_of_ports(feeds: Feeds, ports: Sequence[Port]) -> Feeds:
     """The feeds by a model's own names: where one array meets one input, their names need not be equal."""
-    return feeds_from_array(only(feeds), ports) if len(feeds) == len(ports) == 1 else feeds
+    return feeds_from_array(single_array(feeds), ports) if len(feeds) == len(ports) == 1 else feeds
 
 
-def noise_of_ports(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
+def random_feeds(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
     """Inputs for what doesn't depend on their values: normal noise, of pixels any, and of other whole numbers ones,
     which every vocabulary and every mask has. Raises BadInput for a size that is free.
     """
-    free = [f"{port.name} {shown_shape(port)}" for port in ports if min(port.shape, default=1) < 0]
+    free = [f"{port.name} {shape_text(port)}" for port in ports if min(port.shape, default=1) < 0]
     if free:
         raise BadInput(f"{', '.join(free)}: a free size, expected fixed ones; export the model for one size")
     generator = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def _noise(generator: np.random.Generator, port: Port, count: int) -> NDArray[An
     return np.ones(shape, dtype=port.dtype)
 
 
-def noun_of(feeds: Feeds) -> str:
+def input_noun(feeds: Feeds) -> str:
     """What one calls what is fed."""
     return "images" if list(feeds) == ["images"] else "inputs"
 
@@ -80,24 +80,24 @@ def checked_feeds(feeds: Feeds, ports: Sequence[Port], *, where: str, batch: int
 
     Raises BadInput that names every array which is missing, unknown, of another type or shape, and unequal batches.
     """
-    wrong = [*_wrong_names(feeds, ports), *_wrong_arrays(feeds, ports, batch), *_unequal_batches(feeds)]
-    if wrong:
-        raise BadInput(f"{where}: {'; '.join(wrong)}")
+    mismatches = [*_wrong_names(feeds, ports), *_wrong_arrays(feeds, ports, batch), *_unequal_batches(feeds)]
+    if mismatches:
+        raise BadInput(f"{where}: {'; '.join(mismatches)}")
     return {port.name: np.ascontiguousarray(feeds[port.name]) for port in ports}
 
 
-def checked_answers(answers: Outputs, batch: int, *, where: str) -> Outputs:
+def checked_outputs(outputs: Outputs, batch: int, *, where: str) -> Outputs:
     """The answers to so many inputs. Raises BadInput where one has not a row for each."""
-    wrong = [f"{name} {list(each.shape)}" for name, each in answers.items() if each.shape[:1] != (batch,)]
-    if wrong:
+    misshapen = [f"{name} {list(each.shape)}" for name, each in outputs.items() if each.shape[:1] != (batch,)]
+    if misshapen:
         raise BadInput(
-            f"{where}: gives {', '.join(wrong)} to a batch of {batch}, expected a row for each input, [{batch}, ...]; "
-            "export the model with the batch in front of its outputs"
+            f"{where}: gives {', '.join(misshapen)} to a batch of {batch}, expected a row for each input, "
+            f"[{batch}, ...]; export the model with the batch in front of its outputs"
         )
-    return answers
+    return outputs
 
 
-def shown_shape(port: Port, batch: int | None = None) -> str:
+def shape_text(port: Port, batch: int | None = None) -> str:
     """`[B, 3, 32, 32]`, a size that is free as `?`."""
     sizes = ("?" if size < 0 else str(size) for size in port.shape)
     return f"[{', '.join(('B' if batch is None else str(batch), *sizes))}]"
@@ -106,7 +106,7 @@ def shown_shape(port: Port, batch: int | None = None) -> str:
 def _wrong_names(feeds: Feeds, ports: Sequence[Port]) -> Iterator[str]:
     for port in ports:
         if port.name not in feeds:
-            yield f"takes {port.name} {shown_shape(port)} as {port.dtype}, which is missing"
+            yield f"takes {port.name} {shape_text(port)} as {port.dtype}, which is missing"
     for name in feeds:
         if name not in _names(ports):
             yield f"takes no {name}, only {', '.join(_names(ports))}"
@@ -121,7 +121,7 @@ def _wrong_arrays(feeds: Feeds, ports: Sequence[Port], batch: int | None) -> Ite
             if not array.size:
                 yield f"got no {port.name}, {list(array.shape)}; a batch has 1 or more"
             elif not _fits(array.shape, port, batch):
-                yield f"takes {port.name} {shown_shape(port, batch)}, got {list(array.shape)}"
+                yield f"takes {port.name} {shape_text(port, batch)}, got {list(array.shape)}"
 
 
 def _fits(shape: tuple[int, ...], port: Port, batch: int | None) -> bool:

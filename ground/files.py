@@ -16,7 +16,7 @@ from .errors import BadInput
 MOST_TEXT_BYTES = 2**20
 
 
-def regular(path: Path) -> Path:
+def regular_file(path: Path) -> Path:
     """The path itself. Raises BadInput where something else than a regular file stands there."""
     if path.exists() and not path.is_file():
         kind = "directory" if path.is_dir() else "pipe, socket or device"
@@ -24,24 +24,24 @@ def regular(path: Path) -> Path:
     return path
 
 
-def leaves(name: str) -> bool:
+def escapes_directory(name: str) -> bool:
     """Whether a name that a file gives, taken from the file's directory, could be anything but a place below it."""
     path = PurePosixPath(name)
     return not name or "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts
 
 
-def below(directory: Path, name: str, *, where: str) -> Path:
+def path_inside(directory: Path, name: str, *, where: str) -> Path:
     """The path that a file says to lie in its own `directory`.
 
     Raises BadInput, beginning with `where`, for a name that leaves it and for one that is, or goes through, a link.
     """
-    if leaves(name):
+    if escapes_directory(name):
         raise BadInput(f"{where}: {name[:150]!r} leads out of its directory; expected a file in or below it")
     path = directory / name
     steps = [path, *path.parents][: len(PurePosixPath(name).parts)]
     if link := next((step for step in steps if step.is_symlink()), None):
         raise BadInput(f"{where}: {str(link.relative_to(directory))[:150]!r} is a link; expected a file of its own")
-    return regular(path)
+    return regular_file(path)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, gone afterwards. Raises BadInput where something else than a regular file stands: a
     device is never replaced.
     """
-    regular(path)
+    regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:  # from before it is there, as a signal may come at any moment
@@ -59,7 +59,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def settle(temporary: Path) -> None:
+def flush_to_disk(temporary: Path) -> None:
     """What was written, on the disk and for all to read."""
     with temporary.open("rb") as written:
         os.fsync(written.fileno())
@@ -74,13 +74,13 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     with temporary_beside(path) as temporary:
         yield temporary
-        settle(temporary)
+        flush_to_disk(temporary)
         temporary.replace(path)
 
 
 def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """A whole text file. Raises BadInput for what is no regular file, too large or not UTF-8, and OSError as open."""
-    size = regular(path).stat().st_size
+    size = regular_file(path).stat().st_size
     if size > most_bytes:
         raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read of such a file")
     try:
@@ -102,7 +102,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 2) 
 
 def sha256_of_file(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    with regular(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -60,22 +60,22 @@ def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
     """By the field for SPDX, then the older free one if it is a known word, then the classifiers."""
     if expression := _field(metadata, "License-Expression"):
         return expression
-    words = _field(metadata, "License")
-    if words in _SPDX:
-        return _SPDX[words]
-    said = [each.removeprefix(_CLASSIFIER) for each in metadata.get_all("Classifier") or ()]
-    classified = {_SPDX.get(each.rpartition(" :: ")[2], "") for each in said} - {""}
-    if _EXPRESSION.fullmatch(words) and words != "UNKNOWN":
-        return words
+    licence = _field(metadata, "License")
+    if licence in _SPDX:
+        return _SPDX[licence]
+    classifiers = [each.removeprefix(_CLASSIFIER) for each in metadata.get_all("Classifier") or ()]
+    classified = {_SPDX.get(each.rpartition(" :: ")[2], "") for each in classifiers} - {""}
+    if _EXPRESSION.fullmatch(licence) and licence != "UNKNOWN":
+        return licence
     return " AND ".join(sorted(classified))
 
 
 def _required(requirement: str) -> str | None:
     """The name in a requirement, None in one of an extra."""
-    word = _WORD.match(requirement)
-    if word is None or re.search(r";.*\bextra\s*==", requirement):
+    match = _WORD.match(requirement)
+    if match is None or re.search(r";.*\bextra\s*==", requirement):
         return None
-    return normalised(word[0])
+    return normalised(match[0])
 
 
 def installed() -> tuple[Package, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import BadInput
-from .files import below, regular
+from .files import path_inside, regular_file
 from .onnx_types import TEXT, bits_of, require_type, types_of_node, types_of_value
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     _refuse_versions(proto, where)
     _refuse_sizes(proto, where)
     _refuse_foreign(proto, where)
-    _refuse_endless(proto, where)
+    _refuse_recursive_functions(proto, where)
     outside = [tensor for tensor in tensors_of(proto) if _is_outside(tensor, path)]
     if outside and weights:
         onnx.load_external_data_for_model(proto, str(path.parent))
     return proto
 
 
-def invalidity(graph: "ModelProto | Path", *, full: bool = False) -> str:
+def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
     """What onnx.checker has against a graph, or one in a file that was read before, of its types and shapes too where
     `full`; empty for a valid one.
     """
@@ -75,7 +75,7 @@ def _parsed(path: Path) -> "ModelProto":
     import onnx
     from google.protobuf.message import DecodeError
 
-    if not regular(path).is_file():
+    if not regular_file(path).is_file():
         raise BadInput(f"{path}: no such ONNX file")
     size = path.stat().st_size
     if size > MOST_BYTES:
@@ -101,8 +101,8 @@ def _refuse_no_text(message: "Message", where: str) -> None:
             if field.type == field.TYPE_MESSAGE:
                 _refuse_no_text(one, where)
             elif not isinstance(one, str):
-                what = f"{message.DESCRIPTOR.name}.{field.name}"
-                raise BadInput(f"{where}: {what} holds {one[:40]!r}, which is no text in UTF-8; export it again")
+                field_name = f"{message.DESCRIPTOR.name}.{field.name}"
+                raise BadInput(f"{where}: {field_name} holds {one[:40]!r}, which is no text in UTF-8; export it again")
 
 
 def _refuse_unknown_types(proto: "ModelProto", where: str) -> None:
@@ -111,7 +111,7 @@ def _refuse_unknown_types(proto: "ModelProto", where: str) -> None:
         for number in types_of_value(value.type):
             require_type(number, f"{where}: the tensor {value.name[:100]!r}")
     for tensor in tensors_of(proto):
-        require_type(tensor.data_type, f"{where}: weight {tensor.name[:100]!r}", named=tensor.ByteSize() > 0)
+        require_type(tensor.data_type, f"{where}: weight {tensor.name[:100]!r}", require_name=tensor.ByteSize() > 0)
     for node in _every_node(proto):
         for name, number in types_of_node(node):
             require_type(number, f"{where}: {name[:40]!r} of the node {node.name[:100]!r} ({node.op_type[:40]})")
@@ -187,20 +187,20 @@ def _refuse_versions(proto: "ModelProto", where: str) -> None:
     """Raise BadInput for a version that no set of operators has: a runtime goes through all that lie before it."""
     for entry in (*proto.opset_import, *(each for function in proto.functions for each in function.opset_import)):
         if not 0 <= entry.version <= LATEST_OPSET:
-            named = f"the operators {entry.domain[:100] or 'ai.onnx'!r} of version {entry.version}"
-            raise BadInput(f"{where}: imports {named}, expected 0 to {LATEST_OPSET}; export it again")
+            operators = f"the operators {entry.domain[:100] or 'ai.onnx'!r} of version {entry.version}"
+            raise BadInput(f"{where}: imports {operators}, expected 0 to {LATEST_OPSET}; export it again")
 
 
 def _refuse_foreign(proto: "ModelProto", where: str) -> None:
-    named = next((node for node in _every_node(proto) if node.op_type in FOREIGN), None)
-    if named is not None:
+    foreign = next((node for node in _every_node(proto) if node.op_type in FOREIGN), None)
+    if foreign is not None:
         raise BadInput(
-            f"{where}: its node {named.name[:100]!r} is of {named.op_type}, which holds compiled code and no layers; "
-            "give the graph that it was compiled from"
+            f"{where}: its node {foreign.name[:100]!r} is of {foreign.op_type}, which holds compiled code and no layers"
+            "; give the graph that it was compiled from"
         )
 
 
-def _refuse_endless(proto: "ModelProto", where: str) -> None:
+def _refuse_recursive_functions(proto: "ModelProto", where: str) -> None:
     """Raise BadInput for functions that call themselves, and for those that unfold to more nodes than any model has."""
     functions = {(each.domain, each.name, each.overload): each for each in proto.functions}
     calls = {key: [_key(node) for node in _nodes(function.node)] for key, function in functions.items()}
@@ -225,7 +225,7 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     """Whether its numbers lie in another file. Raises BadInput unless there are as many as it says."""
     where = f"{path}: weight {tensor.name[:100]!r}"
     outside = tensor.data_location == _EXTERNAL
-    held = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
+    size_bytes = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
     if min(tensor.dims, default=0) < 0:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is no shape")
     if tensor.HasField("segment"):
@@ -235,13 +235,15 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     if tensor.data_type == TEXT:
         fits = outside or numbers <= len(tensor.string_data)
     elif outside or tensor.HasField("raw_data"):
-        fits = needed <= held
+        fits = needed <= size_bytes
     else:
         fits = numbers <= 8 * _spelled_out(tensor)
     if not fits:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
-    if tensor.HasField("raw_data") and bits is not None and held != needed:
-        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, {needed} bytes, and {held} are there; export it again")
+    if tensor.HasField("raw_data") and bits is not None and size_bytes != needed:
+        raise BadInput(
+            f"{where} is {list(tensor.dims)[:8]}, {needed} bytes, and {size_bytes} are there; export it again"
+        )
     return outside
 
 
@@ -256,7 +258,7 @@ def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
         raise BadInput(f"{where} lies outside with the key {unknown[0][:100]!r}; known are {', '.join(_KEYS)}")
-    file = below(path.parent, entries.get("location", ""), where=f"{where} lies outside of the file")
+    file = path_inside(path.parent, entries.get("location", ""), where=f"{where} lies outside of the file")
     if not file.is_file():
         raise BadInput(f"{where} lies in {file.name[:100]}, and there is no such file beside it")
     stat = file.stat()
@@ -264,11 +266,11 @@ def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
         raise BadInput(f"{where} lies in {file.name[:100]}, which has other names (hard links); expected its own file")
     offset, length = (_natural(entries, key, where) for key in ("offset", "length"))
     start = offset or 0
-    taken = stat.st_size - start if length is None else length
-    if start > stat.st_size or start + taken > stat.st_size:
-        span = f"{start} to {start + taken}"
+    size_bytes = stat.st_size - start if length is None else length
+    if start > stat.st_size or start + size_bytes > stat.st_size:
+        span = f"{start} to {start + size_bytes}"
         raise BadInput(f"{where} lies at {span} of {file.name[:100]}, which has {stat.st_size} bytes")
-    return taken
+    return size_bytes
 
 
 def _natural(entries: dict[str, str], key: str, where: str) -> int | None:

@@ -28,14 +28,14 @@ def _names() -> Mapping[int, str]:
     """Of every type that the installed ONNX has, by its number."""
     from onnx import TensorProto
 
-    named = {number: name.lower() for name, number in TensorProto.DataType.items()}
-    return {number: _NUMPY_NAMES.get(name, name) for number, name in named.items()}
+    names = {number: name.lower() for name, number in TensorProto.DataType.items()}
+    return {number: _NUMPY_NAMES.get(name, name) for number, name in names.items()}
 
 
-def require_type(number: int, where: str, *, named: bool = False) -> None:
-    """Raise BadInput for a number that stands for no type; `named`: also for that of one that isn't named."""
+def require_type(number: int, where: str, *, require_name: bool = False) -> None:
+    """Raise BadInput for a number that stands for no type; `require_name`: also for that of one that isn't named."""
     names = _names()
-    if number not in names or (named and number == UNNAMED):
+    if number not in names or (require_name and number == UNNAMED):
         first, *_, last = (f"{each} ({name})" for each, name in sorted(names.items()) if each != UNNAMED)
         raise BadInput(
             f"{where} is of the element type {number}, which ONNX has not; expected {first} to {last}; export it again"

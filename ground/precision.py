@@ -9,32 +9,32 @@ from .errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatType:
-    """A type of numbers. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `shown` how people read it, `onnx` its
-    number in TensorProto.DataType; `unit` is the unit roundoff, `largest` the largest finite value.
+    """A type of numbers. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `label` how people read it, `onnx` its
+    number in TensorProto.DataType; `unit_roundoff` is the unit roundoff, `largest` the largest finite value.
     """
 
     name: str
-    shown: str
+    label: str
     onnx: int
     size_bytes: int
-    unit: float
+    unit_roundoff: float
     largest: float
 
     def __post_init__(self) -> None:
-        assert 0 < self.unit < 1 < self.largest, self
+        assert 0 < self.unit_roundoff < 1 < self.largest, self
 
 
 FLOAT32 = FloatType(
-    name="float32", shown="FP32", onnx=1, size_bytes=4, unit=2.0**-24, largest=(2.0 - 2.0**-23) * 2.0**127
+    name="float32", label="FP32", onnx=1, size_bytes=4, unit_roundoff=2.0**-24, largest=(2.0 - 2.0**-23) * 2.0**127
 )
-FLOAT16 = FloatType(name="float16", shown="FP16", onnx=10, size_bytes=2, unit=2.0**-11, largest=65504.0)
+FLOAT16 = FloatType(name="float16", label="FP16", onnx=10, size_bytes=2, unit_roundoff=2.0**-11, largest=65504.0)
 BFLOAT16 = FloatType(
-    name="bfloat16", shown="BF16", onnx=16, size_bytes=2, unit=2.0**-8, largest=(2.0 - 2.0**-7) * 2.0**127
+    name="bfloat16", label="BF16", onnx=16, size_bytes=2, unit_roundoff=2.0**-8, largest=(2.0 - 2.0**-7) * 2.0**127
 )
 HALVES = (FLOAT16, BFLOAT16)
 # What matrices are quantised to, symmetric around zero; E4M3 has no infinities, as engines take it.
-INT8 = FloatType(name="int8", shown="INT8", onnx=3, size_bytes=1, unit=2.0**-8, largest=127.0)
-FLOAT8 = FloatType(name="float8_e4m3fn", shown="FP8", onnx=17, size_bytes=1, unit=2.0**-4, largest=448.0)
+INT8 = FloatType(name="int8", label="INT8", onnx=3, size_bytes=1, unit_roundoff=2.0**-8, largest=127.0)
+FLOAT8 = FloatType(name="float8_e4m3fn", label="FP8", onnx=17, size_bytes=1, unit_roundoff=2.0**-4, largest=448.0)
 QUANTISED: Mapping[str, FloatType] = MappingProxyType({"int8": INT8, "fp8": FLOAT8})
 BY_ONNX: Mapping[int, FloatType] = MappingProxyType(
     {each.onnx: each for each in (FLOAT32, *HALVES, *QUANTISED.values())}
@@ -52,7 +52,7 @@ class Precision:
     @property
     def pure(self) -> str:
         """What it is called when nothing is kept in float32."""
-        return _word(self.type, mixed=False)
+        return _precision_name(self.type, mixed=False)
 
 
 _EVERY = (
@@ -68,29 +68,29 @@ EVERY_WORD = (*WORDS, *QUANTISED)
 MIXED = tuple(each.name for each in _EVERY if each.mixed)
 
 
-def type_of_word(word: str) -> FloatType:
+def type_by_name(name: str) -> FloatType:
     """What matrices are held in by that word for them; a graph of no known word, such as one without weights, is
     computed in float32.
     """
-    if word in QUANTISED:
-        return QUANTISED[word]
-    return PRECISIONS[word].type if word in PRECISIONS else FLOAT32
+    if name in QUANTISED:
+        return QUANTISED[name]
+    return PRECISIONS[name].type if name in PRECISIONS else FLOAT32
 
 
-def precision_named(name: str) -> Precision:
+def precision_by_name(name: str) -> Precision:
     """The precision of that word; BadInput for any other."""
     if name not in PRECISIONS:
         raise BadInput(f"precision {name!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
-def mixed_of(held_in: FloatType) -> Precision:
+def mixed_with_float32(float_type: FloatType) -> Precision:
     """That type mixed with float32."""
-    return PRECISIONS[_word(held_in, mixed=True)]
+    return PRECISIONS[_precision_name(float_type, mixed=True)]
 
 
-def _word(held_in: FloatType, *, mixed: bool) -> str:
-    return next(each.name for each in _EVERY if each.type is held_in and each.mixed == mixed)
+def _precision_name(float_type: FloatType, *, mixed: bool) -> str:
+    return next(each.name for each in _EVERY if each.type is float_type and each.mixed == mixed)
 
 
 def precision_of_shares(shares: Mapping[str, float]) -> str:
@@ -109,7 +109,7 @@ def precision_of_shares(shares: Mapping[str, float]) -> str:
         raise BadInput("its matrices are of float16 and of bfloat16; export it in one of them")
     if not present:
         return "fp32"
-    return _word(present[0], mixed=shares.get(FLOAT32.name, 0.0) > 0)
+    return _precision_name(present[0], mixed=shares.get(FLOAT32.name, 0.0) > 0)
 
 
 def half_share(shares: Mapping[str, float]) -> float:

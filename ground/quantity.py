@@ -33,7 +33,7 @@ class Count:
         """Raises BadInput for anything else than plain digits within the bounds."""
         value = int(text) if _DIGITS.fullmatch(text) else None
         if value is None or not self.holds(value):
-            raise BadInput(f"{shown(text)}: expected {self}")
+            raise BadInput(f"{quoted(text)}: expected {self}")
         return value
 
 
@@ -65,7 +65,7 @@ class Real:
         """Raises BadInput for anything else than a plain decimal number within the bounds."""
         value = float(text) if _REAL.fullmatch(text) and (self.low < 0.0 or text[0] != "-") else math.nan
         if not self.holds(value):
-            raise BadInput(f"{shown(text)}: expected {self}")
+            raise BadInput(f"{quoted(text)}: expected {self}")
         return value
 
 
@@ -74,6 +74,6 @@ Quantity = Count | Real
 BATCH = Count(low=1, high=65_536)
 
 
-def shown(text: str) -> str:
+def quoted(text: str) -> str:
     """What was got, quoted and cut so that a message stays one."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

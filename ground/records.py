@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from .errors import BadInput
-from .files import regular
+from .files import regular_file
 from .refusal import refusal
 
 MOST_BYTES = 2**28
@@ -154,7 +154,7 @@ def record_from_file(
 ) -> T:
     """As record_from_bytes, `where` being the path. Raises BadInput also for a missing file, and for no regular one."""
     try:
-        size = regular(path).stat().st_size
+        size = regular_file(path).stat().st_size
         if size > MOST_BYTES:
             raise BadInput(f"{path}: {size} bytes, a record has {MOST_BYTES} at most")
         data = path.read_bytes()

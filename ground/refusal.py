@@ -57,52 +57,52 @@ def _value_at(raw: Any, steps: Iterable[str]) -> Any:
     return raw
 
 
-def _got(value: Any) -> str:
+def _received(value: Any) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _in_words(expected: str) -> str:
+def _described(expected: str) -> str:
     return re.sub(
         r"`([^`]*)`", lambda match: " or ".join(_NOUNS.get(each, each) for each in match[1].split(" | ")), expected
     )
 
 
-def _like(word: str, known: list[str]) -> str:
-    near = get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}" if near else f"known are {', '.join(known)}"
+def _suggestion(word: str, alternatives: list[str]) -> str:
+    near = get_close_matches(word, alternatives, n=1)
+    return f"did you mean {near[0]!r}" if near else f"known are {', '.join(alternatives)}"
 
 
-def _reason(what: str, types: list[inspect.Type], value: Any) -> str:
-    if match := re.fullmatch(r"Object missing required field `(.*)`", what):
+def _reason(problem: str, types: list[inspect.Type], value: Any) -> str:
+    if match := re.fullmatch(r"Object missing required field `(.*)`", problem):
         return f"the key {match[1]!r} is missing"
-    if match := re.fullmatch(r"(?s)Object contains unknown field `(.*)`", what):
-        known = [
+    if match := re.fullmatch(r"(?s)Object contains unknown field `(.*)`", problem):
+        alternatives = [
             field.encode_name
             for each in types
             if isinstance(each, inspect.StructType | inspect.DataclassType)
             for field in each.fields
         ]
-        return f"unknown key {match[1][:_SHOWN]!r}; {_like(match[1], known)}"
-    if match := re.fullmatch(r"(?s)Invalid enum value (.*)", what):
-        known = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
-        return f"got {match[1][:_SHOWN]}, expected {' or '.join(known)}"
-    if match := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", what):
-        got = _in_words(match[2] or "") if value is msgspec.UNSET else _got(value)
-        return f"got {got}, expected {_in_words(match[1])}" if got else f"expected {_in_words(match[1])}"
-    return what.lower() if what.endswith(" out of range") else what
+        return f"unknown key {match[1][:_SHOWN]!r}; {_suggestion(match[1], alternatives)}"
+    if match := re.fullmatch(r"(?s)Invalid enum value (.*)", problem):
+        alternatives = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
+        return f"got {match[1][:_SHOWN]}, expected {' or '.join(alternatives)}"
+    if match := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", problem):
+        received = _described(match[2] or "") if value is msgspec.UNSET else _received(value)
+        return f"got {received}, expected {_described(match[1])}" if received else f"expected {_described(match[1])}"
+    return problem.lower() if problem.endswith(" out of range") else problem
 
 
 def refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: str) -> str:
     """Where, at which entry, and what is wrong with it. `raw` is the document without types, UNSET where unknown."""
-    what, _, place = str(error).rpartition(" - at ")
-    if not what:
-        what, place = place, ""
+    problem, _, place = str(error).rpartition(" - at ")
+    if not problem:
+        problem, place = place, ""
     key, path = place.startswith("`key`"), place.rpartition("`$")[2].rstrip("`")
     steps = [name or index for name, index in _STEP.findall(path)]
-    reason = _reason(what, _expected_at(record, steps, key=key), _value_at(raw, steps))
+    reason = _reason(problem, _expected_at(record, steps, key=key), _value_at(raw, steps))
     if path and not key:
         where += path if path.startswith("[") else f": {path.removeprefix('.')}"
     elif key:

@@ -26,7 +26,7 @@ LONGEST_IMPORT_S = 10.0
 _IMPORTER, _NATIVE_LOADER, _IMPORT = "<frozen importlib", "ExtensionFileLoader", opmap["IMPORT_NAME"]
 
 
-class Ended(KeyboardInterrupt):
+class Terminated(KeyboardInterrupt):
     """A process that was asked to end by another signal than Ctrl-C's."""
 
     def __init__(self, number: int) -> None:
@@ -44,7 +44,7 @@ class Ended(KeyboardInterrupt):
 
 
 def _raised_by(number: int) -> KeyboardInterrupt:
-    return KeyboardInterrupt() if number == signal.SIGINT else Ended(number)
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 def _is_of_signal(error: BaseException | None) -> bool:
@@ -74,49 +74,49 @@ def _is_plain_import(frame: FrameType) -> bool:
     return code.co_code[frame.f_lasti] == _IMPORT
 
 
-class _Ears:
+class _SignalHandlers:
     """Hears signals for one process, `formers` being their handlers before: each raises an exception, and once more
     where Python could but print that one, in a finaliser, a weak reference's callback or native code.
     """
 
-    def __init__(self, formers: Mapping[signal.Signals, Any]) -> None:
-        self._formers, self._owner = formers, os.getpid()
-        self._deaf_until, self._open, self._sending = 0.0, True, threading.Lock()
+    def __init__(self, previous: Mapping[signal.Signals, Any]) -> None:
+        self._previous, self._owner = previous, os.getpid()
+        self._ignored_until, self._open, self._sending = 0.0, True, threading.Lock()
         self._waits_until: float | None = None
         self._hooks = sys.unraisablehook, sys.excepthook
         self.raised: int | None = None
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            signal.signal(number, self._formers[signal.Signals(number)])
+            signal.signal(number, self._previous[signal.Signals(number)])
             os.kill(os.getpid(), number)
-        elif self._open and (now := time.monotonic()) >= self._deaf_until:
+        elif self._open and (now := time.monotonic()) >= self._ignored_until:
             self._waits_until = self._waits_until or now + LONGEST_IMPORT_S
             if now < self._waits_until and _is_native_import(frame):
                 self._send_again(number)
                 return
-            self._deaf_until, self._waits_until, self.raised = now + AT_ONCE_S, None, number
+            self._ignored_until, self._waits_until, self.raised = now + AT_ONCE_S, None, number
             raise _raised_by(number)
 
-    def open(self) -> None:
-        for each in self._formers:
-            signal.signal(each, self.hear)
-        sys.unraisablehook, sys.excepthook = self._unraisable, self._printed
+    def install(self) -> None:
+        for each in self._previous:
+            signal.signal(each, self.handle)
+        sys.unraisablehook, sys.excepthook = self._on_unraisable, self._print_exception
 
-    def close(self) -> None:
+    def restore(self) -> None:
         self._open = False
         with self._sending:
             sys.unraisablehook, sys.excepthook = self._hooks
-            for each, former in self._formers.items():
-                signal.signal(each, former)
+            for each, previous in self._previous.items():
+                signal.signal(each, previous)
 
-    def _unraisable(self, lost: "UnraisableHookArgs") -> None:
+    def _on_unraisable(self, lost: "UnraisableHookArgs") -> None:
         if self._is_ours(lost.exc_value):
             self._send_again(self.raised)
         else:
             self._hooks[0](lost)
 
-    def _printed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _print_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._is_ours(error):
             self._send_again(self.raised)
         else:
@@ -127,7 +127,7 @@ class _Ears:
 
     def _send_again(self, number: int | None) -> None:
         """From a bare thread: one of threading's may wait for a lock that is held where the signal broke in."""
-        self._deaf_until = 0.0
+        self._ignored_until = 0.0
         main = threading.main_thread().ident
         assert number is not None
         assert main is not None
@@ -152,19 +152,21 @@ def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    formers = {each: signal.getsignal(each) for each in (signal.SIGINT, *ASKS_TO_END)}
-    ears = _Ears({each: has for each, has in formers.items() if has in (signal.SIG_DFL, signal.default_int_handler)})
+    previous = {each: signal.getsignal(each) for each in (signal.SIGINT, *ASKS_TO_END)}
+    handlers = _SignalHandlers(
+        {each: has for each, has in previous.items() if has in (signal.SIG_DFL, signal.default_int_handler)}
+    )
     try:
-        ears.open()
+        handlers.install()
         yield
     except passing:
         raise
     except (KeyboardInterrupt, Exception) as error:
-        if ears.raised is not None and not isinstance(error, Ended):
-            raise _raised_by(ears.raised) from error
+        if handlers.raised is not None and not isinstance(error, Terminated):
+            raise _raised_by(handlers.raised) from error
         raise
     finally:
         try:
-            ears.close()
+            handlers.restore()
         finally:  # a first signal may break into that
-            ears.close()
+            handlers.restore()

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
-from ground.built_here import note_built
+from ground.built_engines import record_built_engine
 
 SHAPE = (3, 4, 4)
 CLASSES = 5
@@ -59,7 +59,7 @@ def write_plan(
 ) -> Path:
     """Some bytes in place of a plan, and what a build would have left: the record beside them, and its note."""
     path.write_bytes(b"plan for " + target.encode())
-    note_built(sha256_of(path.read_bytes()))
+    record_built_engine(sha256_of(path.read_bytes()))
     record = EngineRecord(
         backend=backend,
         library_version=version,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib import memory
 from calib.calibrate import Options, calibrate
 from calib.combination import merge
-from calib.distributed import Ranks, joined_ranks
+from calib.distributed import Ranks, join_ranks
 from calib.images import Images, open_images
 from calib.inputs import Inputs
 from calib.memory import ChannelShape, HeadShape
@@ -240,7 +240,7 @@ def test_forward_precisions_do_not_merge(path: Path) -> None:
 def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 30_000)
     heard: list[int] = []
-    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*take it for kept dims only"):
+    with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is attn.*collect it for kept dims only"):
         calibrated(path, progress=heard.append)
     assert not heard
     calibrated(path, options=Options())
@@ -313,7 +313,7 @@ def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) 
 def one_of_several(path: str, output: str, fate: str) -> int:
     """All take `weighted` tokens, or the last is `killed`. Exit codes: 0 done, 2 bad input, 3 another process lost."""
     try:
-        with joined_ranks("cpu", timeout_s=60) as ranks:
+        with join_ranks("cpu", timeout_s=60) as ranks:
 
             def progress(done: int) -> None:
                 if fate == "killed" and ranks.rank == ranks.size - 1 and done >= 8:

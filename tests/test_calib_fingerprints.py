@@ -10,7 +10,7 @@ from scipy.fft import dctn
 from torch import Tensor
 
 from benchmarks.quality import perceptual
-from calib.combination import merge, rest
+from calib.combination import difference, merge
 from calib.fingerprints import ALIKE, BITS, Fingerprints, FingerprintsText, are_alike, perceptual_hashes
 from examples.digits.images import load
 from ground.errors import BadInput
@@ -84,21 +84,21 @@ def test_what_was_seen_is_found_by_content_and_by_looks() -> None:
     fitted = Fingerprints.of(torch.arange(4), images[:4])
     # Two of the very same, a copy of a third under another digest, one that is none of them.
     judging = Fingerprints.of(torch.tensor([0, 1, 77, 78]), torch.cat([images[:3], images[5:]]))
-    assert judging.seen_in(fitted) == (2, 1)
-    assert judging.seen_in(Fingerprints(ids=fitted.ids)) == (2, 0)
-    assert judging.seen_in(Fingerprints()) == (0, 0)
+    assert judging.overlap(fitted) == (2, 1)
+    assert judging.overlap(Fingerprints(ids=fitted.ids)) == (2, 0)
+    assert judging.overlap(Fingerprints()) == (0, 0)
     texts = Fingerprints.of(torch.tensor([1, 9]), {"input_ids": torch.zeros(2, 5)})
-    assert texts.seen_in(fitted) == (1, 0)
+    assert texts.overlap(fitted) == (1, 0)
 
 
 def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
     hashed, plain = Fingerprints.of(torch.tensor([5, -3]), photographs(2)), Fingerprints(ids=torch.tensor([2**62]))
-    both = Fingerprints.joined([plain, hashed])
+    both = Fingerprints.concatenated([plain, hashed])
     assert both.ids.tolist() == [5, -3, 2**62]
     again = FingerprintsText(**both.as_json()).fingerprints
     assert torch.equal(again.ids, both.ids)
     assert torch.equal(again.hashes_M2, hashed.hashes_M2)
-    assert not len(Fingerprints.joined([]))
+    assert not len(Fingerprints.concatenated([]))
     slashes = Fingerprints(ids=torch.tensor([-1, -(2**48)])).as_json()["ids"]
     assert "/" not in slashes
     assert "_" in slashes, "in its place"
@@ -114,13 +114,13 @@ def test_other_texts_are_refused(ids: str, hashes: str) -> None:
 
 def test_merged_and_parted_moments_keep_whose_hash_is_whose() -> None:
     one, other = moments(ids=(3, 8)), moments(1, ids=(5, 6))
-    marked = [each.of_images(Fingerprints(ids=each.image_ids, hashes_M2=each.image_ids[:, None].repeat(1, 2)))
+    marked = [each.with_fingerprints(Fingerprints(ids=each.image_ids, hashes_M2=each.image_ids[:, None].repeat(1, 2)))
               for each in (one, other)]  # fmt: skip
     whole = merge(*marked)
     assert whole.image_ids.tolist() == [3, 5, 6, 8]
     assert whole.image_hashes[:, 0].tolist() == [3, 5, 6, 8]
     assert not len(merge(marked[0], other).image_hashes)
-    left = rest(whole, marked[1])
+    left = difference(whole, marked[1])
     assert (left.image_ids.tolist(), left.image_hashes[:, 1].tolist()) == ([3, 8], [3, 8])
 
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from calib.combination import merge, without
-from calib.groups import group_ids, half_of, joined, parted_by_group
+from calib.combination import merge, subtracted
+from calib.groups import group_ids, held_out_groups, merged_labels, second_half_mask
 from calib.images import Images, open_images
 from calib.moments import ChannelMoments, Moments
 from calib.store import load, save
@@ -39,17 +39,17 @@ def labelled(folder: Path, labels: list[str] | list[int]) -> str:
 def test_halves_split_no_group(sizes: tuple[int, ...], seed: int) -> None:
     groups = torch.tensor([group for group, size in enumerate(sizes) for _ in range(size)])
     groups = groups[torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))]
-    second = half_of(groups, seed=seed)
+    second = second_half_mask(groups, seed=seed)
     assert not set(groups[second].tolist()) & set(groups[~second].tolist())
     counts = sorted((int(second.sum()), int((~second).sum())))
     assert counts[0] >= 1
     assert counts[1] - counts[0] <= max(sizes)
-    assert torch.equal(second, half_of(groups, seed=seed))
+    assert torch.equal(second, second_half_mask(groups, seed=seed))
 
 
 def test_one_group_has_no_halves() -> None:
     with pytest.raises(BadInput, match="all 5 images are of one group"):
-        half_of(torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
+        second_half_mask(torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
 
 
 def test_groups_that_share_a_content_are_one() -> None:
@@ -60,7 +60,7 @@ def test_groups_that_share_a_content_are_one() -> None:
                         for a, b in zip(labels, ids, strict=True)])  # fmt: skip
     for _ in range(30):
         reached = (reached.astype(int) @ reached.astype(int)) > 0
-    got = joined(labels, ids)
+    got = merged_labels(labels, ids)
     assert [[a == b for b in got] for a in got] == reached.tolist()
 
 
@@ -93,7 +93,7 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(4))
     with pytest.raises(BadInput, match="3 labels for 4 images; give one label for each"):
         group_ids(images, labelled(tmp_path, [1, 2, 3]))
-    with pytest.raises(BadInput, match="stand in no folders"):
+    with pytest.raises(BadInput, match="are in no folders"):
         group_ids(images, "folder")
     with pytest.raises(BadInput, match="expected image, folder, file, or a file"):
         group_ids(images, "photograph")
@@ -110,12 +110,12 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(20))
     groups = group_ids(images, labelled(tmp_path, [number // 4 for number in range(20)]))
-    rest, held, left = parted_by_group(images, groups, 5, seed=0)
+    rest, held, left = held_out_groups(images, groups, 5, seed=0)
     assert (rest.count, held.count) == (12, 8)
     assert Counter(left.tolist()).most_common()[0][1] == 4
     assert not set(rest.ids.tolist()) & set(held.ids.tolist())
     with pytest.raises(BadInput, match="hold out: 17 of 20 images in 5 groups"):
-        parted_by_group(images, groups, 17, seed=0)
+        held_out_groups(images, groups, 17, seed=0)
 
 
 def channels(seed: int) -> ChannelMoments:
@@ -159,7 +159,7 @@ def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
     assert same(got.sites["mlp"], whole.sites["mlp"])  # type: ignore[arg-type]
     save(got, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
-    other = without(got.sites["mlp"], got.half.sites["mlp"])
+    other = subtracted(got.sites["mlp"], got.half.sites["mlp"])
     assert same(other, merge_of(0, 1))  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from calib.distributed import fresh
+from calib.distributed import fresh_store
 
 
 def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 20.0) -> list[PrefixStore]:
@@ -15,7 +15,7 @@ def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 
 
     def come(rank: int) -> PrefixStore:
         sleep(0.03 * order.index(rank))
-        return fresh(store, rank=rank, size=size, timeout_s=timeout_s)
+        return fresh_store(store, rank=rank, size=size, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(come, sorted(order)))
@@ -35,15 +35,15 @@ def test_an_answer_to_the_dead_is_no_answer() -> None:
     store = HashStore()
     met(store, 2, (0, 1))
     with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        fresh(store, rank=1, size=2, timeout_s=0.1)
+        fresh_store(store, rank=1, size=2, timeout_s=0.1)
 
 
 def test_one_that_stays_away_is_named() -> None:
     store = HashStore()
     met(store, 3, (0, 1, 2))  # its confirmation is of another meeting
     with pytest.raises(TimeoutError, match=r"rank [12] did not come"):
-        fresh(store, rank=0, size=3, timeout_s=0.1)
+        fresh_store(store, rank=0, size=3, timeout_s=0.1)
 
 
 def test_one_alone_waits_for_nobody() -> None:
-    fresh(HashStore(), rank=0, size=1, timeout_s=0.0).set("a", "b")
+    fresh_store(HashStore(), rank=0, size=1, timeout_s=0.0).set("a", "b")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from calib import patch_sums
 from calib.collect import Collector, collect
-from calib.combination import merge, rest
+from calib.combination import difference, merge
 from calib.memory import ChannelShape, PatchShape, Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import Moments, on_device
 from calib.patch_moments import PatchMoments
@@ -157,8 +157,8 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
     both = merge(a, b)
     assert_equal_to_rounding(both, collected(images, 8), 1e-12)
-    assert_equal_to_rounding(rest(both, b), a, 1e-9)
-    assert patch_moments(both, "some").taps == patch_moments(rest(both, b), "some").taps == 6
+    assert_equal_to_rounding(difference(both, b), a, 1e-9)
+    assert patch_moments(both, "some").taps == patch_moments(difference(both, b), "some").taps == 6
 
 
 def test_moments_of_other_channels_do_not_merge() -> None:
@@ -191,7 +191,7 @@ def test_going_on_from_moments_gives_the_same_bits() -> None:
     images, model = images_of(24), tiny_maps()
     first = collected(images[:8], 8)
     with Collector(model, taps_of(model), device="cpu") as collector:
-        collector.go_on_from(first, "blas")
+        collector.resume_from(first, "blas")
         collector.add(images[8:])
         got = collector.moments({})
     expected = collected(images, 8)
@@ -204,7 +204,7 @@ def test_going_on_with_other_channels_is_refused() -> None:
     model = tiny_maps()
     sites = [replace(site, channels_GR=None) for site in taps_of(model)]
     with pytest.raises(BadInput, match=r"^some: the sums so far have patches of other channels"):
-        Collector(model, sites, device="cpu").go_on_from(collected(images_of(2), 2), "blas")
+        Collector(model, sites, device="cpu").resume_from(collected(images_of(2), 2), "blas")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -362,7 +362,7 @@ def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
 
 def test_only_zeros_may_be_put_around() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
-    with pytest.raises(BadInput, match=r"'reflect'.*zero padding alone"):
+    with pytest.raises(BadInput, match=r"'reflect'.*only zero padding"):
         patches(torch.zeros(1, 2, 4, 4), conv)
     with pytest.raises(BadInput, match=r"^stem: pads by 'reflect'"):
         PatchTaps(name="stem", output=conv)

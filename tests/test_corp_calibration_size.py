@@ -21,7 +21,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from ground.errors import BadInput
-from perf.report.images_plot import AtImages, images_plot, images_table
+from perf.report.images_plot import ImagesPoint, images_plot, images_table
 from tests import tiny
 
 SIZES = (4, 12, 40)
@@ -133,7 +133,7 @@ def test_what_cannot_be_judged_is_refused(judged: tuple[list[Moments], Moments, 
 def test_the_report_shows_every_point_and_the_answer(size: CalibrationSize, tmp_path: Path) -> None:
     record = size.as_json()
     assert (record["kind"], record["version"]) == ("corp-deploy/calibration-size", 1)
-    points = [AtImages(**point) for point in record["points"]]
+    points = [ImagesPoint(**point) for point in record["points"]]
     drawn = images_plot(points).standalone
     for point in points:
         assert f"others, {point.images}: {point.held_out:.4g} loss" in drawn

@@ -8,7 +8,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.release import card
 from corp_deploy.release.recipe import Recipe
 from corp_deploy.release.recipe_reduce import ReduceTable
-from perf.report.content import WayLine
+from perf.report.content import BudgetLine
 
 PLANTED = "blocks|0\n# <b>mlp"
 SHOWN = r"blocks\|0 · # \<b>mlp"
@@ -38,7 +38,7 @@ def site(name: str) -> SiteReport:
 def test_a_pipe_and_a_new_line_in_names_and_notes_leave_tables_and_paragraphs_whole() -> None:
     record = ReductionRecord(
         sites=(site(PLANTED),),
-        ways=(WayLine(name=PLANTED, share=0.5, predicted_error=0.1, measured_error=0.2),),
+        ways=(BudgetLine(name=PLANTED, share=0.5, predicted_error=0.1, measured_error=0.2),),
         decided=(PLANTED,),
         coverage=Covered(verdict=PLANTED, refused={PLANTED: PLANTED}),
     )

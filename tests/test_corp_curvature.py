@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.combination import merge, rest
+from calib.combination import difference, merge
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.apart import set_apart
@@ -74,11 +74,11 @@ def test_moments_without_some_images_are_those_of_the_rest(folder: Path) -> None
     whole = calibrate(dense, images, batch_size=8)
     part, others = list(range(0, 40, 5)), [place for place in range(40) if place % 5]
     apart = calibrate(dense, images.subset(part), batch_size=8)
-    _assert_same(rest(whole, apart), calibrate(dense, images.subset(others), batch_size=8))
+    _assert_same(difference(whole, apart), calibrate(dense, images.subset(others), batch_size=8))
     with pytest.raises(BadInput, match="moments to take apart"):
-        rest(apart, whole)
+        difference(apart, whole)
     with pytest.raises(BadInput, match="moments to take apart"):
-        rest(whole, whole)
+        difference(whole, whole)
 
 
 def test_a_budget_looks_at_images_that_its_moments_leave_out(folder: Path) -> None:

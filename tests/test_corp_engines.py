@@ -22,7 +22,7 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
 from export.graph.ports import ports_of_graph
-from ground.built_here import note_built
+from ground.built_engines import record_built_engine
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.files import sha256_of_file
@@ -38,7 +38,7 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
     """A plan of this graph: its bytes are the version, its record says the rest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(version)
-    note_built(sha256_of(path.read_bytes()))
+    record_built_engine(sha256_of(path.read_bytes()))
     proto = onnx.load(graph)
     inputs, outputs = ports_of_graph(proto)
     record = EngineRecord(

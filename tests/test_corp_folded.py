@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from calib.images import Images
-from calib.input_set import parted
+from calib.input_set import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def both(images: Images) -> tuple[Moments, Moments]:
-    rest, held_out = parted(images, 12, seed=0)
+    rest, held_out = held_out_split(images, 12, seed=0)
     return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
 
 
@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_the_shipped_layer(
     both: tuple[Moments, Moments], images: Images, preset: str, sparsity: float
 ) -> None:
     dense, reduction = tiny.checkpoint().model, folded(preset, both, images, sparsity)
-    rest, held_out = (pixels_of(part) for part in parted(images, 12, seed=0))
+    rest, held_out = (pixels_of(part) for part in held_out_split(images, 12, seed=0))
     fit, others = (losses(dense, reduction.model, pixels, mlp, "mlp") for pixels in (rest, held_out))
     assert [site.site for site in reduction.sites] == list(fit)
     for site in reduction.sites:
@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_the_shipped_layer(
 def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moments], images: Images) -> None:
     """By lstsq on the merged layer's own float64 activations, the bias free."""
     dense, reduction = tiny.checkpoint().model, folded("fold", both, images)
-    rest = pixels_of(parted(images, 12, seed=0)[0])
+    rest = pixels_of(held_out_split(images, 12, seed=0)[0])
     name = "blocks.1.mlp"
     whole, small = doubled(dense), reduction.model
     caught: dict[str, Any] = {}
@@ -195,13 +195,13 @@ def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], imag
     strangers = tiny.opened(tmp_path / "other.npy", tiny.images(9, seed=8))
     with pytest.raises(BadInput, match="none of these 9 images is a calibration one"):
         reduce(dense, both[0], method, images=strangers)
-    rest, _ = parted(images, 12, seed=0)
+    rest, _ = held_out_split(images, 12, seed=0)
     with pytest.raises(BadInput, match="none of these 28 images is a held-out one"):
         reduce(dense, both[0], method, held_out=both[1], images=rest)
 
 
 def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
-    few, _ = parted(parted(images, 12, seed=0)[0], 20, seed=0)
+    few, _ = held_out_split(held_out_split(images, 12, seed=0)[0], 20, seed=0)
     method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
     (note,) = reduce(tiny.checkpoint().model, both[0], method, images=few).notes
     assert "on 8 of the 28 calibration images" in note

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images
-from calib.input_set import parted
+from calib.input_set import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
@@ -36,7 +36,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def both(images: Images) -> tuple[Moments, Moments]:
-    rest, held_out = parted(images, 12, seed=0)
+    rest, held_out = held_out_split(images, 12, seed=0)
     return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
 
 
@@ -70,7 +70,7 @@ def test_padded_texts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["grail-fold", "fold", "none"])
 def test_the_loss_is_that_of_the_shipped_attention(both: tuple[Moments, Moments], images: Images, preset: str) -> None:
     reduction = folded(preset, both, images, heads_selection="fold")
-    rest, held_out = parted(images, 12, seed=0)
+    rest, held_out = held_out_split(images, 12, seed=0)
     dense = tiny.checkpoint().model
     fitted, judged = (losses(dense, reduction.model, pixels_of(part), attention, "attn") for part in (rest, held_out))
     for report in reduction.sites:
@@ -121,7 +121,7 @@ def test_what_cannot_be_merged_is_told(both: tuple[Moments, Moments], tmp_path: 
     asked = method_from_preset("fold", **HALF)
     with pytest.raises(BadInput, match="merged channels and heads are fitted to"):
         reduce(tiny.checkpoint().model, both[0], asked)
-    with pytest.raises(ValueError, match="leave --attn away"):
+    with pytest.raises(ValueError, match="leave --attn out"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):
         method_from_preset("vbp", heads_sparsity=0.5)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
 from calib.images import Images
-from calib.input_set import parted
+from calib.input_set import held_out_split
 from calib.moments import Moments
 from calib.store import load
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -151,7 +151,7 @@ def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, 
 
 def test_on_the_calibration_images_themselves_the_errors_are_those_of_the_fit(both: tuple[Moments, Moments]) -> None:
     dense, fit = tiny.checkpoint().model, both[0]
-    unknown = fit.of_images(Fingerprints())
+    unknown = fit.with_fingerprints(Fingerprints())
     for preset, geometry in (("best", "square"), ("corp", "padded")):
         method = method_from_preset(
             preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8, geometry=geometry
@@ -184,7 +184,7 @@ def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Mome
 def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(30))
     images = opened(tmp_path / "images.npy")
-    rest, held_out = parted(images, 9, seed=3)
+    rest, held_out = held_out_split(images, 9, seed=3)
     assert (rest.count, held_out.count) == (21, 9)
     chosen = [*rest.rows.chosen, *held_out.rows.chosen]
     assert sorted(chosen) == list(range(30))
@@ -192,26 +192,26 @@ def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     assert list(held_out.rows.chosen) != list(range(21, 30))  # a sorted folder's last class would be no sample
     assert not torch.isin(rest.ids, held_out.ids).any()
     assert len({images.digest, rest.digest, held_out.digest}) == 3
-    assert parted(images, 9, seed=3)[1].digest == held_out.digest
-    assert parted(images, 9, seed=4)[1].digest != held_out.digest
+    assert held_out_split(images, 9, seed=3)[1].digest == held_out.digest
+    assert held_out_split(images, 9, seed=4)[1].digest != held_out.digest
 
 
 def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
     """Else a folder with copies would give moments that judge themselves, and be refused."""
     np.save(tmp_path / "images.npy", tiny.images(10)[np.arange(30) % 10])
     images = opened(tmp_path / "images.npy")
-    rest, held_out = parted(images, 4, seed=0)
+    rest, held_out = held_out_split(images, 4, seed=0)
     assert (rest.count, held_out.count) == (18, 12)
     assert not torch.isin(rest.ids, held_out.ids).any()
     with pytest.raises(Exception, match=r"got 10 of 30 images \(10 different ones\)"):
-        parted(images, 10, seed=0)
+        held_out_split(images, 10, seed=0)
 
 
 @pytest.mark.parametrize("count", [0, 30, 31])
 def test_all_or_none_held_out_is_refused(tmp_path: Path, count: int) -> None:
     np.save(tmp_path / "images.npy", tiny.images(30))
     with pytest.raises(Exception, match=f"got {count} of 30 images"):
-        parted(opened(tmp_path / "images.npy"), count, seed=0)
+        held_out_split(opened(tmp_path / "images.npy"), count, seed=0)
 
 
 @pytest.fixture(scope="module")

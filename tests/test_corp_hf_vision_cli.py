@@ -221,7 +221,7 @@ def test_neither_is_a_source_replaced_nor_another_model_left_beside(tmp_path: Pa
     invoked(*reduce, "--mlp", 0.5, "--save-as", "hf", "-o", written)
     before = _contents(tmp_path)
     said = invoked(*reduce, "--mlp", 0.3, "-o", written, code=2).stderr
-    assert "which would stay beside this one" in " ".join(said.split())
+    assert "would remain beside this one" in " ".join(said.split())
     assert _contents(tmp_path) == before
     invoked(*reduce, "--mlp", 0.3, "--save-as", "hf", "-o", written)
     assert json.loads((written / "hf" / "config.json").read_text())["intermediate_size"] == 56

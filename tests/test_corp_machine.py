@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from corp_deploy import machine
 from corp_deploy.cli import main
-from ground import known_holes
-from ground.known_holes import version_numbers
+from ground import vulnerabilities
+from ground.vulnerabilities import version_numbers
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,14 +103,14 @@ def test_doctor_names_the_holes_of_what_is_installed(monkeypatch: pytest.MonkeyP
 
 def test_no_floor_leaves_a_known_hole_open() -> None:
     """TensorRT 10 is taken below its floor, and named there."""
-    for hole in known_holes.LIBRARIES:
+    for hole in vulnerabilities.LIBRARIES:
         if hole.package in machine.FLOORS:
-            assert not hole.is_in(machine.FLOORS[hole.package]), hole
-        assert hole.names
-        assert all(re.fullmatch(r"CVE-\d{4}-\d{4,}|[\w-]+/[\w-]+#\d+", name) for name in hole.names)
-    for holes in (known_holes.LIBRARIES, known_holes.SERVER):
+            assert not hole.affects(machine.FLOORS[hole.package]), hole
+        assert hole.identifiers
+        assert all(re.fullmatch(r"CVE-\d{4}-\d{4,}|[\w-]+/[\w-]+#\d+", name) for name in hole.identifiers)
+    for holes in (vulnerabilities.LIBRARIES, vulnerabilities.SERVER):
         for package in {hole.package for hole in holes}:
-            closed = [version_numbers(hole.closed) for hole in holes if hole.package == package]
+            closed = [version_numbers(hole.fixed_in) for hole in holes if hole.package == package]
             assert closed == sorted(closed), "the last one of a package is the newest"
 
 

@@ -188,7 +188,7 @@ class OtherRuntime(Candidate):
 def other_runtime(model: nn.Module, *, fp16: bool = False) -> OtherRuntime:
     name = "fp16" if fp16 else "fp32"
     return OtherRuntime(
-        label=name, name=name, form="engine", path=Path(name), held_in=FLOAT16 if fp16 else FLOAT32, model=model
+        label=name, name=name, form="engine", path=Path(name), float_type=FLOAT16 if fp16 else FLOAT32, model=model
     )
 
 

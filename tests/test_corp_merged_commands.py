@@ -47,7 +47,7 @@ def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_withou
     [
         ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys is not honoured by a model that keeps its tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "is not honoured by dropped tokens"),
-        ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to give back"),
+        ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to restore"),
         (
             {"merge_tokens": "3", "preset": "fold", "mlp": 0.5},
             "merges channels or heads by tokens that all count alike",

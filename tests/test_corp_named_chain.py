@@ -64,7 +64,7 @@ def torch_step(model: nn.Module, name: str = "reduced") -> Candidate:
         name=name,
         form="torch",
         path=Path(name),
-        held_in=FLOAT32,
+        float_type=FLOAT32,
         checkpoint=checkpoint(model),
     )
 

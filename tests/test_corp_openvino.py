@@ -118,7 +118,7 @@ def test_without_openvino_the_commands_say_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("file", "runtime", "label", "held_in"),
+    ("file", "runtime", "label", "float_type"),
     [
         ("fp32", "openvino", "OpenVINO fp32", FLOAT32),
         ("fp32", "openvino-bf16", "OpenVINO fp32 in bf16", BFLOAT16),
@@ -128,11 +128,11 @@ def test_without_openvino_the_commands_say_what_to_install(
     ],
 )
 def test_a_graph_is_judged_by_the_coarser_of_its_types_and_its_arithmetic(
-    home: Path, file: str, runtime: Any, label: str, held_in: Any
+    home: Path, file: str, runtime: Any, label: str, float_type: Any
 ) -> None:
     step = in_runtime(candidate_from_path(home / f"{file}.onnx"), runtime)
     assert step.label.endswith(f"{file}.onnx {label}")
-    assert step.held_in is held_in
+    assert step.float_type is float_type
     assert not step.emulated
     assert runtime in step.name
 

@@ -26,7 +26,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.options import BuildOptions
 from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
-from ground.built_here import note_built
+from ground.built_engines import record_built_engine
 from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
@@ -62,7 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(tiny.checkpoint(), root / "dense")
     np.save(root / "images.npy", tiny.images(8))
     assert run("export", "--model", root / "dense", "-o", root / "dense.onnx").exit_code == 0
-    note_built(sha256_of(b"plan"))
+    record_built_engine(sha256_of(b"plan"))
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
         plan = root / f"{backend}.plan"
         plan.write_bytes(b"plan")

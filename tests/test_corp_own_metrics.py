@@ -253,7 +253,7 @@ def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
         (["module:score.py"], r"expected module:PATH\.py:FUNCTION"),
         (["Hits=python {outputs}"], r"'Hits' is no name; use lower-case letters"),
         (["=python {outputs}"], r"'' is no name"),
-        (["{outputs}"], r"\{outputs\} is data, and the first word is what is run"),
+        (["{outputs}"], r"\{outputs\} is data, but the first word is the program to run"),
     ],
 )
 def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says: str) -> None:

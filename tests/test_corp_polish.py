@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calib.distributed import joined_ranks
+from calib.distributed import join_ranks
 from calib.images import Images
 from corp_deploy.families import traced_model as vit
 from corp_deploy.families.merging import Merging
@@ -353,7 +353,7 @@ def test_the_step_size_rises_and_falls() -> None:
     ("fields", "message"),
     [
         ({"how": "all"}, "polish: got 'all', expected one of none, layer, block, model"),
-        ({"how": "none", "steps": 3}, "steps and time are of a polish"),
+        ({"how": "none", "steps": 3}, "steps and time apply to a polish"),
     ],
 )
 def test_options_refuse_what_contradicts_itself(fields: dict[str, Any], message: str) -> None:
@@ -380,7 +380,7 @@ def test_two_processes_are_one_with_twice_the_batch(images: Images, tmp_path: Pa
 def one_of_several(path: str, folder: str) -> int:
     source = images_for_model(tiny.checkpoint().model, Path(path))
     dense = tiny.checkpoint().model
-    with joined_ranks("cpu", timeout_s=60) as ranks:
+    with join_ranks("cpu", timeout_s=60) as ranks:
         states = {
             how: polished(dense, narrowed(dense), source, options(how, steps=6), ranks=ranks).model.state_dict()
             for how in HOWS

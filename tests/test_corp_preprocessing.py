@@ -32,7 +32,7 @@ from corp_deploy.store.inputs import images_for_model, images_for_port
 from corp_deploy.store.module_model import checkpoint_from_module
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from ground.errors import BadInput
-from ground.feeds import only
+from ground.feeds import single_array
 from ground.ports import Port
 from tests import tiny
 from tests.command import run
@@ -389,7 +389,7 @@ def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_writte
         assert result.stderr.count(said + refused_by(1)) == 1
         assert "exporting" not in result.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert result.stderr.endswith("where the model is named with its weights, or leave --input away\n")
+    assert result.stderr.endswith("where the model is named with its weights, or leave --input out\n")
 
 
 def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_grey_arrays_are_timed_and_proved_with(tmp_path: Path) -> None:
     grey = of_channels(tmp_path, 1)
     directories.save(grey, tmp_path / "dense")
     timed, ports = TimedInputs(images=tmp_path / "images.npz"), image_spec(grey.model).ports
-    assert only(feeds_to_time(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)
+    assert single_array(feeds_to_time(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)
     with pytest.raises(BadInput, match=r"pixels.npz: pixels can't be normalised"):
         feeds_to_time(TimedInputs(images=tmp_path / "pixels.npz"), ports, [tmp_path / "dense"], 2)
     with pytest.raises(BadInput, match="random pixels: pixels can't be normalised"):

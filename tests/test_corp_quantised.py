@@ -25,8 +25,8 @@ from export.engine.record import record_of_plan
 from export.graph.quantised import layers
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
-from ground.known_holes import version_numbers
 from ground.precision import INT8
+from ground.vulnerabilities import version_numbers
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
@@ -148,7 +148,7 @@ def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
     (row,) = [each for each in json.loads(done.stdout)["written"] if each["precision"] == "int8"]
     assert (row["rest"], row["kept_rest"]) == ("fp32", ["blocks.0.*"])
     step = candidate_from_path(tmp_path / "model.int8.onnx")
-    assert step.held_in is INT8
+    assert step.float_type is INT8
     assert not step.emulated
     with OnnxRunner(tmp_path / "model.int8.onnx") as runner:
         assert runner.describe()["precision"] == "int8"
@@ -236,9 +236,9 @@ def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
 
 def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
     graph = Path("reduced/model.int8.onnx")
-    command = fix_command(graph, held_in=INT8, rest="fp32", weight_bits=7)
+    command = fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
     assert "--rest fp32 --weight-bits 7" in command
-    plain = fix_command(graph, held_in=INT8, rest="fp16")
+    plain = fix_command(graph, float_type=INT8, rest="fp16")
     assert "--rest" not in plain.replace("--keep-rest", "")
     assert "--weight-bits" not in plain
 

@@ -315,7 +315,7 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
     (history / "29990101T000000Z-0123456789ab.json").write_text("{}")
     assert made(release(home, "--json")) == []
     edit(home, 'history = "history"', 'history = "out"')
-    assert "is where this release goes; give one apart" in " ".join(release(home, expect=2).stderr.split())
+    assert "is the output of this release; give another directory" in " ".join(release(home, expect=2).stderr.split())
 
 
 @pytest.mark.slow("models")
@@ -419,7 +419,7 @@ WRONG = [
     ("hold_out = 4", "hold_out = 4\nsnapshots = [2, 9]", "calibration.snapshots ends at 9, expected less than 8"),
     ("hold_out = 4", "group_labels = 'three.npy'", "calibration.group_labels: {}/three.npy: 3 labels for 12 images"),
     ("hold_out = 4", "group_labels = 'folder'", "calibration.group_labels: {}/folder is a folder, expected a file"),
-    ("hold_out = 4", "groups = 'folder'", "calibration.groups: groups: the images stand in no folders"),
+    ("hold_out = 4", "groups = 'folder'", "calibration.groups: groups: the images are in no folders"),
     ('images = "held-out.npz"', 'images = "small.npy"', "held_out.images: {}/small.npy: got float32 [12, 3, 8, 8]"),
     ('images = "held-out.npz"', 'images = "broken.npz"', "held_out.images: {}/broken.npz: not a whole .npz file"),
     ('labels = "held-out.npz"', "samples = 40", "held_out.images: {}/held-out.npz: got 9 images, but 40 samples were"),
@@ -798,7 +798,7 @@ def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of
     assert "model.sig is removed: it was of other files" in said(release(home))
     assert not (out / "model.sig").exists()
     assert not (out / "provenance.intoto.jsonl").exists()
-    assert "nobody signed what lies here" in said(run("check", out, *asked))
+    assert "this directory is not signed" in said(run("check", out, *asked))
     release(home, "--sign", private)
     assert "the signed version is '1.1.0', expected '1.0.0'" in said(run("check", out, *asked))
     edit(home, "params >= dense", "params <= dense")

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from calib.combination import rest
+from calib.combination import difference
 from calib.images import Images
 from calib.moments import ChannelMoments, Moments
 from calib.store import load
@@ -157,7 +157,7 @@ def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) 
     fits = {report.site: report.ridge_fit for report in reduce(dense, moments, method).sites}
     assert {site for site, fit in fits.items() if fit is None} == {"blocks.0.attn.qk", "blocks.1.attn.qk"}
     assert moments.half is not None
-    halves, errors = (moments.half, replace(rest(moments, moments.half), half=None)), dict[float, float]()
+    halves, errors = (moments.half, replace(difference(moments, moments.half), half=None)), dict[float, float]()
     for strength in ridges_from(method.ridge_rel):
         tried, shares = replace(method, ridge_rel=strength), []
         for own, other in (halves, halves[::-1]):
@@ -239,4 +239,4 @@ def test_the_command_takes_groups(tmp_path: Path) -> None:
     assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
     bad = CliRunner().invoke(main, ["calibrate", *map(str, words[:6]), "--groups", "folder"])
     assert bad.exit_code != 0
-    assert "stand in no folders" in bad.output
+    assert "are in no folders" in bad.output

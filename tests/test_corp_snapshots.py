@@ -13,7 +13,7 @@ from click.testing import Result
 from torch import Tensor
 
 from calib import memory
-from calib.groups import by_mask, group_ids, half_of
+from calib.groups import group_ids, second_half_mask, split_by_mask
 from calib.images import Images
 from calib.moments import Moments, SiteMoments
 from calib.patch_moments import PatchMoments
@@ -110,11 +110,11 @@ def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> N
     calibrated(home, "images.npy", tmp_path / "m.safetensors", *words)
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     groups_B = group_ids(source, str(labels))
-    second_B = half_of(groups_B, seed=0)
+    second_B = second_half_mask(groups_B, seed=0)
     for count in (5, 6, 21):
         snapshot, first = load(tmp_path / f"m.{count}.safetensors"), source.subset(range(count))
         assert_equal(snapshot, calibrate(tiny.checkpoint(), first, batch_size=BATCH), limit=2e-7)
-        _, second = by_mask(first, second_B[:count])
+        _, second = split_by_mask(first, second_B[:count])
         assert snapshot.half is not None
         assert_equal(snapshot.half, calibrate(tiny.checkpoint(), second, batch_size=BATCH))
         group_of = dict(zip(source.ids.tolist(), groups_B.tolist(), strict=True))
@@ -209,7 +209,7 @@ def test_a_lost_snapshot_or_another_list_of_them_ends_a_resumed_run(
     monkeypatch.undo()
     assert "snapshots was '5,21', now '5'" in said(calibrated(home, "images.npy", output, *words, "5", code=2))
     (tmp_path / "m.5.safetensors").unlink()
-    assert "snapshot of the first 5: gone" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
+    assert "first 5: its file is missing" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
 
 
 def said(result: Result) -> str:

@@ -12,7 +12,7 @@ from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Stage, StageDirs, locked, run
 from corp_deploy.release.stage_effort import efforts_in, efforts_of, timed
 from corp_deploy.store.effort import EffortRecord, Step, rows_of_efforts, write_effort
-from ground.effort import Effort, Stopwatch, turn
+from ground.effort import Effort, Stopwatch, measured
 from ground.errors import BadInput
 from ground.files import write_text
 from perf.timing.environment import cpu_name
@@ -37,7 +37,7 @@ def watch_of(*times: float) -> Callable[[str], Stopwatch]:
 def stage(name: str, text: str, *parts: str) -> Stage:
     def written(dirs: StageDirs) -> None:
         for part in parts:
-            with turn(dirs.watch, part):
+            with measured(dirs.watch, part):
                 pass
         write_text(dirs.into / f"{name}.txt", text)
 

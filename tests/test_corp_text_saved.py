@@ -104,5 +104,5 @@ def test_a_lineage_that_names_other_places_is_refused(tmp_path: Path, path: str)
     encoders.write_encoder(tmp_path / "hf")
     dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
     dense.lineage["source"]["transformers"]["files"][path] = {}
-    with pytest.raises(BadInput, match="expected one beside the encoder"):
+    with pytest.raises(BadInput, match="expected one in the encoder's directory"):
         transformers_form(dense)

@@ -243,7 +243,7 @@ def test_dropping_needs_a_class_token_and_gives_nothing_back() -> None:
     model = checkpoint(class_token=False, global_pool="avg").model
     with pytest.raises(BadInput, match="the model has none"):
         traced_model.with_merging(model, Merging(schedule=(1, 1), how="drop"))
-    with pytest.raises(BadInput, match="no value to give back"):
+    with pytest.raises(BadInput, match="no value to restore"):
         Merging(schedule=(1, 1), how="drop", unmerged=True)
 
 
@@ -269,7 +269,7 @@ def test_a_merged_model_is_saved_and_loaded_and_becomes_dense_again(tmp_path: Pa
         ({"schedule": [3, -1]}, "merging.schedule"),
         ({"schedule": []}, "merging.schedule"),
         ({"metric": "values"}, "merging.metric"),
-        ({"how": "drop", "unmerged": True}, "no value to give back"),
+        ({"how": "drop", "unmerged": True}, "no value to restore"),
         ({"sizes": 3}, "merging"),
     ],
 )

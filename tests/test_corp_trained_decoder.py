@@ -14,7 +14,7 @@ from benchmarks.decoders.trained_decoder import Trained, architecture, trained
 from corp_deploy.cli import main
 from corp_deploy.proof.perplexity import LanguageLimits
 from ground.errors import BadInput
-from perf.parity.perplexity import LanguageMeasures, OfSequence, Range, measures_of, of_sequence
+from perf.parity.perplexity import LanguageMeasures, Range, SequenceMeasures, measures_of, sequence_measures
 from tests import decoders
 
 
@@ -51,7 +51,7 @@ def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
     less = own.reduced("best", 0.5, ("mlp",))
     ids = next(own.calibrated.batches(1))["input_ids"]
     sides = [model(ids)[0].double() for model in (own.checkpoint.model, less)]
-    got = of_sequence(sides[0].numpy(), sides[1].numpy(), ids[0].numpy())
+    got = sequence_measures(sides[0].numpy(), sides[1].numpy(), ids[0].numpy())
     nats = agreed = kl = 0.0
     count = len(ids[0]) - 1
     for place in range(count):
@@ -65,11 +65,11 @@ def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
 def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_far() -> None:
     good, ids = np.zeros((3, 5)), np.array([0, 1, 2])
     broken = np.full_like(good, np.nan)
-    assert of_sequence(good, broken, ids) == OfSequence(nats=np.inf, agreement=0.0, kl=np.inf)
+    assert sequence_measures(good, broken, ids) == SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
     with pytest.raises(BadInput, match="the reference's logits hold NaN"):
-        of_sequence(broken, good, ids)
+        sequence_measures(broken, good, ids)
     with pytest.raises(BadInput, match="of both"):
-        of_sequence(good, good[:2], ids)
+        sequence_measures(good, good[:2], ids)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_an_open_limit_says_what_would_decide_and_few_sequences_decide_nothing()
     assert judged(None, None)[0] == "INCONCLUSIVE"
     assert "9 sequences are too few for an interval" in judged(None, None)[1]
     assert judged(None, None, np.inf)[0] == "FAIL"
-    rows = [OfSequence(nats=1.0, agreement=1.0, kl=0.0)] * 2
+    rows = [SequenceMeasures(nats=1.0, agreement=1.0, kl=0.0)] * 2
     alone = LanguageLimits(max_ratio=1.05, confidence=0.0).judged(measures_of("m", rows, rows, tokens=4, confidence=0))
     assert alone == ("PASS", "perplexity ratio 1, limit 1.05 (the point alone decides)")
 
 
 def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
-    rows = [OfSequence(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
+    rows = [SequenceMeasures(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
     measures = measures_of("m", rows, rows, tokens=4)
     assert measures.perplexity.value == pytest.approx(math.exp(1.4))
     assert measures.perplexity.low is not None

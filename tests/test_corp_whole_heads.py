@@ -131,16 +131,16 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     [
         (("--whole-heads", "1"), "--whole-heads"),
         (("--whole-heads", "0.1"), "whole heads 1"),
-        (("--whole-heads", "0.5", "--macs", "0.6"), "--macs weighs widths of all heads"),
-        (("--whole-heads", "0.5", "--within", "error 0.1"), "--within weighs widths of all heads"),
-        (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto weighs widths of all heads"),
+        (("--whole-heads", "0.5", "--macs", "0.6"), "--macs chooses widths of all heads"),
+        (("--whole-heads", "0.5", "--within", "error 0.1"), "--within chooses widths of all heads"),
+        (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto chooses widths of all heads"),
         (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
         (
             ("--whole-heads", "0.5", "--select", "heads=wanda"),
             "heads='wanda': expected one of obs, grail, magnitude, fold",
         ),
         (("--whole-heads", "0.5", "--select", "heads=fold"), "give them with --images"),
-        (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn away"),
+        (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn out"),
         (("--mlp", "0.5", "--select", "heads=obs"), "heads=obs is of what stays as it is; give --whole-heads"),
     ],
 )

@@ -234,14 +234,14 @@ def test_what_was_fitted_never_judges(home: Home) -> None:
     assert fitted.count == FITTED
     assert judging.inputs.count == JUDGING
     assert not torch.isin(judging.inputs.ids, home.moments.image_ids).any()
-    with pytest.raises(BadInput, match="the moments are of all 24 images, so none is left to judge by"):
+    with pytest.raises(BadInput, match="the moments are of all 24 images, so none is left to judge on"):
         Judges().apart(home.fitted, home.moments)
-    with pytest.raises(BadInput, match="none of the 40 images is one that the moments are of"):
+    with pytest.raises(BadInput, match="none of the 40 images was used in the moments"):
         Judges().apart(judging.inputs, home.moments)
     with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
         Judges(inputs=home.images).apart(home.fitted, home.moments)
-    unknown = home.moments.of_images(Fingerprints())
-    with pytest.raises(BadInput, match="the moments don't say which images they are of"):
+    unknown = home.moments.with_fingerprints(Fingerprints())
+    with pytest.raises(BadInput, match="the moments don't record their images"):
         Judges().apart(home.images, unknown)
 
 
@@ -294,7 +294,7 @@ def test_a_limit_holds_of_the_polished_model_too(
     assert result.exit_code == 0, result.output
     written = load_checkpoint(tmp_path / "reduced")
     decided = " ".join(written.lineage["reduction"]["decided"])
-    assert ("the polish is left away: with it" in decided, "polished, it gives" in decided) == (harms, not harms)
+    assert ("the polish is left out: with it" in decided, "polished, it gives" in decided) == (harms, not harms)
     assert ("polish" in written.lineage) == (not harms)
     judging = home.images.subset(range(FITTED, FITTED + JUDGING))
     exact, answer = logits(home.dense.model, judging), logits(written.model, judging)

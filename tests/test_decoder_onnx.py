@@ -197,7 +197,7 @@ def test_bench_times_both(home: Path, tmp_path: Path) -> None:
         ("export-decoder {home}/llama -o {home}/llama", {}, "would replace what it is made from"),
         ("export-decoder {home} -o {out}", {}, "no such file"),
         ("export-decoder {changed} -o {out}", {"architectures": ["LlamaForTokenClassification"]}, "architectures is"),
-        ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own form"),
+        ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own format"),
         ("export-decoder {changed} -o {out}", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own"),
         ("export-decoder {changed} -o {out}", {"intermediate_size": 96}, "mlp"),
         ("verify {home}/llama {home}/onnx/llama -o {out}", {}, "say of how many sequences: --random 2"),

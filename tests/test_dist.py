@@ -15,7 +15,7 @@ from benchmarks.release import floors, installs, sdist
 from benchmarks.release.wheel import tracked
 from corp_deploy import __version__, machine
 from ground.files import sha256_of_file
-from ground.known_holes import version_numbers
+from ground.vulnerabilities import version_numbers
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 1_700_000_000

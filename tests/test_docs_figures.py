@@ -88,7 +88,7 @@ def of_measurement() -> Iterator[str]:
     verdicts = ", ".join(f"{alarms[verdict]} {verdict}" for verdict in ("PASS", "INCONCLUSIVE", "FAIL"))
     yield f"{alarms['comparisons']} | {verdicts}"
     yield f"{alarms['naive_alarms']} false alarms"
-    yield f"bounds their share by {math.ceil(1e4 * alarms['false_alarms_below']) / 100:.2f} %"  # a bound: rounded up
+    yield f"mean a rate below {math.ceil(1e4 * alarms['false_alarms_below']) / 100:.2f} %"  # a bound: rounded up
     yield f"{alarms['intervals_that_hold_one']} of {alarms['intervals']}"
     same, slower = noise["against_itself"], noise["five_percent_slower"]
     yield f"{same['repetitions']} | {same['PASS']} PASS | {same['naive_fail']} false alarms"
@@ -140,7 +140,7 @@ def of_levers() -> Iterator[str]:
     yield f"{mean('real_convnet', 'cpu_s', method='best', share=0.8):.0f} CPU seconds at 0.8 of the MACs"
     yield f"{dinov2('best, by site')}, uniform widths {dinov2('best')}, DINOv2-S"
     yield f"{dinov2('merging, growing')} growing, {dinov2('merging')} even"
-    yield f"{dinov2('merging, growing')} where widths lose {dinov2('best, by site')}, both together"
+    yield f"{dinov2('merging, growing')}, with widths {dinov2('best, by site')}, with both together"
     yield f"both together {dinov2('merging and widths')}"
     yield f"({dinov2('dropping', 0.7)} at 0.7, merging growing {dinov2('merging, growing', 0.7)})"
     yield f"{dinov2('best')} to {dinov2('best, closed loop')}, DINOv2-S (`real_vit`)"
@@ -148,7 +148,8 @@ def of_levers() -> Iterator[str]:
     yield f"({hard('best, by site'):.3f} to {hard('best, by site, closed loop'):.3f} on the hard ViT)"
     dense = record("hard_vit")["dense_accuracy"]
     uniform, by_site = (100 * (dense - hard(method, "accuracy")) for method in ("best", "best, by site"))
-    yield f"{uniform:.1f} points of accuracy with uniform widths, the same MACs by site {by_site:.1f}"
+    yield f"{uniform:.1f} points of accuracy with uniform widths"
+    yield f"and {by_site:.1f} points with the same MACs chosen by site"
     two, widths = sparse("digits", "2:4"), sparse("digits", "widths at the MACs of 2:4")
     yield f"{two:.4f} on digits, widths of like MACs {widths:.4f}"
     two, widths, loop = (
@@ -157,7 +158,7 @@ def of_levers() -> Iterator[str]:
     )
     yield f"MiniLM {two:.3f} and {widths:.3f}, in a closed loop {loop:.3f}"
     masked, refitted = (sparse("digits", f"2:4, largest weights, {each}") for each in ("mask only", "refit"))
-    yield f"{masked:.3f} for the largest weights as they are, {refitted:.4f} refitted"
+    yield f"{masked:.3f} for the largest weights without refit, {refitted:.4f} refitted"
     for model, digits, words in (("digits", 4, "layer: {} to {} on digits"), ("MiniLM", 3, "(MiniLM {} to {})")):
         ends = (
             mean("layer_polish", "error", model=model, how=how) for how in ("closed loop", "Gauss-Newton, 2 sweeps")
@@ -173,7 +174,7 @@ def of_levers() -> Iterator[str]:
     yield f"has {dinov2('best, by site, grouped, closed loop')} for 15"
     yield f"{convnet('best')} to {convnet('best, closed loop')} (`real_convnet`)"
     yield f"MACs {convnet('grail')} to {convnet('grail, REPAIR')}"
-    yield f"errs by {of_corp('best, closed loop')} of CORP's error with it, {of_corp('best')} without"
+    yield f"has {of_corp('best, closed loop')} of CORP's error with it, {of_corp('best')} without"
     yield f"{typed('digits', 'fp16'):.4f} digits, {typed('DINOv2-S/14', 'fp16'):.4f} DINOv2-S"
     yield f"{typed('digits', 'bf16'):.3f} and {typed('DINOv2-S/14', 'bf16'):.3f} (`bf16`)"
     yield f"{typed('DINOv2-S/14', 'mixed'):.4f} DINOv2-S, two blocks in FP32"
@@ -197,8 +198,8 @@ def of_speed() -> Iterator[str]:
     yield f"merging at 0.8 {speedup(plans['rows'], name='merging at 0.8')}"
     [merging] = [row["engine"] for row in plans["rows"] if row["name"] == "merging at 0.8"]
     dense = plans["dense_engine"]
-    yield f"{merging['kernels']} kernels of {dense['kernels']}"
-    yield f"{merging['plan_bytes'] / 1e6:.0f} MB for {dense['plan_bytes'] / 1e6:.0f}"
+    yield f"{dense['kernels']} kernels into {merging['kernels']}"
+    yield f"{merging['plan_bytes'] / 1e6:.0f} MB instead of {dense['plan_bytes'] / 1e6:.0f}"
     own = record("quantised")
     int8 = (speedup(own["cpu"], model=model, precision="int8") for model in ("dense", "reduced"))
     fp32 = speedup(own["cpu"], model="reduced", precision="fp32")
@@ -220,8 +221,8 @@ def of_papers() -> Iterator[str]:
     yield f"| procedural images | {made[0]} | - | {' | '.join(made[1:])} |"
     yield ", ".join(f"{each} {dinov2(each)}" for each in ("none", "corp-v1", "corp", "best"))
     best, grail = (mean("convnets", "relative_error", asked=0.5, way=way) for way in ("best", "grail"))
-    yield f"{best:.3f} for {grail:.3f} (`convnets.json`)"
-    yield f"{half_of('digits', 'fold', 'mlp')} for {half_of('digits', 'grail-fold', 'mlp')} on digits"
+    yield f"{best:.3f} instead of {grail:.3f} (`convnets.json`)"
+    yield f"{half_of('digits', 'fold', 'mlp')} instead of {half_of('digits', 'grail-fold', 'mlp')} on digits"
     cast, refitted = (sparse("digits", f"2:4, CAST's cost, {each}") for each in ("mask only", "refit"))
     yield f"errs by {cast:.3f}, refitted {refitted:.4f}, the default {sparse('digits', '2:4'):.4f}"
 

@@ -51,7 +51,7 @@ def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
     host, device = FakePeak(10, 50, 30), FakePeak(3, 7, 9)
     watch = Stopwatch(host=host, device=device, clock=clock(0.0, 2.0, 10.0, 11.0, 20.0, 20.5))
     for name in ("select", "recover", "select"):
-        with watch.of(name):
+        with watch.measure(name):
             pass
     assert watch.efforts == {
         "select": Effort(seconds=2.5, peak_bytes=30, device_peak_bytes=9),
@@ -64,10 +64,10 @@ def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
 def test_a_turn_inside_another_one_is_not_counted_twice() -> None:
     host = FakePeak(10, 50, 20, 40, 30)
     watch = Stopwatch(host=host, clock=clock(0.0, 1.0, 5.0, 5.5, 7.5, 8.0))
-    with watch.of("whole"):
-        with watch.of("select"):
+    with watch.measure("whole"):
+        with watch.measure("select"):
             pass
-        with watch.of("recover"):
+        with watch.measure("recover"):
             pass
     assert watch.efforts == {
         "select": Effort(seconds=4.0, peak_bytes=50, device_peak_bytes=None),
@@ -78,14 +78,14 @@ def test_a_turn_inside_another_one_is_not_counted_twice() -> None:
 
 def test_what_failed_inside_is_the_outer_turns() -> None:
     watch = Stopwatch(host=FakePeak(1, 2, 3), clock=clock(0.0, 1.0, 6.0))
-    with watch.of("whole"), suppress(KeyError), watch.of("select"):
+    with watch.measure("whole"), suppress(KeyError), watch.measure("select"):
         raise KeyError
     assert watch.efforts == {"whole": Effort(seconds=6.0, peak_bytes=2, device_peak_bytes=None)}
 
 
 def test_a_turn_that_fails_is_not_counted() -> None:
     watch = Stopwatch(host=FakePeak(0), clock=clock(0.0))
-    with pytest.raises(KeyError), watch.of("export"):
+    with pytest.raises(KeyError), watch.measure("export"):
         raise KeyError
     assert watch.efforts == {}
 
@@ -98,7 +98,7 @@ def test_a_turn_that_fails_is_not_counted() -> None:
     ],
 )
 def test_words_leave_out_what_is_not_known(effort: Effort, words: str) -> None:
-    assert effort.words == words
+    assert effort.describe == words
 
 
 def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
@@ -107,9 +107,9 @@ def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
         pytest.skip("the system does not let this process reset its peak")
     watch = Stopwatch(host=gauge)
     # Pages of its own: an allocator may have some at hand.
-    with watch.of("large"), mmap.mmap(-1, 96 * MIB) as fresh:
+    with watch.measure("large"), mmap.mmap(-1, 96 * MIB) as fresh:
         fresh.write(b"1" * len(fresh))
-    with watch.of("small"):
+    with watch.measure("small"):
         pass
     large, small = (watch.efforts[name].peak_bytes for name in ("large", "small"))
     assert large is not None
@@ -184,7 +184,7 @@ def test_whatever_ranks_is_selecting(
     moments = calibrate(checkpoint, tiny.opened(tmp_path / "i.npy", tiny.images(8), checkpoint.model), batch_size=8)
     watch = Stopwatch(host=None, clock=lambda: float(len(ranked)))
     method = method_from_preset(preset, align_hidden=8, align_head=8, **asked)
-    with watch.of("recover"):
+    with watch.measure("recover"):
         timed = reduce(checkpoint.model, moments, method, watch=watch)
     assert watch.efforts["select"].seconds == len(ranked) > 0
     assert watch.efforts["recover"].seconds == 0.0

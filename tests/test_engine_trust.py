@@ -12,7 +12,7 @@ import pytest
 from corp_deploy.proof.engine_trust import record_of_trusted_plan, trusting_engines
 from corp_deploy.store.checkpoint import save
 from export.engine.record import record_of_plan, sha256_of
-from ground.built_here import list_of_engines, note_built, was_built_here
+from ground.built_engines import engine_list_path, is_built_here, record_built_engine
 from ground.errors import BadInput
 from perf.runners.engine import EngineRunner
 from tests import tiny
@@ -50,7 +50,7 @@ def flip(path: Path) -> None:
 
 
 def forget() -> None:
-    list_of_engines().unlink()
+    engine_list_path().unlink()
 
 
 def commands(plan: Path, folder: Path) -> list[list[object]]:
@@ -130,24 +130,24 @@ def test_the_bytes_that_are_loaded_are_those_that_were_checked(plan: Path, monke
 
 
 def test_the_list_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    note_built("a" * 64)
-    path = list_of_engines()
+    record_built_engine("a" * 64)
+    path = engine_list_path()
     assert path == tmp_path / "state" / "corp-deploy" / "engines"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open("a") as lines:
         lines.write("b" * 30)  # cut short by a full disk
-    note_built("c" * 64)
-    assert was_built_here("a" * 64)
-    assert was_built_here("c" * 64)
-    assert not was_built_here("b" * 64)
-    assert not was_built_here("b" * 30 + "c" * 34)
+    record_built_engine("c" * 64)
+    assert is_built_here("a" * 64)
+    assert is_built_here("c" * 64)
+    assert not is_built_here("b" * 64)
+    assert not is_built_here("b" * 30 + "c" * 34)
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert list_of_engines() == tmp_path / "home" / ".local" / "state" / "corp-deploy" / "engines"
+    assert engine_list_path() == tmp_path / "home" / ".local" / "state" / "corp-deploy" / "engines"
 
 
 def test_a_list_that_cannot_be_written_makes_engines_foreign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    note_built("a" * 64)
-    assert not was_built_here("a" * 64)
+    record_built_engine("a" * 64)
+    assert not is_built_here("a" * 64)

@@ -11,13 +11,13 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from torch import Tensor, nn
 
 from export.graph.check import check_onnx
-from export.graph.operator_types import untaken
+from export.graph.operator_types import unsupported_nodes
 from export.graph.precision import typed_copy
 from export.graph.to_onnx import onnx_from_model
 from export.graph.weights import element_types, weight_shares
 from ground.errors import BadInput
 from ground.ports import LOGITS, Port, image_port
-from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_named, precision_of_shares
+from ground.precision import BFLOAT16, FLOAT16, FLOAT32, FloatType, precision_by_name, precision_of_shares
 from tests.export_vit import Vit
 
 IMAGES = image_port((3, 32, 32))
@@ -160,10 +160,10 @@ def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
-    assert [(node.operator, node.first) for node in untaken(proto)] == [("Einsum", None)]
+    assert [(node.operator, node.first) for node in unsupported_nodes(proto)] == [("Einsum", None)]
     wide = copy.deepcopy(proto)
     wide.graph.node[0].attribute[0].i = TensorProto.FLOAT
-    assert untaken(wide) == []
+    assert unsupported_nodes(wide) == []
 
 
 def test_words_follow_the_types_of_the_matrices() -> None:
@@ -173,11 +173,11 @@ def test_words_follow_the_types_of_the_matrices() -> None:
         assert precision_of_shares(shares) == word
     with pytest.raises(BadInput, match="of float16 and of bfloat16"):
         precision_of_shares({"bfloat16": 0.5, "float16": 0.5})
-    assert [precision_named(name).pure for name in ("fp32", "mixed", "mixed-bf16")] == ["fp32", "fp16", "bf16"]
+    assert [precision_by_name(name).pure for name in ("fp32", "mixed", "mixed-bf16")] == ["fp32", "fp16", "bf16"]
 
 
-@pytest.mark.parametrize("held_in", [FLOAT32, FLOAT16, BFLOAT16])
-def test_the_types_are_what_torch_says_of_them(held_in: FloatType) -> None:
-    told = torch.finfo(getattr(torch, held_in.name))
-    assert (held_in.unit, held_in.largest) == (told.eps / 2, told.max)
-    assert held_in.onnx == getattr(TensorProto, held_in.name.upper().removesuffix("32"))
+@pytest.mark.parametrize("float_type", [FLOAT32, FLOAT16, BFLOAT16])
+def test_the_types_are_what_torch_says_of_them(float_type: FloatType) -> None:
+    told = torch.finfo(getattr(torch, float_type.name))
+    assert (float_type.unit_roundoff, float_type.largest) == (told.eps / 2, told.max)
+    assert float_type.onnx == getattr(TensorProto, float_type.name.upper().removesuffix("32"))

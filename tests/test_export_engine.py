@@ -21,8 +21,8 @@ from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput, Missing
-from ground.known_holes import version_numbers
 from ground.ports import LOGITS, image_port
+from ground.vulnerabilities import version_numbers
 from tests.export_vit import Attention, Vit
 from tests.graphs import needs_rtx
 

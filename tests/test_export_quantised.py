@@ -72,28 +72,28 @@ def by_hand(model: Vit, ends: Mapping[str, float], batch: Array) -> Array:
 
 
 def test_int8_is_rounding_in_front_of_every_layer() -> None:
-    own = made(Vit(), typed_as="fp32", balance=False)
+    own = made(Vit(), rest_precision="fp32", balance=False)
     proto = own.graph("int8", scales="max")
-    ends = {layer.module: own.seen[layer.activation].largest for layer in layers(own.single)}
+    ends = {layer.module: own.histograms[layer.activation].largest for layer in layers(own.fp32_graph)}
     batch = images(3, seed=5)
     expected = by_hand(Vit(), ends, batch)
     assert error(run(proto, batch), expected) < 2e-3  # a value between two steps may fall either way
-    assert 1e-3 < error(expected, run(own.single, batch)) < 0.1
+    assert 1e-3 < error(expected, run(own.fp32_graph, batch)) < 0.1
     reference = cast(list[Array], ReferenceEvaluator(proto).run(["logits"], {"images": batch}))[0]
     assert error(run(proto, batch), reference) < 2e-3
 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.06), ("fp8", 0.15)])
-@pytest.mark.parametrize("typed_as", ["fp32", "fp16"])
-def test_each_form_is_near_the_model(precision: str, most: float, typed_as: str) -> None:
-    own = made(Vit(), typed_as=typed_as)
+@pytest.mark.parametrize("rest_precision", ["fp32", "fp16"])
+def test_each_form_is_near_the_model(precision: str, most: float, rest_precision: str) -> None:
+    own = made(Vit(), rest_precision=rest_precision)
     proto = own.graph(precision)
     batch = images(8, seed=7)
-    assert error(run(proto, batch), run(own.single, batch)) < most
+    assert error(run(proto, batch), run(own.fp32_graph, batch)) < most
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
     kinds = [stored[node.input[0]].data_type for node in proto.graph.node if node.input[0] in stored]
-    assert kinds.count(FORMATS[precision].onnx_type) == len(layers(own.single)) == 10
+    assert kinds.count(FORMATS[precision].onnx_type) == len(layers(own.fp32_graph)) == 10
     notes = {entry.key: entry.value for entry in proto.metadata_props}
     assert notes["export.precision"] == precision
     assert notes["export.quantised_layers"] == "10"
@@ -110,13 +110,13 @@ def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], 
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("typed_as", ["fp32", "fp16", "bf16"])
-def test_weights_of_seven_bits_end_at_63(typed_as: str) -> None:
-    own = made(Vit(), typed_as=typed_as)
+@pytest.mark.parametrize("rest_precision", ["fp32", "fp16", "bf16"])
+def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
+    own = made(Vit(), rest_precision=rest_precision)
     eight, seven = (stored_weights(own.graph("int8", scales="max", weight_bits=bits)) for bits in (8, 7))
     assert eight.keys() == seven.keys()
     assert len(seven) == 10
-    rounding = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}[typed_as]
+    rounding = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 2e-2}[rest_precision]
     for name, (values, scales) in seven.items():
         assert values.dtype == np.int8
         assert np.abs(values.astype(int)).max() == 63
@@ -126,7 +126,7 @@ def test_weights_of_seven_bits_end_at_63(typed_as: str) -> None:
 
 
 def test_seven_bits_are_of_weights_of_int8_alone() -> None:
-    own = made(Vit(), typed_as="fp32")
+    own = made(Vit(), rest_precision="fp32")
     eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))
     activations = [
         {
@@ -155,7 +155,7 @@ def test_ranges_are_chosen_for_the_weights_that_are_asked_for(monkeypatch: pytes
         return quantised(*arguments, weight_bits=weight_bits)
 
     monkeypatch.setattr("export.graph.quantiser.quantised", noting)
-    own = made(Vit(), typed_as="fp32")
+    own = made(Vit(), rest_precision="fp32")
     for bits in (8, 7):
         own.graph("int8", weight_bits=bits)
     assert asked == [8] * 4 + [7] * 4
@@ -184,13 +184,13 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
 
 @pytest.mark.slow("graph")
 def test_kept_modules_stay_as_they_were() -> None:
-    own = made(Vit(), typed_as="fp32")
+    own = made(Vit(), rest_precision="fp32")
     some = own.graph("int8", keep=["blocks.1", "*.attn.proj"])
-    assert {layer.module for layer in quantised_layers(own.single, ["blocks.1", "*.attn.proj"])} == {
+    assert {layer.module for layer in quantised_layers(own.fp32_graph, ["blocks.1", "*.attn.proj"])} == {
         "patch", "blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head"
     }  # fmt: skip
     batch = images(8, seed=7)
-    exact = run(own.single, batch)
+    exact = run(own.fp32_graph, batch)
     assert error(run(some, batch), exact) < error(run(own.graph("int8"), batch), exact)
     with pytest.raises(BadInput, match=r"'blocks.9' fits no layer .*those of this model are patch, blocks.0.attn.qkv"):
         own.graph("int8", keep=["blocks.9"])
@@ -282,8 +282,8 @@ def test_balanced_outliers_cost_less() -> None:
         return model
 
     batch = images(8, seed=3)
-    plain, balanced = (made(spoilt(), typed_as="fp32", balance=flag) for flag in (False, True))
-    exact = run(plain.single, batch)
+    plain, balanced = (made(spoilt(), rest_precision="fp32", balance=flag) for flag in (False, True))
+    exact = run(plain.fp32_graph, batch)
     errors = [error(run(own.graph("int8"), batch), exact) for own in (plain, balanced)]
     assert errors[1] < 0.6 * errors[0]
 

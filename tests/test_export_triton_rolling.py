@@ -290,7 +290,7 @@ def test_what_was_served_is_served_again_whichever_step_fails(packaged: Path, fa
 def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(packaged: Path) -> None:
     before, server = configs(packaged), feigned(packaged)
     (packaged / f"vit_cpu{STAGED}").mkdir()
-    with pytest.raises(BadInput, match=r"vit_cpu_staged: left by a roll that was killed"):
+    with pytest.raises(BadInput, match=r"vit_cpu_staged: left by a killed roll-over"):
         roll(packaged, "vit", 2, server)
     (packaged / f"vit_cpu{STAGED}").rmdir()
     config = packaged / "vit_cpu/configs/2.pbtxt"

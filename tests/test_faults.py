@@ -37,8 +37,8 @@ from export.triton import repository
 from export.triton.expected import read_expected
 from export.triton.package import Package
 from ground.errors import BadInput, is_out_of_memory, os_error_from
-from ground.signals import Ended, raising_on_signals
-from ground.together import FORMER, install_all, put_back, replacing_all
+from ground.signals import Terminated, raising_on_signals
+from ground.transaction import FORMER, install_files, replacing_files, roll_back_interrupted
 from tests import tiny
 from tests.export_served import write_onnx
 
@@ -122,7 +122,7 @@ def names(folder: Path) -> dict[str, str]:
 
 
 def pair(folder: Path, text: str) -> None:
-    with replacing_all(folder, ("a.txt", "sub/b.txt"), gone=["c.txt"]) as (a, b):
+    with replacing_files(folder, ("a.txt", "sub/b.txt"), removed=["c.txt"]) as (a, b):
         a.write_text(text)
         b.write_text(text)
 
@@ -158,7 +158,7 @@ def test_all_of_them_change_or_none(old: Path, monkeypatch: pytest.MonkeyPatch, 
         fail_at(disturbed, point, ever=ever)
         with pytest.raises(OSError, match="the disk"):
             pair(old, "new")
-    put_back(old)
+    roll_back_interrupted(old)
     assert names(old) == before
     assert sorted(path.name for path in old.iterdir()) == ["a.txt", "c.txt", "other.txt", "sub"]
     pair(old, "new")
@@ -184,7 +184,7 @@ def test_what_a_killed_process_left_is_put_back(
         pair(old, "newer")
         assert names(old) == {"a.txt": "newer", "sub/b.txt": "newer", "other.txt": "old"}
     else:
-        put_back(old)
+        roll_back_interrupted(old)
         assert names(old) == before
 
 
@@ -200,8 +200,8 @@ def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "made" / "1" / "x").write_text("new")
     (tmp_path / "there" / "m" / "1").mkdir(parents=True)
     with pytest.raises(BadInput, match="in the way"):
-        install_all(tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
-    install_all(tmp_path / "there", {"n/1": tmp_path / "made" / "1"})
+        install_files(tmp_path / "there", {"m/1": tmp_path / "made" / "1"})
+    install_files(tmp_path / "there", {"n/1": tmp_path / "made" / "1"})
     assert names(tmp_path / "there") == {"n/1/x": "new"}
 
 
@@ -254,16 +254,16 @@ def test_a_journal_of_somebody_elses_removes_nothing_outside(tmp_path: Path) -> 
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "d" / FORMER / ".absent.json").write_text('["../mine.txt"]')
     with pytest.raises(BadInput, match="not what this tool left"):
-        put_back(tmp_path / "d")
+        roll_back_interrupted(tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("{")
     with pytest.raises(BadInput, match="not what this tool left"):
-        put_back(tmp_path / "d")
+        roll_back_interrupted(tmp_path / "d")
     (tmp_path / "d" / FORMER / ".absent.json").write_text("[]")
     (tmp_path / "d" / FORMER / "sub").mkdir()
     (tmp_path / "d" / FORMER / "sub" / "mine.txt").write_text("theirs")
     (tmp_path / "d" / "sub").symlink_to(tmp_path)
     with pytest.raises(BadInput, match="is a link"):
-        put_back(tmp_path / "d")
+        roll_back_interrupted(tmp_path / "d")
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -327,7 +327,7 @@ def test_handlers_of_somebody_elses_stay() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
     assert heard == [signal.SIGTERM]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with pytest.raises(Ended) as ended, raising_on_signals():
+    with pytest.raises(Terminated) as ended, raising_on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.exit_code == 143
 
@@ -340,16 +340,16 @@ def test_what_stops_by_itself_first_has_ended_too() -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
-    with pytest.raises(Ended) as ended, raising_on_signals():
+    with pytest.raises(Terminated) as ended, raising_on_signals():
         stopping()
     assert ended.value.exit_code == 143
     with pytest.raises(KeyboardInterrupt) as interrupted, raising_on_signals():
         raise KeyboardInterrupt
-    assert not isinstance(interrupted.value, Ended)
+    assert not isinstance(interrupted.value, Terminated)
 
 
 @pytest.mark.usefixtures("default_handlers")
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Ended), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_that_native_code_lost_is_told(number: signal.Signals, kind: type[BaseException]) -> None:
     def losing(error: Exception) -> None:
         with suppress(KeyboardInterrupt):
@@ -395,7 +395,7 @@ def in_native_code_that_prints_it(number: int) -> None:
 
 
 @pytest.mark.usefixtures("default_handlers")
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Ended), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 @pytest.mark.parametrize("losing", [in_a_finaliser, in_a_callback_of_a_weak_reference, in_native_code_that_prints_it])
 def test_a_signal_that_python_could_but_print_comes_again(
     capfd: pytest.CaptureFixture[str],
@@ -429,7 +429,7 @@ def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
         imported.append(importlib.import_module("imported_meanwhile"))
         time.sleep(20)
 
-    with pytest.raises(Ended), raising_on_signals():
+    with pytest.raises(Terminated), raising_on_signals():
         working_on()
     assert imported[0].whole
 
@@ -446,7 +446,7 @@ def test_a_second_signal_at_once_breaks_into_no_cleaning_up() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             cleaned.append("whole")
 
-    with pytest.raises(Ended, match="15"), raising_on_signals():
+    with pytest.raises(Terminated, match="15"), raising_on_signals():
         ended_by_two()
     assert cleaned == ["whole"]
 

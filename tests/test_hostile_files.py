@@ -30,8 +30,8 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz
 from ground.errors import BadInput
-from ground.files import below, write_json
-from ground.together import put_back
+from ground.files import path_inside, write_json
+from ground.transaction import roll_back_interrupted
 from tests import tiny
 from tests.command import run
 
@@ -80,10 +80,10 @@ def described(shape: str, descr: str = "'<f4'") -> bytes:
 
 
 NPY = {
-    "a negative size": (described("(-1, 3, 4, 6)"), "no shape of an array"),
+    "a negative size": (described("(-1, 3, 4, 6)"), "which is not a valid shape"),
     "10^12 images": (described(f"({10**12}, 3, 4, 6)"), "288000000000000 bytes, and 64 are there"),
-    "a size beyond 64 bits": (described(f"({2**70}, 3, 4, 6)"), "no shape of an array"),
-    "nothing, but of a size beyond 64 bits": (described(f"(0, {2**70})"), "no shape of an array"),
+    "a size beyond 64 bits": (described(f"({2**70}, 3, 4, 6)"), "which is not a valid shape"),
+    "nothing, but of a size beyond 64 bits": (described(f"(0, {2**70})"), "which is not a valid shape"),
     "a product beyond 64 bits": (described(f"({2**40}, {2**40})"), "not a whole .npy file"),
     "objects": (described("(2,)", "'|O'"), "pickled objects, which are never loaded"),
     "objects inside": (described("(2,)", "[('a', '|O')]"), "pickled objects, which are never loaded"),
@@ -442,17 +442,17 @@ def test_labels_of_groups_are_bounded_as_any_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "..\\x"])
 def test_a_name_that_leaves_its_directory(tmp_path: Path, name: str) -> None:
-    refused(lambda: below(tmp_path, name, where="record"), "record: .* leads out of its directory")
+    refused(lambda: path_inside(tmp_path, name, where="record"), "record: .* leads out of its directory")
 
 
 def test_a_name_that_goes_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "release" / "in").mkdir(parents=True)
     (tmp_path / "release" / "in" / "x.npy").write_bytes(b"x")
-    assert below(tmp_path / "release", "in/x.npy", where="r") == tmp_path / "release" / "in" / "x.npy"
+    assert path_inside(tmp_path / "release", "in/x.npy", where="r") == tmp_path / "release" / "in" / "x.npy"
     (tmp_path / "release" / "out").symlink_to(tmp_path)
     (tmp_path / "release" / "x.npy").symlink_to(tmp_path / "release" / "in" / "x.npy")
     for name in ("out/x", "x.npy"):
-        refused(lambda name=name: below(tmp_path / "release", name, where="r"), "is a link")  # type: ignore[misc]
+        refused(lambda name=name: path_inside(tmp_path / "release", name, where="r"), "is a link")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["../images.npy", "/etc/images.npy"])
@@ -501,7 +501,7 @@ def test_a_foreign_journal_removes_nothing(tmp_path: Path, name: str) -> None:
     (place / "link").symlink_to(beside)
     (place / ".former" / ".absent.json").write_text(json.dumps([name]))
     with pytest.raises(BadInput):
-        put_back(place)
+        roll_back_interrupted(place)
     assert (place / "sub" / "file").read_text() == (beside / "file").read_text() == "kept"
     assert (place / ".former" / "config.json").exists()
 
@@ -512,5 +512,5 @@ def test_a_journal_is_put_back(tmp_path: Path) -> None:
     (tmp_path / ".former" / ".absent.json").write_text('["model.safetensors"]')
     (tmp_path / "config.json").write_text("new")
     (tmp_path / "model.safetensors").write_text("new")
-    put_back(tmp_path)
+    roll_back_interrupted(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.json": "old"}

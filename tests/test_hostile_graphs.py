@@ -26,7 +26,7 @@ from ground.onnx_file import read_onnx
 from ground.onnx_types import bits_of
 from ground.ports import OutputPort
 from perf.parity.rounding import round_file
-from perf.runners.graph_borders import borders_of_onnx
+from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
 from tests.export_served import write_onnx
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "runner": lambda path: OnnxRunner(path).__enter__(),
     "export": load_onnx,
     "facts": facts_of_onnx,
-    "borders": borders_of_onnx,
+    "borders": io_of_onnx,
     "precision": onnx_precision,
     "rounding": lambda path: round_file(path, path.with_suffix(".rounded")),
 }
@@ -221,7 +221,7 @@ def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
         path.write_bytes(proto.SerializeToString())
         if note == "export.outputs":
             with pytest.raises(BadInput, match="nested too deep"):
-                borders_of_onnx(path)
+                io_of_onnx(path)
         elif note == NORMALISED:
             assert facts_of_onnx(path).normalised is None
         else:
@@ -387,7 +387,7 @@ UNREAD: dict[str, tuple[Callable[[ModelProto], ModelProto], str]] = {
 def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     change, said = UNREAD[kind]
     path = written(change(graph), tmp_path)
-    for read in (borders_of_onnx, READERS["runner"]):
+    for read in (io_of_onnx, READERS["runner"]):
         with pytest.raises(BadInput, match=rf"m.onnx: expected outputs that are tensors of float32, .*; found {said}$"):
             read(path)
 
@@ -407,7 +407,7 @@ def test_inputs_that_nothing_feeds_are_refused_by_their_types(
     with pytest.raises(
         BadInput, match=rf"expected inputs .* of float32, .*; found x: {facts_of_onnx(path).inputs[0].dtype} "
     ):
-        borders_of_onnx(path)
+        io_of_onnx(path)
 
 
 def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, tmp_path: Path) -> None:
@@ -425,13 +425,13 @@ def test_a_size_below_none_is_open(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -7
     path = written(graph, tmp_path)
     assert facts_of_onnx(path).batch is None
-    assert borders_of_onnx(path).batch is None
+    assert io_of_onnx(path).batch is None
 
 
 def test_a_batch_of_none_is_fed_nothing(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 0
     path = written(graph, tmp_path)
-    assert borders_of_onnx(path).batch == 0
+    assert io_of_onnx(path).batch == 0
     with OnnxRunner(path) as runner, pytest.raises(BadInput, match=r"takes x \[0, 4\], got \[1, 4\]"):
         runner({"x": np.ones((1, 4), np.float32)})
 
@@ -506,8 +506,8 @@ def computed_scales(proto: ModelProto) -> None:
         (without_inputs, "onnx.checker: "),
         (without_outputs, "onnx.checker: "),
         (contradicted, "types or shapes are not those of its nodes"),
-        (lambda proto: fp8(proto, axis=7), "d: its scales of FP8 are not stored in the graph"),
-        (computed_scales, "d: its scales of FP8 are not stored in the graph"),
+        (lambda proto: fp8(proto, axis=7), "d: its FP8 scales are not stored in the graph"),
+        (computed_scales, "d: its FP8 scales are not stored in the graph"),
     ],
 )
 def test_a_graph_that_can_not_be_rounded_is_refused(

@@ -194,7 +194,7 @@ def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPat
             raise MemoryError("Unable to allocate 38.6 GiB")
         return rows_of(feeds, slice(batch))
 
-    monkeypatch.setattr("perf.bench.station.batch_of", gathered)
+    monkeypatch.setattr("perf.bench.opened_subject.batch_of", gathered)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 

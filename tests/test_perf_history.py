@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ground.errors import BadInput
-from perf.gate.history import change_in_words, history_rows, load_trend, save_trend, standing_rise
+from perf.gate.history import change_text, history_rows, load_trend, save_trend, standing_rise
 from perf.record.history import History, Release, add_release, load_history, release_of_file
 from perf.record.runs import Bench, save_bench
 from perf.report.history import history_table, trend_drawing
@@ -246,4 +246,4 @@ def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
     assert [row[-1] for row in table.rows][:7] == [""] * 7
     change = found.batches[0].judged.changes[0]
     assert table.rows[7][-1] == f"{100 * (change.ratio.value - 1):+.1f} %"
-    assert change_in_words(found, change) in history_rows(found)[0].message
+    assert change_text(found, change) in history_rows(found)[0].message

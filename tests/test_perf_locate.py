@@ -161,7 +161,7 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
     for node in model.graph.node:
         node.name = node.name.replace("/", "_")
     with pytest.raises(BadInput, match="no node of this graph is named by its module"):
-        block_outputs.borders(model)
+        block_outputs.site_outputs(model)
     model = half_graph(3.0)
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
     with pytest.raises(BadInput, match="logits: this border is float16"):

@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
-from perf.runners.graph_borders import borders_of_onnx
+from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner
-from perf.runners.openvino import OpenVinoRunner, Told, the_core
+from perf.runners.openvino import CompiledSettings, OpenVinoRunner, shared_core
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
@@ -54,8 +54,8 @@ def graph(path: Path, *, held: int = TensorProto.FLOAT, batch: str | int = "batc
     ]
     inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 4, 4])]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 5])]
-    held_in = [typed("first", WEIGHT), typed("last", LAST)]
-    proto = helper.make_graph(nodes, "tiny", inputs, outputs, held_in)
+    float_type = [typed("first", WEIGHT), typed("last", LAST)]
+    proto = helper.make_graph(nodes, "tiny", inputs, outputs, float_type)
     onnx.save(helper.make_model(proto, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), str(path))
     return path
 
@@ -71,7 +71,7 @@ def away(got: np.ndarray[Any, Any]) -> float:
 
 
 def computes_halves() -> bool:
-    return "BF16" in the_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return "BF16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 @pytest.mark.usefixtures("openvino")
@@ -121,7 +121,7 @@ def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_pat
 
 
 def test_fp16_is_refused_by_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
-    if "FP16" in the_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "FP16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has FP16")
     with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
         OpenVinoRunner(graph(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
@@ -203,12 +203,12 @@ def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("batch", ["batch", 3])
 def test_a_file_tells_the_same_borders_as_a_session(tmp_path: Path, held: int, batch: str | int) -> None:
     path = graph(tmp_path / "m.onnx", held=held, batch=batch)
-    borders = borders_of_onnx(path)
+    borders = io_of_onnx(path)
     with OnnxRunner(path) as runner:
         assert (borders.inputs, borders.outputs, borders.batch) == (runner.inputs, runner.outputs, runner.fixed_batch)
 
 
-TOLD = Told(products=("fp32",), hint="fp32", execution_mode="ACCURACY", threads=2, streams=1, pinning=False)
+TOLD = CompiledSettings(products=("fp32",), hint="fp32", execution_mode="ACCURACY", threads=2, streams=1, pinning=False)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise RuntimeError("std::bad_alloc: out of memory")
 
-    monkeypatch.setattr(openvino_runner, "the_core", lambda: SimpleNamespace(compile_model=full))
+    monkeypatch.setattr(openvino_runner, "shared_core", lambda: SimpleNamespace(compile_model=full))
     monkeypatch.setattr(openvino_runner, "require_openvino", SimpleNamespace)
     with pytest.raises(RuntimeError, match="out of memory"):
         OpenVinoRunner(graph(tmp_path / "m.onnx")).__enter__()

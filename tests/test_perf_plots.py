@@ -53,21 +53,21 @@ def point(label: str, value: float) -> Point:
 HOSTILE = "'\"><script>&amp;]]>"
 DRAWN: list[Callable[[], Drawing]] = [
     lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0), point("8", 20.0)))],
-                        title="t", unit="ms", across="batch", log=True),
+                        title="t", unit="ms", x_label="batch", log=True),
     lambda: plots.curve([Series(name="dense", tone="dense", points=(point("1", 3.0),))],
-                        title="t", unit="ms", across="batch", log=False),
+                        title="t", unit="ms", x_label="batch", log=False),
     lambda: plots.gains([Gain(label="batch 1", ratio=point("1", 1.4), noise=(0.99, 1.01), promised=2.0),
-                         Gain(label="batch 8", ratio=None, noise=None, promised=None)], title="t", across="x"),
+                         Gain(label="batch 8", ratio=None, noise=None, promised=None)], title="t", x_label="x"),
     lambda: plots.distributions([Samples(label="batch 1", by_name={"dense": [2.0] * 9 + [500.0], "reduced": [1.0]})],
-                                title="t", across="x"),
-    lambda: plots.dumbbells([Change(label="blocks.0.mlp", before=0.3, after=0.0)], title="t", across="x",
+                                title="t", x_label="x"),
+    lambda: plots.dumbbells([Change(label="blocks.0.mlp", before=0.3, after=0.0)], title="t", x_label="x",
                             before="cut", after="compensated"),
     lambda: plots.bounded([BoundedValue(label="fp16", value=math.inf, bound=0.01, status="FAIL"),
                            BoundedValue(label="whole", value=0.0, bound=None, status="UNJUDGED")],
-                          title="t", across="x"),
-    lambda: plots.scatter({HOSTILE: [Spot(across=0.4, value=0.0, filled=True, tip=HOSTILE)],
-                           "corp": [Spot(across=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
-                          across="share", least=1e-6),
+                          title="t", x_label="x"),
+    lambda: plots.scatter({HOSTILE: [Spot(x=0.4, value=0.0, filled=True, tip=HOSTILE)],
+                           "corp": [Spot(x=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
+                          x_label="share", least=1e-6),
 ]  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def test_a_plot_as_a_file_brings_its_colours_and_no_other_element(draw: Callable
 
 
 def test_there_is_a_class_for_every_hue() -> None:
-    clouds = {str(i): [Spot(across=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
-    drawing = plots.scatter(clouds, title="t", unit="error", across="x", least=1e-6)
+    clouds = {str(i): [Spot(x=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
+    drawing = plots.scatter(clouds, title="t", unit="error", x_label="x", least=1e-6)
     assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline))) == HUES
     assert all(f".hue{place} " in drawing.standalone for place in range(HUES))
 

@@ -18,7 +18,7 @@ from ground.errors import BadInput
 from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
 from perf.stats.compare import ratio_of_independent
-from perf.stats.shares import fewest, fewest_that_show, most_confidence, share_interval, wilson
+from perf.stats.shares import fewest, fewest_for_share, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
@@ -177,11 +177,11 @@ def test_coefficient_of_variation() -> None:
 
 def test_an_interval_is_told_with_its_bounds_or_without() -> None:
     known = Interval(value=1.25, low=1.2, high=1.3111)
-    assert known.words() == "1.25 (1.20 to 1.31)"
-    assert known.words(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
+    assert known.describe() == "1.25 (1.20 to 1.31)"
+    assert known.describe(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
     assert known.figures == (1.25, 1.2, 1.3111)
     few = ratio_of_medians([np.array([3.0])] * 5, [np.array([2.0])] * 5)
-    assert (few.is_bounded, few.words(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))
+    assert (few.is_bounded, few.describe(".1f"), few.figures) == (False, "1.5 (no interval)", (1.5, None, None))
 
 
 PERCENTS = (50.0, 90.0, 95.0, 99.0)
@@ -351,10 +351,10 @@ def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit:
 
     assert fewest(decides) == max(int(np.ceil(least)), 1)
     if share == 1.0:
-        assert fewest_that_show(limit, confidence) == fewest(decides)
+        assert fewest_for_share(limit, confidence) == fewest(decides)
         for count in (3, 64, 150):
             assert share_interval(1.0, count, most_confidence(limit, count)).low == pytest.approx(limit)
-    assert fewest_that_show(1.0, confidence) is None
+    assert fewest_for_share(1.0, confidence) is None
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900)])

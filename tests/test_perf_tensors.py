@@ -27,9 +27,9 @@ from ground.feeds import (
     checked_feeds,
     feeds_from_array,
     feeds_of_ports,
-    noise_of_ports,
-    only,
+    random_feeds,
     rows_of,
+    single_array,
 )
 from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import structure, tolerance
@@ -115,7 +115,7 @@ def encoder() -> ModuleRunner:
 @pytest.fixture(scope="module")
 def reference() -> Array:
     with encoder() as runner:
-        return only(runner(FEEDS))
+        return single_array(runner(FEEDS))
 
 
 def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(reference: Array) -> None:
@@ -147,14 +147,14 @@ def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(refe
 
 def test_whole_numbers_are_not_cast_with_the_module() -> None:
     with ModuleRunner(Encoder(), precision="bf16", inputs=(IDS, MASK), outputs=(EMBEDDING,)) as runner:
-        assert only(runner(FEEDS)).dtype == np.float32
+        assert single_array(runner(FEEDS)).dtype == np.float32
 
 
 def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
         assert runner.inputs == (IDS, MASK)
         assert runner.outputs == (EMBEDDING,)
-        np.testing.assert_allclose(only(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(single_array(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
         bound = runner.bind(rows_of(FEEDS, slice(3)))
         assert bound.laps(1, lambda: 0).calls == 1
     with pytest.raises(BadInput, match=r"m.onnx: its note export.outputs can't be read"):
@@ -187,7 +187,7 @@ def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
     with pytest.raises(BadInput, match="one array for 2 inputs; expected one for each of ids, mask"):
         feeds_from_array(array, (IDS, MASK))
     with pytest.raises(BadInput, match="expected one array, got 2: ids, mask"):
-        only(FEEDS)
+        single_array(FEEDS)
 
 
 def test_a_batch_larger_than_the_feeds_begins_again() -> None:
@@ -199,12 +199,12 @@ def test_a_batch_larger_than_the_feeds_begins_again() -> None:
 
 def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
     images = Port(name="images", shape=(3, 4, 4))
-    noise = noise_of_ports((images, MASK), 5, seed=0)
+    noise = random_feeds((images, MASK), 5, seed=0)
     assert (noise["images"].dtype.name, noise["images"].shape) == ("float32", (5, 3, 4, 4))
     assert 0.8 < noise["images"].std() < 1.2
     assert (noise["mask"] == 1).all()
     with pytest.raises(BadInput, match=r"images \[B, \?, 4, 4\]: a free size"):
-        noise_of_ports((Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
+        random_feeds((Port(name="images", shape=(-1, 4, 4)),), 5, seed=0)
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
@@ -214,7 +214,7 @@ def exact_link(reference: Array, candidate: Array) -> Link:
 
 
 def run_of(runner: OnnxRunner, change: Callable[[Array], Array] = lambda rows: rows) -> structure.Run:
-    return lambda feeds: {"embedding": change(only(runner(feeds)))}
+    return lambda feeds: {"embedding": change(single_array(runner(feeds)))}
 
 
 def test_a_faithful_graph_passes_every_test(tmp_path: Path, reference: Array) -> None:
@@ -234,7 +234,7 @@ def test_a_faithful_graph_passes_every_test(tmp_path: Path, reference: Array) ->
 
 def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx", ignores_mask=True)) as runner:
-        faulty = only(runner(FEEDS))
+        faulty = single_array(runner(FEEDS))
     assert exact_link(reference, faulty).status == "FAIL"
     found = link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=reference,
                  candidate_by_batch={8: faulty}, tolerance=tolerance.limits(min_agreement=0.9),
@@ -245,7 +245,7 @@ def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, refer
 
 def test_a_scaled_output_errs_although_every_angle_is_right(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx", scale=1.01)) as runner:
-        faulty = only(runner(FEEDS))
+        faulty = single_array(runner(FEEDS))
     found = exact_link(reference, faulty)
     assert (found.status, found.measures.agreement) == ("FAIL", 1.0)
     assert found.measures.cosine_min == pytest.approx(1.0)

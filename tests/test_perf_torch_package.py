@@ -106,7 +106,7 @@ def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytes
     assert loaded == []
     untold = run(*words, "--trust-code")
     assert untold.exit_code == 2
-    assert "a package doesn't tell what it takes" in " ".join(untold.stderr.split())
+    assert "a package doesn't record its inputs" in " ".join(untold.stderr.split())
     assert loaded == []
     done = run(*words, "--images", package.parent / "images.npy", "--trust-code")
     assert done.exit_code == 0, done.output

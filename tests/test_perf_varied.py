@@ -18,7 +18,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import Subject, bench
-from perf.bench.station import Station
+from perf.bench.opened_subject import OpenedSubject
 from perf.bench.varied import BATCHES, varied_batches
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
@@ -167,20 +167,20 @@ class Forgetful(nn.Module):
 def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
     with ModuleRunner(Forgetful(honest)) as runner:
-        station = Station("reduced", (runner,), None, None)
-        bound = station.bind({"images": images})
+        subject = OpenedSubject("reduced", (runner,), None, None)
+        bound = subject.bind({"images": images})
         bound.laps(2, perf_counter_ns)
-        (found,) = station.tests()
-        assert station.tests() == []  # it was let go of
+        (found,) = subject.tests()
+        assert subject.tests() == []  # it was let go of
     assert (found.candidate, found.status) == ("reduced at batch 4", status)
     assert found.test == "timed-run"
 
 
 def test_what_was_bound_and_not_timed_says_nothing() -> None:
     with ModuleRunner(Forgetful(9)) as runner:
-        station = Station("dense", (runner,), None, None)
-        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
-        assert station.tests() == []
+        subject = OpenedSubject("dense", (runner,), None, None)
+        subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
+        assert subject.tests() == []
 
 
 class Scalar(nn.Module):
@@ -192,9 +192,9 @@ class Scalar(nn.Module):
 
 def test_what_answers_no_input_is_no_model() -> None:
     with ModuleRunner(Scalar(), label="m") as runner:
-        station = Station("reduced", (runner,), None, None)
-        station.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
+        subject = OpenedSubject("reduced", (runner,), None, None)
+        subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
         with pytest.raises(
             BadInput, match=r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each"
         ):
-            station.tests()
+            subject.tests()

@@ -51,7 +51,7 @@ OUTSIDE = [
 def test_every_path_that_leads_out_is_refused_by_its_key(tmp_path: Path, outside: tuple[str, str, str]) -> None:
     table, key, value = outside
     recipe = written(tmp_path / "own", outside)
-    with pytest.raises(BadInput, match=rf"{table}\.{key} leads out of .*/own, .* give --trust-paths if it may"):
+    with pytest.raises(BadInput, match=rf"{table}\.{key} leads out of .*/own, .* give --trust-paths if you agree"):
         load_recipe(recipe)
     known = load_recipe(recipe, trust_paths=True)
     assert known == load_recipe(recipe, trust_paths=True)

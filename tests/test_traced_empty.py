@@ -186,7 +186,7 @@ def test_what_can_go_whole_is_told() -> None:
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
 def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
     """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""
-    with pytest.raises(BadInput, match=f"{name}: it keeps nothing, and can't go whole"):
+    with pytest.raises(BadInput, match=f"{name}: it keeps nothing, but can't be removed completely"):
         at_widths(dense().model, {name: 0})
     save(replace(dense(), model=emptied().model), tmp_path / "edited")
     config = json.loads((tmp_path / "edited/config.json").read_text(encoding="utf-8"))

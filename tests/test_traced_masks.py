@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import named, run_model
+from calib.inputs import run_model, tensors_by_name
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families.steps import Passage
 from corp_deploy.families.traced_model import steps, tracing
@@ -51,7 +51,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
     own = tracing(model)
     at = [None, *(cut.node for cut in cuts(own.found)), None]
     assert [node.name for node in along(own.program)] == ["attention_mask"]
-    x, mask = named(tokens).values()
+    x, mask = tensors_by_name(tokens).values()
     assert not bool(mask.all())
     with torch.no_grad():
         for before, after in pairwise(at):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import named, pieces
+from calib.inputs import chunks, tensors_by_name
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
@@ -114,8 +114,8 @@ def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dic
         (batch,) = islice(subject.judged.batches(BATCH), 1)
         worst = 0.0
         for count in (1, BATCH):
-            part = next(pieces(batch, count))
-            arrays = dict(zip(names, (tensor.numpy() for tensor in named(part).values()), strict=True))
+            part = next(chunks(batch, count))
+            arrays = dict(zip(names, (tensor.numpy() for tensor in tensors_by_name(part).values()), strict=True))
             feed = {name: array.astype(types[name] or array.dtype) for name, array in arrays.items() if name in types}
             got = beside([torch.from_numpy(each.astype(np.float64)) for each in session.run(None, feed)])
             apart = away(got, outputs(candidate, iter([part])))

@@ -131,7 +131,7 @@ class Trained:
                 name=name,
                 form="torch",
                 path=Path(name),
-                held_in=FLOAT32,
+                float_type=FLOAT32,
                 checkpoint=Checkpoint(model=model, architecture=self.checkpoint.architecture, lineage={}),
             )
             for name, model in models.items()

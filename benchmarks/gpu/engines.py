@@ -24,7 +24,7 @@ from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput as NotLoaded
 from ground.errors import Missing
-from ground.feeds import feeds_from_array, only
+from ground.feeds import feeds_from_array, single_array
 
 MODEL, SPARSITY = "DeiT-S", 0.5
 BATCHES = (1, 8, 64)
@@ -95,11 +95,11 @@ def loads(path: Path, backend: str, setting: Setting) -> Row:
     images = pixels(setting, 8)
     try:
         with EngineRunner(path, backend="tensorrt_rtx" if backend == "tensorrt-rtx" else "tensorrt") as runner:
-            given = only(runner(feeds_from_array(images, runner.inputs)))
+            given = single_array(runner(feeds_from_array(images, runner.inputs)))
     except (NotLoaded, RuntimeError, AssertionError) as error:
         return {"loads": False, "reason_not_loaded": reason_of(error)}
     with ModuleRunner(checkpoint_of(path.stem, setting).model) as plain:
-        wanted = only(plain(feeds_from_array(images, plain.inputs)))
+        wanted = single_array(plain(feeds_from_array(images, plain.inputs)))
     return {"loads": True, "relative_error": float(np.linalg.norm(given - wanted) / np.linalg.norm(wanted))}
 
 

@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 
 from corp_deploy.machine import FLOORS
-from ground.known_holes import version_numbers
+from ground.vulnerabilities import version_numbers
 
 NEEDED = ("torch", "timm", "numpy", "safetensors", "msgspec", "pillow", "click")
 

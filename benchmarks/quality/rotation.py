@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.quality.layer_polish import BATCH, SUBJECTS, Subject, outputs
 from benchmarks.quality.timm_sites import Attention, attentions
 from calib.input_set import InputSet
-from calib.inputs import each, run_model
+from calib.inputs import map_tensors, run_model
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of
@@ -126,7 +126,7 @@ def in_fp16(model: nn.Module, inputs: InputSet) -> Tensor:
     """With weights and activations of every layer in float16."""
     half = copy.deepcopy(model).half()
     with torch.inference_mode():
-        return torch.cat([run_model(half, each(batch, Tensor.half)) for batch in inputs.batches(BATCH)]).double()
+        return torch.cat([run_model(half, map_tensors(batch, Tensor.half)) for batch in inputs.batches(BATCH)]).double()
 
 
 def rows_of(subject: Subject, moments: Moments, share: float) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense, inputs
 from benchmarks.real.record import Record
 from benchmarks.speed.cpu_latency import halved
-from calib.inputs import named, pieces
+from calib.inputs import chunks, tensors_by_name
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.model_cost import macs
@@ -55,7 +55,7 @@ def feeds_of(instance: Instance, checkpoint: Checkpoint, directory: Path) -> Ite
     ports = input_ports(checkpoint.model)
     (batch,) = islice(inputs(instance, checkpoint.model, max(BATCHES), 2, directory).batches(max(BATCHES)), 1)
     for count in BATCHES:
-        tensors = named(next(pieces(batch, count))).values()
+        tensors = tensors_by_name(next(chunks(batch, count))).values()
         yield {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
 
 

@@ -33,7 +33,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.graph.precision import typed_copy
-from ground.feeds import Feeds, Outputs, only, rows_of
+from ground.feeds import Feeds, Outputs, rows_of, single_array
 from ground.files import write_json
 from perf.timing.environment import cpu_name
 
@@ -67,7 +67,7 @@ def in_half(model: nn.Module) -> Run:
 
     def run(feeds: Feeds) -> Outputs:
         with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
-            logits = half(torch.from_numpy(only(feeds))).numpy()
+            logits = half(torch.from_numpy(single_array(feeds))).numpy()
         return {"logits": logits}
 
     return run

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
-from ground.together import FORMER, put_back
+from ground.transaction import FORMER, roll_back_interrupted
 from tests.faults import NOTHING, Ended, Fault, ended, tree
 
 STATES = ("*.partial.*", "sweep/trials/*")
@@ -133,7 +133,7 @@ def _state_of(held: Undisturbed) -> str:
     if state in ("old", "new") or not journals:
         return state
     for journal in journals:
-        put_back(journal.parent)
+        roll_back_interrupted(journal.parent)
     return "kept" if scenario.seen() == held.old else state
 
 

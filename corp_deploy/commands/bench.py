@@ -40,14 +40,14 @@ def bench(
     fed: FedOptions,
     out: Output,
 ) -> None:
-    """Time DENSE against REDUCED, interleaved in one process. An A/A run of DENSE stands beside them.
+    """Time DENSE against REDUCED, interleaved in one process. An A/A run of DENSE shows the noise.
 
-    Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code
-    (--trust-code, with --images FILE.npy of what they take). DENSE may also be a .toml with [model], as calibrate
-    writes it. Exit code 3 where no batch size could be measured in time.
+    Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code (they need
+    --trust-code, and --images FILE.npy as inputs). DENSE may also be a .toml with [model], as calibrate writes it. Exit
+    code 3 if no batch size could be measured in time.
 
     Directories of export-decoder, or plain ones of transformers, which are exported to FP32 first, are timed by prefill
-    and decoding; every length and every batch size has the time limit for itself.
+    and decoding; the time limit applies to each length and each batch size.
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """

@@ -41,7 +41,11 @@ def _built(asked: EngineOptions, graph: Path, done: Callable[[int], None]) -> "E
 )
 @click.argument("graph", type=FILE)
 @click.option(
-    "--output", "-o", type=FILE, required=True, help="Plan (or optimised graph) to write; its record goes beside."
+    "--output",
+    "-o",
+    type=FILE,
+    required=True,
+    help="Plan (or optimised graph) to write; its record is written beside it.",
 )
 @record_options("asked", EngineOptions)
 @output_options
@@ -55,7 +59,7 @@ def build(graph: Path, output: Path, asked: EngineOptions, out: Output) -> None:
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.of("build"):
+    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.measure("build"):
         if asked.compatibility is None:
             built = _built(asked, graph, done)
             write_engine(built, output)

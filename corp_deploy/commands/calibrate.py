@@ -24,7 +24,7 @@ from .stopwatch import keep_effort, stopwatch_on
 @record_options("inputs", GivenInputs, *KINDS, "samples", "seed", "workers", "max_bad")
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @record_options("asked", CalibrateRun)
-@click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
+@click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
 @output_options
 def calibrate(
     model: ModelChoice,
@@ -36,33 +36,35 @@ def calibrate(
 ) -> None:
     """Take a model's second-order statistics of unlabelled inputs.
 
-    Every image is looked at once; with the statistics that costs as much as about 2 bare forward asked. With --attn
-    a pass before it ranks, unless --moments does.
+    Every image is read once; with the statistics that costs about as much as 2 bare forward passes. With --attn a first
+    pass ranks the dimensions, unless --moments does.
 
-    What goes with a model's name (weights, arguments, preprocessing) is written beside OUTPUT, as OUTPUT's name with
-    .model.toml in place of its suffix: give that as --model to the commands that follow.
+    What belongs to a model's name (weights, arguments, preprocessing) is written beside OUTPUT, with .model.toml in
+    place of its suffix: give that file as --model to the commands that follow.
 
-    With --checkpoint-every, the same command goes on where an interrupted one was. Under torchrun every process takes
-    its share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file
-    is for reduce --held-out, which judges every site on images that it was not fitted to.
+    With --checkpoint-every, the same command resumes after an interruption. Under torchrun every process takes its
+    share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file is
+    for reduce --held-out, which judges every site on images that it was not fitted to.
 
-    With --groups the statistics are kept of two halves of the images that split no group, twice as large a file: reduce
-    then chooses at every site how strong a ridge is, by what fits to either half lose on the other, and it is said here
-    how many more groups would pay.
+    With --groups the file, then twice as large, has statistics of two halves of the images that split no group: reduce
+    then chooses the ridge of every site by the loss of each half's fit on the other half, and calibrate estimates how
+    many more groups would help.
 
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
-    takes it for the kept ones alone, exactly, and for every larger share; moments ranked by the same --moments merge.
+    collects it, without approximation, for the dimensions kept at sparsity S or a larger one; moments ranked by the
+    same --moments can be merged.
 
-    With --snapshots 100,500,1000 the moments of the first 100, 500 and 1000 images are what a calibration on these
-    alone gives, so that one pass shows how many images are enough. A number that is a multiple of --batch-size needs no
-    second copy of the sums in memory. The dims of --attn are ranked by all images, and so are the halves of --groups
-    dealt; held-out images are the same for all. Images in the order of a sorted folder are not drawn: give --samples.
+    With --snapshots 100,500,1000 the moments of the first 100, 500 and 1000 images are the same as those of a
+    calibration on these alone, so that one pass shows how many images are enough. Multiples of --batch-size need no
+    second copy of the sums in memory. All images together rank the dimensions of --attn and form the halves of
+    --groups; held-out images are the same for all. The images of a folder come in sorted order, not at random: give
+    --samples.
 
-    With --merge-tokens the statistics are those of the model that merges so, each token counted as often as tokens
-    stand in it; give reduce the same.
+    With --merge-tokens the statistics are those of the model with merged tokens, each weighted by the number of tokens
+    merged into it; give reduce the same schedule.
 
-    With --sequential a decoder is read and calibrated block by block, so that one of seven billion parameters needs the
-    memory of a block, its sums, and the residual stream of all sequences.
+    With --sequential a decoder is read and calibrated block by block, so that one with seven billion parameters needs
+    memory for a block, its sums, and the residual stream of all sequences only.
 
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
@@ -101,7 +103,7 @@ def calibrate(
         )
         resumed, said = run.goes_on, output.with_suffix(".model.toml")
         says = bool(model.asked) and not explicit_options()["model"].endswith(".toml")
-        with watch.of("calibrate"):
+        with watch.measure("calibrate"):
             summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))

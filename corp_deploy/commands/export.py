@@ -40,7 +40,8 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     "-o",
     type=FILE,
     required=True,
-    help="ONNX file to write; of several precisions fp32 goes there, others to NAME.fp16.onnx and so on beside it.",
+    help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
+    "beside it.",
 )
 @record_options("asked", ExportOptions)
 @record_options(
@@ -51,7 +52,9 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     text="Texts for the same, a line each, of a text encoder.",
     arrays="Arrays for the same, of a model of arrays.",
 )
-@click.option("--dense", default=None, help="For --auto: the dense model's directory; its own error is the yardstick.")
+@click.option(
+    "--dense", default=None, help="For --auto: the dense model's directory; errors are compared with its own error."
+)
 @output_options
 def export_command(
     model: ModelChoice, output: Path, asked: ExportOptions, inputs: InputOptions, dense: str | None, out: Output
@@ -72,7 +75,7 @@ def export_command(
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
         graphs = Graphs(checkpoint, asked, feeds, dense=yardstick, where=model.model, command=command_line())
-        with out.progress("exporting", len(asked.precisions), unit="graphs") as done, watch.of("export"):
+        with out.progress("exporting", len(asked.precisions), unit="graphs") as done, watch.measure("export"):
             for name, path in graphs.paths(output).items():
                 rows.append(_record_of(name, path, graphs.write(name, path)))
                 done(len(rows))

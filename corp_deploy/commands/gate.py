@@ -26,12 +26,12 @@ class GateOptions(Record):
         Repeated(),
         (),
         typed="fail_if",
-        help="What must not be, such as 'p50@b1 > baseline*1.03'; may be given several times.",
+        help="What must not happen, such as 'p50@b1 > baseline*1.03'; may be given several times.",
     )
     confidence: float = confidence_option()
     history: Path | None = option(
         values.DIRECTORY,
-        help="Judge bench.json as the newest of the releases kept here, then keep it too; nothing here is overwritten.",
+        help="Judge bench.json against the releases kept in this directory, then add it; nothing there is overwritten.",
     )
     track: Path | None = option(values.DIRECTORY, help="Write files for benchmark tracking here.")
 
@@ -57,20 +57,20 @@ def gate(
 
     PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
-    A figure with an interval (a time, a speed-up, a share of inputs) passes a rule where none of the interval breaks
-    it, and fails where all of it does; in between it is INCONCLUSIVE, and what would decide is told. --confidence is
-    of these intervals, as it is of verify's.
+    A figure with an interval (a time, a speed-up, a share of inputs) passes a rule if no part of the interval breaks
+    it, and fails if all of it does; in between it is INCONCLUSIVE, and the message says how much more data would
+    decide. --confidence sets these intervals, as in verify.
 
-    The verdict of parity.json counts as well, with the confidence that verify was given; and where it knows, that none
-    of its images was fitted to: the rule 'fitted_images > 0' is added unless one on fitted_images is given.
+    The verdict of parity.json counts as well, with verify's confidence. If a record knows which images the model was
+    fitted to, the rule 'fitted_images > 0' is added, unless you give one on fitted_images.
 
     --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
-    found by Student's t over every split of the releases, looked at after each of them; less than 1 in 20 histories of
-    30 releases without a change show one. Where all releases have the same reference, the ratio to it is judged, as its
-    own changes are the machine's: a rise of 3 % is found within two releases. Where they have not, the reduced model's
-    own median is, which sees such a rise in one of five histories so soon. The row names what it judges, (speed-up) or
-    a median. Records from other machines or settings are left out and named. With -o gate.json, history.json and
-    history.svg go beside it.
+    found by Student's t over every split of the releases, tested after each of them; fewer than 1 in 20 histories of 30
+    releases without a change show one. If all releases have the same reference, the ratio to it is judged, since the
+    reference's own changes are the machine's: a rise of 3 % is found within two releases. Otherwise the reduced model's
+    median is judged, which finds such a rise that soon in one of five histories. The row names what it judges,
+    (speed-up) or a median. Records from other machines or settings are left out and named. With -o gate.json,
+    history.json and history.svg go beside it.
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive or a parity.json alone in which no link had a limit, 5 not comparable.
 
@@ -154,8 +154,8 @@ def gate(
 def compare(ctx: click.Context, before: Path, after: Path, out: Output) -> None:
     """Put two bench records side by side.
 
-    What differs about the machines comes first, then the figures. Exit codes: 0, or 5 when the two were measured so
-    differently that their figures are not comparable.
+    Differences of the machines come first, then the figures. Exit codes: 0, or 5 if machines or settings differ so that
+    the figures are not comparable.
 
     Example: corp-deploy bench compare last-week.json bench.json
     """

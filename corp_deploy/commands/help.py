@@ -34,7 +34,7 @@ HELP_ALL = click.Option(
     is_eager=True,
     expose_value=False,
     callback=_show_all,
-    help="Show all options, by what they are of, and exit.",
+    help="Show all options, by topic, and exit.",
 )
 
 

@@ -14,7 +14,7 @@ from .options import FILE, output_options
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write.")
 @output_options
 def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
-    """Add calibrations made apart.
+    """Add the moments of separate calibrations.
 
     Refuses other models, other preprocessing and overlapping images.
 
@@ -40,7 +40,7 @@ def merge_moments(parts: tuple[Path, ...], output: Path, out: Output) -> None:
 def redundancy(moments: Path, output: Path | None, out: Output) -> None:
     """Show how far a model can go before anything is pruned.
 
-    By effective ranks, and the dimensions that hold the energy.
+    It shows effective ranks and how many dimensions hold the energy.
 
     Example: corp-deploy inspect redundancy --moments moments.safetensors -o redundancy.svg
     """

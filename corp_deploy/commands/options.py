@@ -68,7 +68,7 @@ trust_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust,
-    help="Run the code of a model that has some, of module:PATH.py:FUNCTION and what was made of it, and of measures.",
+    help="Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
 )
 
 
@@ -86,7 +86,8 @@ trust_engine_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust_engines,
-    help="Load .plan files that were not built here by you: an engine may hold code, and nothing tells one that does.",
+    help="Load .plan files that you did not build on this machine: an engine may contain code, and no check "
+    "detects it.",
 )
 
 

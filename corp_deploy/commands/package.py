@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     cls=Command, first="output name model-version labels server max-batch policy instances queue-delay-us sign"
 )
 @click.argument("directory", type=DIRECTORY)
-@click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, made or added to.")
+@click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
 @record_options("asked", ServingOptions)
 @record_options("signing", SigningChoice)
 @output_options
@@ -43,9 +43,9 @@ def package(
 ) -> None:
     """Write a Triton model repository from a directory of results.
 
-    --sign signs the repository as a whole, older versions in it too, under --name and --model-version, where `package
-    lint` finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. What changes it afterwards, another
-    version or `package serve`, ends the signature.
+    --sign signs the whole repository, with its older versions, under --name and --model-version, if `package lint`
+    finds no error; `check OUTPUT --verify KEY.pub.pem` verifies it. Any later change, such as another version or
+    `package serve`, invalidates the signature.
 
     Example: corp-deploy package release -o repository --name vit --model-version 1
     """
@@ -85,7 +85,7 @@ def package(
 def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Output) -> None:
     """Check a Triton repository without a server.
 
-    It is held against its artefacts; exit code 1 when one would not load.
+    Configs are compared with their artefacts; exit code 1 if one would not load.
 
     Example: corp-deploy package lint repository --server 26.07
     """
@@ -107,16 +107,16 @@ class RollOptions(Record):
 
     name: str = option(TEXT, "vit", help="Model name.")
     server: str | None = option(
-        TEXT, help="Roll this running server over too, such as http://127.0.0.1:8000 (explicit mode)."
+        TEXT, help="Also switch this running server, such as http://127.0.0.1:8000 (explicit mode)."
     )
     samples: Path | None = option(
         values.DIRECTORY,
-        help="With --server: the release whose sample images the new version is asked before any client can ask it.",
+        help="With --server: the release whose sample images test the new version before any client can use it.",
     )
     max_error: float = option(
         ERROR,
         0.05,
-        help="With --samples: the largest relative error of its answers to them, against the reduced model's in FP32.",
+        help="With --samples: the largest relative error of its outputs, against the reduced model's in FP32.",
     )
     timeout: float = option(SECONDS, 120.0, help="With --server: seconds for each step.")
 
@@ -140,10 +140,10 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, aske
     """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
-    loaded and warmed up under a name that no client knows, asked the samples, added beside the one that serves,
-    switched to when ready, and the old one unloads after its last request. Where a step fails the old one stays. While
-    a version loads or unloads the server calls itself not ready as a whole (/v2/health/ready): a probe that decides
-    about traffic should ask /v2/models/NAME/ready.
+    loaded and warmed up under a temporary name, tested on the samples, added beside the current one and switched to
+    when ready; the old one is unloaded after its last request. If a step fails, the old version keeps serving. While a
+    version loads or unloads, the whole server reports not ready (/v2/health/ready): traffic probes should ask
+    /v2/models/NAME/ready.
 
     Exit codes: 0 served, 1 a step failed in the server.
 

@@ -39,13 +39,13 @@ def perplexity(
     output: Path | None,
     out: Output,
 ) -> None:
-    """Tell how well decoders predict a held-out text. CANDIDATES are compared with DENSE, token by token.
+    """Measure how well decoders predict a held-out text. CANDIDATES are compared with DENSE, token by token.
 
-    DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels:
-    the text's own next token is what is told. Beside the perplexity stand its ratio to the dense model's on the same
-    sequences, the share of tokens with the same first word, and KL in nats a token, each with its interval over
-    sequences. A limit is met where none of the interval breaks it and broken, exit 1, where all of it does; in between,
-    and where sequences are too few for an interval, it is INCONCLUSIVE, exit 3.
+    DENSE is hf:DIR or a directory written by corp-deploy, CANDIDATES are such directories and their graphs. No labels
+    are needed: models predict the text's next token. The output has the perplexity, its ratio to the dense model's on
+    the same sequences, the share of tokens with the same most likely next token, and the KL divergence in nats a token,
+    each with its interval over sequences. A limit is met if no part of the interval breaks it, and broken (exit 1) if
+    all of it does; in between, and with too few sequences for an interval, it is INCONCLUSIVE (exit 3).
 
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
@@ -65,7 +65,7 @@ def perplexity(
         )
     with out.progress("reading", sequences.count, unit=sequences.noun) as done:
         proof = perplexities(dense, steps, sequences, limits, batch=batch, done=done)
-    if proof.fitted is not None and proof.fitted.found:
+    if proof.fitted is not None and proof.fitted.has_overlap:
         out.warn(proof.fitted.warning)
     record = proof.as_json()
     if output is not None:

@@ -27,7 +27,9 @@ class ProofInputChoice(InputOptions):
     """
 
     random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
-    moments: Path | None = option(FILE, help="Say whether these images look like those of calibration.")
+    moments: Path | None = option(
+        FILE, help="Moments of the calibration: report whether these images look like its images."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +65,7 @@ class ProofInputChoice(InputOptions):
         if self.random is not None:
             return noise_inputs(artefact.inputs, self.random, self.seed)
         if self.arrays is not None:
-            return inputs_from_set(open_arrays(self.arrays, artefact.inputs, known={}, **self.drawn))
+            return inputs_from_set(open_arrays(self.arrays, artefact.inputs, id_counts={}, **self.drawn))
         if self.images is None or len(artefact.inputs) > 1:
             raise BadInput(
                 f"{artefact.path}: an engine is compared on --images, --arrays or --random; its tokenizer isn't here"

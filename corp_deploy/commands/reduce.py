@@ -42,7 +42,7 @@ def reduce_command(
     """Narrow a model and repair the loss in closed form. MLP channels, query/key dimensions, whole heads and channels
     between convolutions are removed; --sparse sets weights to zero.
 
-    With --polish a fit follows, and the same command goes on where an interrupted one was. Under torchrun the
+    With --polish a further fit follows, and after an interruption the same command resumes. Under torchrun the
     processes share a polish's inputs: torchrun --nproc-per-node 2 -m corp_deploy reduce ...
 
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments

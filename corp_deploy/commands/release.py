@@ -58,9 +58,9 @@ class RunChoice(Record, heading="How much is done"):
     """How much of a release is done. Raises BadInput where one way excludes another."""
 
     dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
-    plan_only: bool = option(default=False, help="Write the stages this machine can't do as a shell script.")
+    plan_only: bool = option(default=False, help="Write the stages that this machine can't run as a shell script.")
     only: Sequence[str] = option(
-        Repeated(), (), help="Do this stage alone, from what stands in the directory; repeatable."
+        Repeated(), (), help="Run this stage only, on the results already in the directory; repeatable."
     )
 
     def __post_init__(self) -> None:
@@ -97,11 +97,11 @@ def release(
     """Make a whole release from a recipe. Its model is reduced, exported, proved, measured and judged; finished stages
     are kept.
 
-    A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they are
-    run where --trust-code says so here. Its paths stay below its own directory unless --trust-paths says otherwise.
+    A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they run
+    only with --trust-code. Its paths have to stay below its own directory unless you give --trust-paths.
 
-    --sign signs what passes its gate, under the recipe's release.name and release.version: model.sig, over every file.
-    --sign sigstore takes the identity of the CI job that this runs in, and asks the network for it.
+    --sign signs a release that passes its gate, under the recipe's release.name and release.version: model.sig covers
+    every file. --sign sigstore uses the identity of the CI job, which needs the network.
 
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
     with another target.
@@ -266,8 +266,8 @@ def check(ctx: click.Context, directory: Path, verifying: VerifyingChoice, out: 
     differs.
 
     With --verify its signature comes first, before any file of it is parsed: by a public key, by an identity in a
-    certificate that leads to --root, or by one that Sigstore vouches for (--issuer; this asks the network for its
-    roots). An older release has a signature that holds too: say with --expect-version which one it has to be.
+    certificate that chains to --root, or by one from Sigstore (--issuer; this needs the network). Older releases have
+    valid signatures too: give --expect-version to say which one it has to be.
 
     Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """

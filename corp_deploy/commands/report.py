@@ -15,8 +15,8 @@ from .options import DIRECTORY, FILE, output_options
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
 @output_options
 def report(directory: Path, output: Path, title: str | None, out: Output) -> None:
-    """Write the report of a directory's records. They are its bench.json, parity.json, the reduced model's, and what
-    lies beside files on what they took.
+    """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,
+    and the effort records beside files.
 
     Example: corp-deploy report release -o release/report.html
     """

@@ -37,7 +37,7 @@ def calibrate_by_block(
         layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
         source = inputs.open(layers.checkpoint)
         blocks = layers.arguments.decoder.layers
-        with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as done, watch.of("calibrate"):
+        with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as done, watch.measure("calibrate"):
             run = SequentialRun(
                 statistics=asked.statistics,
                 batch_size=asked.batch_size,

@@ -20,10 +20,10 @@ SIGSTORE = "sigstore"
 class SigningChoice(Record, heading="Signature"):
     """Raises BadInput for a certificate or password without the key that it goes with."""
 
-    sign: str | None = option(text_of(f"KEY.pem|{SIGSTORE}"), help="Sign it: with this private key (EC, PEM).")
+    sign: str | None = option(text_of(f"KEY.pem|{SIGSTORE}"), help="Sign with this private key (EC, PEM).")
     sign_certificate: Path | None = option(FILE, help="The key's certificate, by which others know it.")
     sign_chain: Sequence[Path] = option(
-        Repeated(each=FILE), (), help="Certificates from that one on to the root; repeat."
+        Repeated(each=FILE), (), help="Certificates of the chain from that one to the root; repeat."
     )
     sign_password: Path | None = option(FILE, help="The file with the password of an encrypted key.")
 
@@ -57,14 +57,16 @@ class VerifyingChoice(Record):
 
     verify: str | None = option(
         text_of("KEY.pub.pem|IDENTITY"),
-        help="First of all verify the signature, by this public key or of this identity.",
+        help="First verify the signature, by this public key or for this identity.",
     )
     root: Sequence[Path] = option(
-        Repeated(each=FILE), (), help="With an identity: the root certificates it has to lead to."
+        Repeated(each=FILE), (), help="With an identity: the root certificates that it has to chain to."
     )
-    issuer: str | None = option(TEXT, help="With an identity: the OpenID issuer that Sigstore has to have asked.")
+    issuer: str | None = option(TEXT, help="With an identity: the OpenID issuer that Sigstore must have used.")
     expect_name: str | None = option(TEXT, help="With --verify: the release's name that was signed.")
-    expect_version: str | None = option(TEXT, help="With --verify: its version; an older one is signed as well.")
+    expect_version: str | None = option(
+        TEXT, help="With --verify: the version that was signed; older ones are signed too."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ def stopwatch_on(device: str = "cpu") -> Iterator["Stopwatch"]:
     from perf.runners.memory import stopwatch
 
     watch = stopwatch(device)
-    with watch.of(FILES):
+    with watch.measure(FILES):
         yield watch
 
 

@@ -55,8 +55,7 @@ class TrialsChoice(Record, heading="Trials"):
     jobs: int = option(
         JOBS,
         1,
-        help="Processes of this machine that reduce and judge a trial at a time; what is timed is timed alone, "
-        "afterwards.",
+        help="Processes of this machine that reduce and judge a trial at a time; timing runs alone, afterwards.",
     )
     keep_models: bool = option(default=False, help="Keep every trial's reduced model, in OUTPUT/trials.")
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
@@ -70,8 +69,8 @@ class TrialsChoice(Record, heading="Trials"):
     "--moments",
     type=Paths(FILE),
     required=True,
-    help="Moments of this model, written by calibrate; several, with commas, such as those of --snapshots, also tell "
-    "how many images are enough.",
+    help="Moments of this model, written by calibrate; several, with commas, such as those of --snapshots, also "
+    "show how many images are enough.",
 )
 @record_options(
     "inputs",
@@ -84,8 +83,8 @@ class TrialsChoice(Record, heading="Trials"):
     "-o",
     type=DIRECTORY,
     required=True,
-    help="Directory for sweep.json, sweep.csv, sweep.html, sweep.svg and what the trials leave, from which the same "
-    "command goes on.",
+    help="Directory for sweep.json, sweep.csv, sweep.html, sweep.svg and the trials, from which the same command "
+    "resumes.",
 )
 @record_options("sweep", SweepChoice)
 @record_options("speed", SweepSpeedChoice)
@@ -104,9 +103,9 @@ def sweep_command(
     """Try many reductions of a model from the same moments. Sparsities, presets and knobs, by error, agreement and,
     with --bench, latency.
 
-    Trials that are finished are kept in OUTPUT/trials, and the same command goes on behind them. Over several machines:
-    torchrun --max-restarts 3 ... -m corp_deploy sweep ..., each process a trial at a time; a machine's first process
-    times its trials when all are reduced.
+    Finished trials are kept in OUTPUT/trials, and the same command continues after them. On several machines: torchrun
+    --max-restarts 3 ... -m corp_deploy sweep ...; each process reduces a trial at a time, and each machine's first
+    process times its trials after all are reduced.
 
     Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
@@ -190,7 +189,7 @@ def _tell(
     dense = swept.scored.of_dense(swept.dense.model)
     agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
     fitted = swept.fitted
-    if fitted is not None and fitted.found:
+    if fitted is not None and fitted.has_overlap:
         out.warn(fitted.warning)
     if any(point.budget is not None for point in points) and swept.calibration is None:
         out.note(f"budgets were shared out by the judging {swept.source.noun}; --calibration-images keeps them apart")
@@ -255,7 +254,7 @@ def _answers(
         speed = point.speed_at(batch)
         assert speed is not None
         assert speed.speedup is not None
-        gain = speed.speedup.words(bounds=" times dense ({} to {})") + _open(point, least, source)
+        gain = speed.speedup.describe(bounds=" times dense ({} to {})") + _open(point, least, source)
         lines.append(
             f"fastest with {least:.2%} agreement at batch {batch}: {sweep.words_of(point, inputs, options)} ({gain})"
         )

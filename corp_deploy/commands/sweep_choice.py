@@ -52,15 +52,17 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     """
 
     calibration_images: Path | None = option(
-        PATH, help="Those of the moments, for presets grail-fold and fold, and to share out budgets by."
+        PATH, help="The calibration images, for presets grail-fold and fold and for budgets."
     )
-    calibration_text: Path | None = option(FILE, help="The same of a text encoder.")
-    sparsity: Sequence[float] = option(ListOf(SHARE_REMOVED, "0.3,0.5"), (0.3, 0.5, 0.7), help="Shares removed.")
+    calibration_text: Path | None = option(FILE, help="The same for a text encoder.")
+    sparsity: Sequence[float] = option(ListOf(SHARE_REMOVED, "0.3,0.5"), (0.3, 0.5, 0.7), help="Sparsities to try.")
     macs: Sequence[float] = option(
-        ListOf(SHARE_KEPT, "0.6,0.8"), (), help="Budgets too: shares of the dense MACs to keep, with preset best."
+        ListOf(SHARE_KEPT, "0.6,0.8"),
+        (),
+        help="Budgets to try too: shares of the dense MACs to keep, with preset best.",
     )
     most_cut: float = option(SHARE, MOST_CUT, help="As reduce --most-cut, of every budget.")
-    parts: Literal["joint", "mlp", "attn", "conv"] = option(default="joint", help="What the shares are removed from.")
+    parts: Literal["joint", "mlp", "attn", "conv"] = option(default="joint", help="What the sparsities apply to.")
     preset: Sequence[str] = _several(tuple(PRESETS), ("best", "none"), help="One or several.")
     select: Sequence[str] = _several(
         MLP_RANKINGS,
@@ -72,7 +74,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     )
     qk: Sequence[str] = _several(
         QK_RECOVERIES,
-        help="What becomes of queries and keys, as reduce --qk, to try with every preset; default: the preset's own.",
+        help="Reductions of queries and keys, as reduce --qk, to try with every preset; default: the preset's own.",
     )
     there: tuple[str, ...] = ("mlp", "attn")
 
@@ -120,7 +122,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         touching = any(self.touches_attention(*each) for each in every) or bool(self.macs)
         if self.parts == "attn" and (self.select or self.repair):
             option = "--select" if self.select else "--repair"
-            raise BadInput(f"{option} is of channels, which --parts attn leaves alone; leave one of the two away")
+            raise BadInput(f"{option} selects channels, which --parts attn doesn't reduce; leave out one of the two")
         ATTENTION.refuse([("", "reduced" if touching else "kept")], about)
 
     def _request(

@@ -38,6 +38,6 @@ def run_jobs(words: Sequence[str], jobs: int) -> None:
         _end(started)
     if code:
         raise Missing(
-            f"the {jobs} processes of this sweep ended early ({code}), each after {RESTARTS} restarts; what "
-            "they finished is kept: look at their messages, then the same command goes on"
+            f"the {jobs} processes of this sweep ended early ({code}), each after {RESTARTS} restarts; finished "
+            "trials are kept: look at the messages, then run the same command again"
         )

@@ -28,7 +28,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
         if candidate.batch not in (None, *batches):
             raise click.UsageError(
                 f"{candidate.label}: its batch is fixed at {candidate.batch}, and --batch "
-                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch away"
+                f"{','.join(map(str, batches))} leaves that out; add {candidate.batch}, or leave --batch out"
             )
 
 
@@ -58,25 +58,26 @@ def verify(
     Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
     --max-error. Exit 3 when no link had one.
 
-    An agreement is a share of inputs and has an interval: the link passes where none of it lies below the limit, and
-    fails where all of it does; in between it is INCONCLUSIVE (exit 3), and how many inputs would decide is told. So
-    judges gate, by the same --confidence. A limit that so few inputs can never show to be kept is told first of all.
+    An agreement is a share of inputs and has an interval: the link passes if no part of it lies below the limit, and
+    fails if all of it does; in between it is INCONCLUSIVE (exit 3), and the message says how many inputs would decide.
+    gate judges in the same way, with its own --confidence. If there are too few inputs to show the limit at all, a
+    warning comes first.
 
-    A dense head apart (--head) reads the named outputs of every step; its maps are links of their own: relative error,
-    intersection over union, pixels that agree.
+    A separate dense head (--head) is run on the named outputs of every step; its maps are links of their own: relative
+    error, intersection over union, pixels that agree.
 
-    A directory of export-decoder is held against transformers in FP32 on the plain directory that it was built of
-    (--random 2): all tokens at once, then one after the other with the key/value cache. A graph in FP32 may be off by
-    1e-4 where --max-error says nothing, others are measured then.
+    A directory of export-decoder is compared with transformers in FP32 on the directory that it was built from
+    (--random 2): all tokens at once, then token by token with the key/value cache. Without --max-error the limit of an
+    FP32 graph is 1e-4, and others are only measured.
 
     Give the candidates in the order they were made: reduced directory, FP32 graph, FP16 graph.
 
-    REFERENCE is a directory, hf:DIR, a timm name with --weights, a .toml with [model] (of a recipe, or beside moments
-    of calibrate) and whatever else --model takes.
+    REFERENCE is whatever --model of other commands takes: a directory, hf:DIR, a timm name with --weights, or a .toml
+    with [model] (a recipe, or the file that calibrate writes beside moments).
 
-    With a .plan (or .onnx) as REFERENCE, engines of one graph are compared with it; exit 5 where they were built of
-    others. Where two versions need an environment each, --write-golden keeps what the first answers, and its directory
-    is the REFERENCE in the second.
+    With a .plan (or .onnx) as REFERENCE, engines of the same graph are compared with it; exit 5 if they were built from
+    other graphs. If two versions need separate environments, --write-golden saves the outputs of the first, and its
+    directory is the REFERENCE in the second.
 
     Example: corp-deploy verify dense reduced reduced/model.onnx reduced/model.fp16.onnx --images photos/ -o parity.json
     """
@@ -135,7 +136,7 @@ def verify(
             f"in {there}:",
             *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batches)),
         ]
-    if proof.parity.fitted is not None and proof.parity.fitted.found:
+    if proof.parity.fitted is not None and proof.parity.fitted.has_overlap:
         out.warn(proof.parity.fitted.warning)
     if proof.parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")

@@ -34,26 +34,26 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
     output: Path | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
     write_golden: Path | None = option(
         DIRECTORY,
-        help="Keep the inputs and what REFERENCE, a .plan or .onnx, answers, for `verify DIR B.plan` elsewhere.",
+        help="Save the inputs and the outputs of REFERENCE, a .plan or .onnx, for `verify DIR B.plan` elsewhere.",
     )
     other_graph: bool = option(
         default=False,
-        help="Compare engines although they were built of different graphs; the record tells both digests.",
+        help="Compare engines although they were built from different graphs; the record has both digests.",
     )
     metric: Sequence[str] = option(
         Repeated(each=text_of("[NAME=]COMMAND")),
         (),
-        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell for "
-        "the dense model and each candidate, with the .npz of its outputs, names and labels in place of {outputs}; "
-        "the last line that it prints is the number. Or module:PATH.py:FUNCTION (with --trust-code), given the "
-        "arrays. Engines that are compared without their model have no labels. Only what is typed here or in a "
-        "recipe is run; repeat.",
+        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell "
+        "for the dense model and each candidate, with the .npz of its outputs, names and labels in place of "
+        "{outputs}; the last line that it prints is the number. Or module:PATH.py:FUNCTION (with "
+        "--trust-code), given the arrays. Engines that are compared without their model have no labels. Only "
+        "commands given here or in a recipe are run; repeat.",
     )
     metric_time_limit: float = option(SECONDS, 600.0, help="Seconds that one run of a --metric may take.")
     polygraphy: Path | None = option(
         DIRECTORY,
-        help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the lines that repeat the "
-        "comparison there (extra interop). Engines are never loaded by it: it lets a plan run host code.",
+        help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the commands that "
+        "repeat the comparison there (extra interop). It loads no engines, since a plan may run host code.",
     )
 
     def __post_init__(self) -> None:

@@ -36,9 +36,7 @@ def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
     """Raise BadInput for a decoder that the builder does not take, or whose class is not the one with token logits."""
     kind = str(config.get("model_type"))
     if "family" in config and "model_type" not in config:
-        raise BadInput(
-            f"{where}: in corp-deploy's own form; give the folder hf that reduce --save-as hf writes beside it"
-        )
+        raise BadInput(f"{where}: in corp-deploy's own format; give the folder hf that reduce --save-as hf writes")
     if kind not in CLASSES:
         raise BadInput(
             f"{where}: model_type is {kind!r:.60}, and {PACKAGE} builds {', '.join(CLASSES)} of those read here; "
@@ -49,8 +47,8 @@ def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
         raise BadInput(f"{where}: architectures is {named!r:.100}, expected [{CLASSES[kind]!r}]")
     if config.get("use_sliding_window"):
         raise BadInput(
-            f"{where}: some of its layers see a window alone (use_sliding_window), whose caches nothing here runs; "
-            f"{_INSTEAD}"
+            f"{where}: some of its layers use a sliding window (use_sliding_window), whose caches are not "
+            f"supported; {_INSTEAD}"
         )
 
 

@@ -58,7 +58,7 @@ def open_reference(directory: Path) -> Reference:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise Missing(
-            "transformers is not installed, which a graph is held against; install the extra `genai`"
+            "transformers, the reference for the graph, is not installed; install the extra `genai`"
         ) from error
     opened: Any = AutoModelForCausalLM
     with undone():

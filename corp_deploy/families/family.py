@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
-from calib.weights import OfSomeTokens, TokenWeights
+from calib.weights import PartialTokenWeights, TokenWeights
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
@@ -110,9 +110,9 @@ def token_weights(model: nn.Module) -> TokenWeights:
     """How much each token of inputs counts, where there are as many."""
     weights = partial(family_of(model).token_weights, model)
 
-    def of_some(inputs: Inputs) -> OfSomeTokens | None:
+    def of_some(inputs: Inputs) -> PartialTokenWeights | None:
         weight_BN = weights(inputs)
-        return None if weight_BN is None else OfSomeTokens(weight_BN=weight_BN)
+        return None if weight_BN is None else PartialTokenWeights(weight_BN=weight_BN)
 
     return of_some
 

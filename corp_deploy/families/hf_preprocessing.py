@@ -157,7 +157,9 @@ def prepared(content: Mapping[str, Any], model: VisionModel, *, where: str) -> P
     family = _family(content, model, where)
     processor = _read(content, family, model, where)
     if reason := _refusal(processor):
-        raise BadInput(f"{where}: {reason}, which is not done here; prepare images so, or give another directory")
+        raise BadInput(
+            f"{where}: {reason}, which is not supported; preprocess the images yourself, or give another directory"
+        )
     resized, shortest = _resize(processor, family, where)
     crops = bool(processor.do_center_crop)
     assert processor.crop_size is not None or not crops, processor

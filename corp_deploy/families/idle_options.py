@@ -60,5 +60,5 @@ def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, objec
             there = ", ".join(WORDS[each] for each in sorted(kinds)) or "no sites"
             raise BadInput(
                 f"{shown} is not honoured by a model without {WORDS[kind]} ({type(model).__name__}, which has "
-                f"{there}); leave it away"
+                f"{there}); leave it out"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ground.errors import BadInput
-from ground.quantity import shown
+from ground.quantity import quoted
 
 Metric = Literal["ward", "stream", "keys"]
 How = Literal["merge", "drop"]
@@ -36,9 +36,9 @@ class Merging:
             raise BadInput(f"merging: a schedule of {len(self.schedule)} entries, expected one for each block")
         for block, count in enumerate(self.schedule):
             if type(count) is not int or not 0 <= count <= MOST_TOKENS:
-                raise BadInput(f"merging: block {block}: {shown(str(count))} tokens, expected a whole number from 0")
+                raise BadInput(f"merging: block {block}: {quoted(str(count))} tokens, expected a whole number from 0")
         if self.how == "drop" and self.unmerged:
-            raise BadInput("merging: tokens that were dropped have no value to give back; merge instead, or drop alone")
+            raise BadInput("merging: dropped tokens have no value to restore; merge instead, or drop without unmerging")
 
     @property
     def compares_attention(self) -> bool:
@@ -107,11 +107,11 @@ def schedule_from_text(text: str, depth: int) -> tuple[int, ...]:
     parts = [part.strip() for part in number.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts) or len(parts) not in (1, depth):
         raise BadInput(
-            f"{shown(text)}: expected how many tokens each block merges away: one number for all (12), grow:36 for 0 "
+            f"{quoted(text)}: expected how many tokens each block merges away: one number for all (12), grow:36 for 0 "
             f"in the first block to 36 in the last, or {depth} numbers (0,4,8,...)"
         )
     if number != text:
         if len(parts) > 1:
-            raise BadInput(f"{shown(text)}: grow takes one number, that of the last block: grow:36")
+            raise BadInput(f"{quoted(text)}: grow takes one number, that of the last block: grow:36")
         return grown(int(number), depth)
     return tuple(map(int, parts)) if len(parts) > 1 else (int(number),) * depth

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ground.errors import BadInput
 from ground.ports import OutputPort
-from ground.quantity import shown
+from ground.quantity import quoted
 
 Part = Literal["class", "registers", "patches", "tokens", "map"]
 PARTS: tuple[Part, ...] = ("class", "registers", "patches", "tokens", "map")
@@ -55,7 +55,7 @@ def output_from_name(name: str) -> Output:
     match = _LAYER.fullmatch(name)
     if match is None:
         raise BadInput(
-            f"outputs: {shown(name)} is none; expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
+            f"outputs: {quoted(name)} is none; expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
             "block8_class, block8_norm, stage1_map"
         )
     word, number, part, norm = match.groups()

@@ -115,5 +115,5 @@ def require_sentence_files(files: Mapping[str, Any]) -> Mapping[str, Any]:
         folder, _, name = path.rpartition("/")
         own = Path(folder).name == folder and folder not in (".", "..")
         if path not in FILES and not (folder and own and name == "config.json"):
-            raise BadInput(f"lineage: a file of transformers at {path!r:.150}; expected one beside the encoder")
+            raise BadInput(f"lineage: a file of transformers at {path!r:.150}; expected one in the encoder's directory")
     return files

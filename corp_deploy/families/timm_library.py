@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_value
 
 from .architecture import MOST_PARAMETERS, Architecture
@@ -191,7 +191,7 @@ def _built(architecture: Architecture) -> nn.Module:
         raise
     except Exception as error:
         raise BadInput(
-            f"--model {shown(architecture.name)} with arguments {shown(str(dict(architecture.kwargs)))}: timm can't "
+            f"--model {quoted(architecture.name)} with arguments {quoted(str(dict(architecture.kwargs)))}: timm can't "
             f"build it ({type(error).__name__}: {str(error)[:300]}); {look_alikes(architecture.name)}; "
             "a directory written by corp-deploy works too"
         ) from None
@@ -219,7 +219,7 @@ def _counted(architecture: Architecture) -> int:
 
 def _require_configured(model: nn.Module, name: str) -> None:
     """Raise BadInput for a pretrained_cfg, which arguments may overlay, that can't be read."""
-    where = f"--model {shown(name)}: its pretrained_cfg"
+    where = f"--model {quoted(name)}: its pretrained_cfg"
     record_from_value(_config(model), _Configured, where=where, remedy="check --model-kwargs")
     record_from_value(_config(model), Preprocessing, where=where, remedy="check --model-kwargs")
 
@@ -234,7 +234,7 @@ def build(architecture: Architecture) -> nn.Module:
     count = _size(architecture)
     if count > MOST_PARAMETERS:
         raise BadInput(
-            f"--model {shown(architecture.name)} with these arguments has {count:,} parameters, "
+            f"--model {quoted(architecture.name)} with these arguments has {count:,} parameters, "
             f"{MOST_PARAMETERS:,} at most are built; check --model-kwargs"
         )
     model = _built(architecture).eval()

@@ -112,7 +112,7 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
             if known.cut is not None
             else ("a model that isn't timm's: a module of your own says them itself, as its `outputs`")
         )
-        raise BadInput(f"outputs: {outputs.words()} can't be named of {of}; leave --outputs away")
+        raise BadInput(f"outputs: {outputs.words()} can't be named of {of}; leave --outputs out")
     layers = _layers(model)
     given = _Given(
         outputs=outputs.every,
@@ -164,7 +164,7 @@ def _layers(model: nn.Module) -> _Layers:
     except Exception:  # of whatever kind timm's code raises where it takes none
         names, streams = (), []
     if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
-        raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs away")
+        raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs out")
     norm, last_channels = dict(model.named_children()).get("norm"), end.map_BCHW.shape[1]
     # Of a model that norms what it pooled the norm here is the identity.
     is_normed = isinstance(norm, nn.Identity | nn.LayerNorm)

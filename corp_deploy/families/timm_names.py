@@ -89,6 +89,6 @@ def refuse_reserved(kwargs: Mapping[str, Any]) -> None:
             )
     if kwargs.get("features_only"):
         raise BadInput(
-            "--model-kwargs: features_only wraps the model so that it gives lists of feature maps, which nothing here "
-            "takes; leave it away (num_classes 0: without a classifier) and reduce the model itself"
+            "--model-kwargs: features_only wraps the model so that it returns lists of feature maps, which are not "
+            "supported; leave it out (num_classes 0: without a classifier) and reduce the model itself"
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calib.token_ids import in_rows
 from ground.errors import BadInput, Missing
-from ground.files import regular, sha256_of_text
+from ground.files import regular_file, sha256_of_text
 from ground.ports import Port
 from ground.records import MOST_BYTES
 
@@ -186,7 +186,7 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
     path = directory / FILE
     if not path.exists():
         raise BadInput(f"{path}: no such file; save the model's fast tokenizer there: tokenizer.save_pretrained(DIR)")
-    if regular(path).stat().st_size > MOST_BYTES:
+    if regular_file(path).stat().st_size > MOST_BYTES:
         raise BadInput(f"{path}: {path.stat().st_size} bytes, larger than any tokenizer")
     try:
         content = path.read_bytes().decode()

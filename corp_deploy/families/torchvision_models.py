@@ -65,7 +65,7 @@ def architecture_of(
         if kwargs.get("img_size", side) not in (side, [side, side]):
             raise BadInput(
                 f"--model {text:.100}: its weights have positions for images of {side}x{side}, --model-kwargs ask for "
-                f"img_size {kwargs['img_size']}; leave img_size away"
+                f"img_size {kwargs['img_size']}; leave img_size out"
             )
         entry = next((each for each in type(entry) if each.transforms().crop_size[0] == side), entry)
     if name.startswith("vit_"):

@@ -29,7 +29,7 @@ class Heads:
     places_HTD: Tensor
 
     def by_window(self, scores: Tensor) -> Tensor | None:
-        """What is said of pairs of one image [..., queries, keys] by window [W,N,M]; None where heads differ in it."""
+        """Scores of the pairs of one image [..., queries, keys] by window [W,N,M]; None where heads differ in it."""
         front = self.batch.in_front(scores)[0]
         last = len(front.shape) - 2
         if self.tokens != (last,):

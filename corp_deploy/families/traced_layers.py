@@ -44,7 +44,7 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     """
     own = tracing(model)
     if not own.program.any_batch:
-        raise BadInput(f"{own.program.model}: its program is for one batch size alone, so that no layer can be heard")
+        raise BadInput(f"{own.program.model}: its program is for one batch size only, so its layers can't be observed")
     uses: Counter[str] = Counter()
     for node in own.program.nodes:
         uses[str(node.target)] += len(node.users) if node.op == "get_attr" else 0

@@ -71,7 +71,7 @@ def merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> 
     """What a model runs that merges so: its program without biases that it hasn't."""
     found = mergeable(program)
     if isinstance(found, str):
-        raise BadInput(f"token merging: {found}; leave --merge-tokens away")
+        raise BadInput(f"token merging: {found}; leave --merge-tokens out")
     graph = found.merged(program, merging).program.graph
     without_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
     return graph
@@ -96,7 +96,7 @@ def fewer_tokens(
             raise reason
         return _made(program, blocks, protected, merging, unmerging, follows)
     except Stands as still:
-        raise BadInput(f"token merging: {still}; leave --merge-tokens away") from None
+        raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
 
 def at_tokens(piece: Program, protected: int, tokens: int) -> Program:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from calib.inputs import Inputs, named
+from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.traced.finding.attentions import blocks_of
 from corp_deploy.traced.narrowing.severing import filled_
 from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
@@ -52,7 +52,7 @@ from .widths import HeadGeometry
 NAME = "traced"
 _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
-    "can be followed from block to block; leave --polish away"
+    "can be followed from block to block; leave --polish out"
 )
 
 
@@ -105,7 +105,7 @@ def known_numbers(model: nn.Module) -> dict[str, int]:
 def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
     """What its one mask [B,N] says, 0 for padding; None where it takes none, or several."""
     masks = [port.name for port in input_spec(model).ports if is_mask(port) and len(port.shape) == 1]
-    return named(inputs)[masks[0]].float() if len(masks) == 1 else None
+    return tensors_by_name(inputs)[masks[0]].float() if len(masks) == 1 else None
 
 
 def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
@@ -179,7 +179,7 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
 
 def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
-    own, image, (_, *others) = tracing(model), input_spec(model).shape, named(inputs).values()
+    own, image, (_, *others) = tracing(model), input_spec(model).shape, tensors_by_name(inputs).values()
     if not own.given:
         return (finished(model, walk.tokens.x, inputs),)
     at = {**dict(walk.kept), own.given[-1].name: walk.tokens}
@@ -195,7 +195,7 @@ def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
 def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
     """The first input itself. Raises BadInput where others than a mask stand beside it."""
     entering = _layout_at(model, is_first=True)
-    x, *_ = named(inputs).values()
+    x, *_ = tensors_by_name(inputs).values()
     return entering.rows(x)
 
 
@@ -245,7 +245,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     if merging is None and merging_of(model) is None:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
-        raise BadInput(f"token merging: {reason}; leave --merge-tokens away")
+        raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
     facts = known_of(model).facts
     named = None if facts is None else facts.named
     if merging is not None and named is not None:

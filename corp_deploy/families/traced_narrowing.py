@@ -60,7 +60,9 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     empty = {name: severed(own, named[name], name) for name, each in kept.items() if not len(each)}
     for name, place in empty.items():
         if place is None and empty.get(f"{name.removesuffix('.qk')}.v") is None:
-            raise BadInput(f"{name}: it keeps nothing, and can't go whole; expected at least one of its groups")
+            raise BadInput(
+                f"{name}: it keeps nothing, but can't be removed completely; expected at least one of its groups"
+            )
     places = tuple(each for each in empty.values() if each is not None)
     if places:
         own = own.without(
@@ -210,8 +212,8 @@ def as_recorded(
     if digest_of(own) != program["digest"]:
         was, now = program["versions"], {name: version(name) for name in VERSIONS}
         raise BadInput(
-            f"{where}: the model was written with {_words(was)} and traces otherwise with {_words(now)}, so that what "
-            "is kept of it can't be told; load it with the versions that it was written with, or reduce it again"
+            f"{where}: the model was written with {_words(was)} and traces otherwise with {_words(now)}, so the "
+            "kept channels can't be found; load it with the versions that it was written with, or reduce it again"
         )
     kept = {name: np.array(entry["kept"], dtype=np.int64) for name, entry in sites.items() if "kept" in entry}
     sizes = {name: groups.size for name, groups in names_of(own).items()}

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ground.errors import BadInput
-from ground.quantity import shown
+from ground.quantity import quoted
 
 PREFIX = "module:"
 FAMILY = "module"
@@ -71,7 +71,7 @@ class Code:
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise BadInput(
-                f"{self.file}: {self.function}() fails ({reason}); arguments: {shown(str(arguments))}"
+                f"{self.file}: {self.function}() fails ({reason}); arguments: {quoted(str(arguments))}"
             ) from None
 
     def _function(self) -> Callable[..., Any]:

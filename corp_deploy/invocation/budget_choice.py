@@ -43,13 +43,13 @@ class BudgetChoice(Record, heading="Budget"):
     judge: PathLike | None = option(
         PATH,
         in_recipe=False,
-        help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate left out.",
+        help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate held out.",
     )
     labels: PathLike | None = option(
         FILE, in_recipe=False, help="Class indices of the images that judge, for --within accuracy."
     )
     latency_tables: PathLike | None = option(DIRECTORY, help="Where --latency and --within keep latency tables.")
-    batch: int | None = option(BATCH, help="The batch size that latency is about; default 1.")
+    batch: int | None = option(BATCH, help="Batch size for the latency; default 1.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,37 +35,38 @@ class StatisticsOptions(Record, heading="Statistics"):
     """
 
     sites: Sequence[str] = option(Repeated(), (), help="Only sites that fit this pattern, such as 'blocks.3.*'.")
-    attention: bool = option(default=True, help="Whether to take statistics of attention, too, or of MLPs only.")
+    attention: bool = option(default=True, help="Calibrate attention too, or MLPs only.")
     attention_system: bool = option(
         default=False, help="Also take CORP's per-image system (eq. 15); --preset corp needs it."
     )
     residual: bool = option(
         default=False,
-        help="With --patch-memory also take what reads residual streams, which reduce --residual needs; without "
-        "--patch-memory that is always taken.",
+        help="With --patch-memory: also calibrate the layers that read residual streams, which reduce --residual "
+        "needs; without --patch-memory they always are.",
     )
     active_eps: float = option(
         MAGNITUDE,
         ACTIVE_EPS,
-        help="What counts as active for reduce --select active and redundancy: entries of a larger magnitude.",
+        help="Entries of a larger magnitude count as active, for reduce --select active and inspect redundancy.",
     )
     patch_memory: float | None = option(
         GIGABYTES,
-        help="GB that all sums may take: patches of the largest convolutions are summed of fewer channels, those of "
-        "the largest weights; the others are the first to be removed. Default: patches of all channels.",
+        help="GB for all sums: in the largest convolutions only patches of the channels with the largest weights "
+        "are summed, and the other channels are removed first. Default: patches of all channels.",
     )
     attn: Sequence[float] = option(
         ListOf(SHARE_REMOVED, "0.5,0.75"),
         (),
-        help="Take that system only for what reduce --attn S keeps at these shares: a second pass, far less memory.",
+        help="Collect that system only for the dimensions that reduce --attn S keeps at these sparsities: a second "
+        "pass, far less memory.",
     )
     first_pass: PathLike | None = option(
         FILE,
         typed="moments",
-        help="Moments of this model that rank the dimensions for --attn; without them a first pass is made.",
+        help="Moments of this model that rank the dimensions for --attn; without them a first pass does.",
     )
     align: Mapping[str, int] | None = option(
-        MULTIPLES, help="As reduce will round the widths of --attn; default head=16."
+        MULTIPLES, help="Multiples that the widths of --attn are rounded to, the same as in reduce; default head=16."
     )
     dtype: Literal["float32", "tf32", "bfloat16"] = option(
         default="float32",
@@ -112,20 +113,21 @@ class PassOptions(Record, heading="The pass"):
 
     hold_out: int | None = option(
         IMAGES,
-        help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
+        help="Hold out N images, drawn by --seed, and write their moments beside OUTPUT, with .held-out before its "
+        "suffix.",
     )
     groups: str | None = option(
         Spelled(span="TEXT", expected="a text", kind=str, read=str),
-        help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar "
-        "shard is one), or a .json or .npy file with a label an image.",
+        help="Which images belong together, such as crops of one photograph: image (each by itself), folder, file "
+        "(a tar shard is one), or a .json or .npy file with one label per image.",
     )
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
     device: Literal["cpu", "cuda"] = option(default="cpu", help="Where the model runs.")
     snapshots: Sequence[int] = option(
         ListOf(IMAGES, "100,500,1000"),
         (),
-        help="Ascending numbers of images after which the same pass writes their moments too, to OUTPUT's name with "
-        ".100 and so on before its suffix. With --samples the images are taken in an order drawn by --seed.",
+        help="Increasing numbers of images: the same pass also writes the moments of that many first images, with "
+        ".100 and so on before OUTPUT's suffix. With --samples the images come in an order drawn by --seed.",
     )
 
     def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
@@ -165,11 +167,13 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
 class CalibrateRun(CalibrateOptions):
     """The same with how the command goes on after interruptions, and whether it holds a block at a time."""
 
-    checkpoint_every: int | None = option(IMAGES, help="Save the state every N images, to go on from.")
+    checkpoint_every: int | None = option(
+        IMAGES, help="Save the state every N images; the same command resumes from it."
+    )
     sequential: bool = option(
         default=False,
-        help="Of a decoder (hf:DIR): block by block, each with its weights alone in memory; the same command goes on "
-        "where an interrupted one was.",
+        help="For a decoder (hf:DIR): block by block, with one block's weights in memory; after an interruption "
+        "the same command resumes.",
     )
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:

@@ -18,11 +18,11 @@ class DecoderExport(Record):
     """In which precision; of what caches are told."""
 
     precision: Literal["fp32", "int8", "int4", "fp16"] = option(
-        default="fp32", help="int8 and int4 are of weights alone; fp16 is for GPUs, the others for CPUs."
+        default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."
     )
     baseline: Path | None = option(DIRECTORY, help="The dense model's directory, to compare caches.")
-    length: int = option(TOKENS, 2048, help="Tokens that caches are told for.")
-    batch: int = option(BATCH, 1, help="Sequences that caches are told for.")
+    length: int = option(TOKENS, 2048, help="Tokens per sequence for which cache sizes are shown.")
+    batch: int = option(BATCH, 1, help="Sequences for which cache sizes are shown.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class DecoderProof(Record, heading="A decoder's graph"):
     length: int = option(TOKENS, 32, help=f"Tokens of a sequence. {VERIFY_REFERENCE.help('length')}")
     provider: Literal["cpu", "cuda"] = option(
         default="cpu",
-        help="ONNX Runtime's execution provider; another than asked for is never used in its place. cuda takes fp16 "
-        f"alone. {VERIFY_REFERENCE.help('provider')}",
+        help="ONNX Runtime's execution provider; there is no fallback to another one. cuda takes fp16 only. "
+        f"{VERIFY_REFERENCE.help('provider')}",
     )
 
 

@@ -28,14 +28,17 @@ class EngineOptions(Record, heading="Engine"):
         help=f"A profile min:opt:max, such as 1:8:64; may be given several times. {BUILD.help('batch')}",
     )
     sm: Sequence[str] = option(
-        Repeated(), (), help=f"A target such as 86; may be given several times; none is portable. {BUILD.help('sm')}"
+        Repeated(),
+        (),
+        help=f"A target such as 86; may be given several times; without it the plan is portable. {BUILD.help('sm')}",
     )
-    precision: str | None = option(OneOf(EVERY_WORD), help="Refuse other graphs.")
+    precision: str | None = option(OneOf(EVERY_WORD), help="Refuse a graph of another precision.")
     timing_cache: PathLike | None = option(
-        FILE, help=f"TensorRT's timing cache: read, reused, written whole. {BUILD.help('timing_cache')}"
+        FILE, help=f"TensorRT's timing cache, read and updated. {BUILD.help('timing_cache')}"
     )
     optimization_level: int | None = option(
-        OPTIMIZATION_LEVEL, help=f"The builder's effort. {BUILD.help('optimization_level')}"
+        OPTIMIZATION_LEVEL,
+        help=f"The builder's optimization level; a higher one takes longer. {BUILD.help('optimization_level')}",
     )
     workspace_mib: int | None = option(
         WORKSPACE_MIB, help=f"Limit of the builder's workspace. {BUILD.help('workspace_mib')}"
@@ -44,11 +47,11 @@ class EngineOptions(Record, heading="Engine"):
         default=False, help=f"A plan that newer TensorRT versions load too. {BUILD.help('version_compatible')}"
     )
     compatibility: Literal["ampere-plus", "same-compute-capability", "portable", "targets"] | None = option(
-        help="A plan that runs on more GPUs, with its price: plans for one GPU each are built too, beside it. "
+        help="A plan that runs on more GPUs; a plan for each GPU alone is built too, to show the price. "
         f"{BUILD.help('compatibility')}",
     )
     sparse: bool = option(
-        default=False, help=f"Sparse kernels where weights are 2:4; refused where none are. {BUILD.help('sparse')}"
+        default=False, help=f"Use sparse kernels for 2:4 weights; refused if there are none. {BUILD.help('sparse')}"
     )
     device: Literal["cpu", "cuda"] = option(default="cpu", help=BUILD.help("device"))
 

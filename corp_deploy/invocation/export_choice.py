@@ -20,28 +20,28 @@ class QuantisedOptions(Record, heading="INT8 and FP8"):
 
     rest: Literal["fp16", "bf16", "fp32"] = option(
         default="fp16",
-        help="For int8 and fp8: the precision of all between the quantised layers; ONNX Runtime on a CPU is fast with "
-        "fp32.",
+        help="For int8 and fp8: the precision of everything outside the quantised layers; for ONNX Runtime on a "
+        "CPU take fp32.",
     )
     scales: Literal["auto", "max", "mse", "entropy"] = option(
         default="auto",
-        help="For int8 and fp8: where the ranges of activations end; auto takes the one whose outputs are nearest to "
-        "FP32.",
+        help="For int8 and fp8: how the ranges of activations are chosen; auto uses the way with outputs nearest "
+        "to FP32.",
     )
     balance: bool = option(
         default=True,
-        help="For int8 and fp8: move outliers from norms into the weights behind them (SmoothQuant), exactly.",
+        help="For int8 and fp8: move outliers from norms into the next weights (SmoothQuant); outputs don't change.",
     )
     keep_rest: Sequence[str] = option(
         Repeated(),
         (),
-        help="For int8 and fp8: modules that are left in --rest, with all below them, such as blocks.7.mlp.",
+        help="For int8 and fp8: modules that stay in the precision of --rest, with all below them, such as "
+        "blocks.7.mlp.",
     )
     weight_bits: int = option(
         Count(low=7, high=8),
         8,
-        help="For int8: how many bits of a weight are used; with 7 no sum of sixteen bits overflows, which those of "
-        "CPUs without VNNI do.",
+        help="For int8: bits used of a weight; with 7 the sixteen-bit sums of CPUs without VNNI can't overflow.",
     )
 
 
@@ -51,7 +51,7 @@ class GraphOptions(Record, heading="Graph"):
 
     opset: int | None = option(
         OPSET,
-        help="ONNX operator set; default: 20, or 22 where BF16 needs it, or 23 where norms are operators only there.",
+        help="ONNX operator set; default: 20, 22 if BF16 needs it, 23 if an RMS norm needs it.",
     )
     batch: int | None = option(BATCH, help="Fix the batch size; default: any batch size.")
     heads: Literal["padded", "ragged"] | None = option(help=f"Replace the head geometry. {EXPORT_HEADS.help('heads')}")
@@ -65,9 +65,9 @@ class GraphOptions(Record, heading="Graph"):
     break_fusion: Sequence[str] = option(
         Repeated(),
         (),
-        help="Keep builders from fusing across what a module gives (blocks.7, blocks.7.attn, blocks.*.mlp) or a node "
-        "(blocks.7.attn/Softmax, which ends fused attention): it becomes an output that nobody reads; with commas, or "
-        "repeat.",
+        help="Keep builders from fusing across the output of a module (blocks.7, blocks.7.attn, blocks.*.mlp) or "
+        "of a node (blocks.7.attn/Softmax, which prevents fused attention): it becomes an output of the graph "
+        "that nobody reads; with commas, or repeat.",
     )
 
     def __post_init__(self) -> None:
@@ -92,18 +92,19 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         ListOf(OneOf(EVERY_WORD), "fp32,fp16"),
         ("fp32",),
         in_recipe="precisions",
-        help="One or several, with commas; mixed is of FP16, mixed-bf16 of BF16; int8 and fp8 take ranges of --images.",
+        help="One or several, with commas; mixed is FP16 and FP32, mixed-bf16 BF16 and FP32; int8 and fp8 compute "
+        "ranges on --images.",
     )
     keep_fp32: Sequence[str] = option(
         Repeated(), (), help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7."
     )
     auto: bool = option(
         default=False,
-        help="Let mixed, int8 and fp8 graphs find the blocks that break, on --images, and leave those as they are.",
+        help="For mixed, int8 and fp8: find the blocks that break, on --images, and keep them in the higher precision.",
     )
     engine: Literal["tensorrt", "tensorrt-rtx"] | None = option(
-        help="For --auto: judge engines, built and run here on a GPU, in place of the graphs; where a fused kernel is "
-        "wrong, fusion is broken before blocks are kept in more bits.",
+        help="For --auto: judge engines, built and run on this machine's GPU, instead of graphs; if a fused kernel "
+        "is wrong, its fusion is prevented before blocks are kept in a higher precision.",
     )
 
     def __post_init__(self) -> None:

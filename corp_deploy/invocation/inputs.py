@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from calib.input_set import InputSet
-    from calib.parts import Parts
+    from calib.split import Split
     from corp_deploy.store.checkpoint import Checkpoint
 
 Inputs = TypeVar("Inputs", bound="InputSet")
@@ -56,23 +56,21 @@ class Parted(Record, heading="Inputs"):
 
     hold_out: int | None = option(
         IMAGES,
-        help="How many calibrate --hold-out left out, by the same --images, --samples, --seed and --groups: reduce "
-        "leaves these out too, and verify judges on these alone.",
+        help="The N of calibrate --hold-out, with the same --images, --samples, --seed and --groups: reduce leaves "
+        "those images out too, and verify judges on them only.",
     )
-    groups: str | None = option(
-        TEXT, help="With --hold-out: which images belong together, as calibrate --groups was told."
-    )
+    groups: str | None = option(TEXT, help="With --hold-out: the --groups that calibrate was given.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.groups is not None and self.hold_out is None:
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
-    def parted(self, inputs: Inputs, seed: int) -> "Parts[Inputs]":
+    def parted(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
-        from calib.parts import parts_of
+        from calib.split import split_of
 
-        return parts_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+        return split_of(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Those that a model is proved on: what is held out, or all."""
@@ -92,11 +90,12 @@ class InputOptions(Parted, Decoded, Drawn):
         FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
     )
     tokens: Path | None = option(
-        FILE, help="For a decoder: token ids, whole numbers .npy, a row a sequence or one stream."
+        FILE, help="For a decoder: token ids, an integer .npy with one sequence a row, or one stream."
     )
     arrays: Path | None = option(
         FILE,
-        help="For a model of arrays: .npz or .safetensors with one for each input, by its name; of one a .npy too.",
+        help="For a model of arrays: .npz or .safetensors with an array for each input under its name, or a .npy "
+        "for a single input.",
     )
     labels: Path | None = option(FILE, help="Class indices of the images in their order (.npy, or key labels of .npz).")
 

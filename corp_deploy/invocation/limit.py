@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantity import Real, shown
+from ground.quantity import Real, quoted
 
 Measure = Literal["error", "agreement", "accuracy"]
 # Outputs of nothing but zeros have an error of 1: a larger one asks for nothing. So do the other ends left open.
@@ -46,8 +46,8 @@ def limit_from_text(text: str) -> Limit:
     words = text.split()
     measure = next((name for name in get_args(Measure) if len(words) == 2 and words[0] == name), None)
     if measure is None:
-        raise BadInput(f"{shown(text)}: expected {EXPECTED}")
+        raise BadInput(f"{quoted(text)}: expected {EXPECTED}")
     try:
         return Limit(measure=measure, value=Real(low=-100.0, high=100.0).from_text(words[1]))
     except BadInput:
-        raise BadInput(f"{shown(text)}: expected {measure} and {BOUNDS[measure]}, as in {EXPECTED}") from None
+        raise BadInput(f"{quoted(text)}: expected {measure} and {BOUNDS[measure]}, as in {EXPECTED}") from None

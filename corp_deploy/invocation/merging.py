@@ -29,18 +29,19 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     merge_tokens: int | str | None = option(
         SCHEDULE,
-        help="Tokens that each block merges away between attention and MLP (ToMe): 12 in each, grow:36 for 0 in the "
-        "first to 36 in the last, a number for every block (0,4,8,...), or auto for --macs, --latency: by what the "
-        "outputs lose.",
+        help="Tokens that each block merges away between attention and MLP (ToMe): 12 in each, grow:36 for 0 in "
+        "the first to 36 in the last, a number for every block (0,4,8,...), or auto with --macs or --latency: "
+        "chosen by the error of the outputs.",
     )
     merge_metric: Metric = option(
         default="ward",
-        help="What tokens are compared by: what a merge changes in the stream behind the attention (Ward: sizes times "
-        "squared distance), the cosine of that stream, or that of the keys of all heads side by side.",
+        help="How tokens are compared: by how much a merge changes the stream behind the attention (Ward: sizes "
+        "times squared distance), by the cosine of that stream, or by the cosine of the concatenated keys of "
+        "all heads.",
     )
     merge_how: How = option(
         default="merge",
-        help="Merge those that are alike, or drop those that the class token attends to least.",
+        help="Merge similar tokens, or drop those that the class token attends to least.",
     )
 
     def __post_init__(self) -> None:
@@ -87,8 +88,8 @@ class MergingChoice(MergedStatistics):
 
     merge_outputs: Literal["merged", "unmerged"] = option(
         default="merged",
-        help="Of a model that gives tokens: those left, or one for every source token, with the value it was merged "
-        "into.",
+        help="For a model that outputs tokens: the merged ones, or one for every original token, with the value it "
+        "was merged into.",
     )
 
     @property

@@ -65,13 +65,13 @@ class MethodChoice(Record, heading="Widths and method"):
     )
     residual: float | None = option(
         SHARE_REMOVED,
-        help="Share of the channels of residual streams of convolutions to remove, the same for all that write and "
-        "read a stream. Moments of calibrate --patch-memory have to be of calibrate --residual too.",
+        help="Share of the channels of residual streams of convolutions to remove, the same for all layers that "
+        "write or read a stream. Moments of calibrate --patch-memory also need calibrate --residual.",
     )
     whole_heads: float | None = option(
         SHARE_REMOVED,
-        help="Share of the attention heads to remove whole, one at least stays; the output projection is refitted. "
-        "--attn then narrows those left. " + PRESET.help("whole_heads"),
+        help="Share of the attention heads to remove, at least one is kept; the output projection is refitted. "
+        "--attn then narrows the remaining heads. " + PRESET.help("whole_heads"),
     )
     preset: str = option(
         OneOf(NAMES),
@@ -82,29 +82,30 @@ class MethodChoice(Record, heading="Widths and method"):
     )
     select: str | Mapping[str, str] | None = option(
         RANKING,
-        help="Rank by something else than the preset does: energy, magnitude, combined, active, variance, wanda, obs, "
-        "producer-l1 or producer-l2 of all channels, or by kind: mlp=producer-l2, head=magnitude (dimensions of "
-        "heads), conv=wanda, heads=grail (whole heads).",
+        help="Rank by another criterion than the preset's: energy, magnitude, combined, active, variance, wanda, "
+        "obs, producer-l1 or producer-l2 of all channels, or by kind: mlp=producer-l2, head=magnitude "
+        "(dimensions of heads), conv=wanda, heads=grail (whole heads).",
     )
     repair: str | Mapping[str, str] | None = option(
         REPAIR,
-        help="Repair by something else than the preset does: none, bias, gram or affine of all channels, or by kind: "
+        help="Repair in another way than the preset: none, bias, gram or affine of all channels, or by kind: "
         "mlp=affine-v1, conv=im2col, heads=gram.",
     )
     qk: str | None = option(
         OneOf(QK_RECOVERIES),
-        help="What becomes of queries and keys, otherwise than by the preset: dimensions selected and no more (select) "
-        "or repaired by CORP's equations (logit, which needs moments of calibrate --attention-system; logit-v1), a "
-        "basis of least loss (lowrank), or all kept (keep).",
+        help="How to reduce queries and keys, if not as the preset does: dimensions selected without repair "
+        "(select), or repaired by CORP's equations (logit, which needs moments of calibrate "
+        "--attention-system; logit-v1), the low-rank basis with the least loss (lowrank), or all kept (keep).",
     )
     heads: HeadsName = option(
         default="padded",
-        help="padded and square keep engines' fused attention, ragged loses it; auto takes the better at equal MACs.",
+        help="padded and square keep engines' fused attention, ragged loses it; auto takes the better one at equal "
+        "MACs.",
     )
     rotate: bool | None = option(
-        help="Give reduced heads in a basis of even ranges, by a Hadamard rotation of queries and keys, "
-        "and of values, where their width is a power of two: the same outputs, less lost in INT8. Default: preset "
-        "best does, the published ones keep their own.",
+        help="Rotate reduced heads (queries and keys, and values) by a Hadamard matrix where their width is a "
+        "power of two: the same outputs, more even ranges, less loss in INT8. Default: on with preset best, "
+        "off with the published ones.",
     )
     align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples that widths are rounded to; at least 8.")
     ridge: float = option(
@@ -114,8 +115,8 @@ class MethodChoice(Record, heading="Widths and method"):
     )
     rescale: bool = option(
         default=False,
-        help="Then rescale every convolution to the dense one's mean and variance of each channel on the images of "
-        "--images, as REPAIR does: no labels, nothing at run time. " + LOOP.help("rescale"),
+        help="Then rescale every convolution to the dense mean and variance of each channel on --images (REPAIR): "
+        "no labels, no cost at run time. " + LOOP.help("rescale"),
     )
 
     def __post_init__(self) -> None:

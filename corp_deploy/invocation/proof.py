@@ -26,9 +26,10 @@ class HeadOptions(Record, heading="Heads apart"):
         (),
         typed="head",
         in_recipe="head",
-        help="ONNX graph of a dense head: it reads named outputs and gives score maps [B,K,H,W] or [B,H,W]; repeat.",
+        help="ONNX graph of a dense head: its inputs are named outputs of the model, its outputs score maps "
+        "[B,K,H,W] or [B,H,W]; repeat.",
     )
-    map_threshold: float = option(LEVEL, 0.5, help="What a map of one class alone shows is above this; 0 for logits.")
+    map_threshold: float = option(LEVEL, 0.5, help="Threshold for maps of a single class; 0 for logits.")
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         VERIFY_HEADS.refuse([("", self._way)], options)
@@ -51,8 +52,8 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
         (),
         typed="runtime",
         in_recipe=False,
-        help="Judge every graph in this runtime too, a link of its own behind ONNX Runtime's: as the graph is typed, "
-        "or computed in FP16 or BF16; repeat.",
+        help="Also judge every graph in this runtime, as a link of its own after ONNX Runtime's: in the graph's "
+        "types, or computed in FP16 or BF16; repeat.",
     )
 
     @property

@@ -28,16 +28,16 @@ class LimitOptions(Record, heading="Limits"):
         FACTOR, 4.0, help="FP16 and BF16 links may err by this multiple of the dense model's own error in that type."
     )
     quantised_factor: float = option(
-        FACTOR, 2.0, help="INT8 and FP8 links may err by this multiple of the dense model's own error, rounded plainly."
+        FACTOR, 2.0, help="INT8 and FP8 links may err by this multiple of the dense model's error under plain rounding."
     )
     max_apart: float = option(
         SHARE,
         0.05,
-        help="Largest share of inputs of which rounding alone may merge other tokens; those are judged apart.",
+        help="Largest share of inputs on which rounding may merge other tokens; these inputs are judged separately.",
     )
     max_map_error: float | None = option(ERROR, help="Largest relative error of a head's maps.")
     min_iou: float | None = option(SHARE, help="Least intersection over union of a head's maps.")
-    min_pixels: float | None = option(SHARE, help="Least share of a head's pixels with the same answer.")
+    min_pixels: float | None = option(SHARE, help="Smallest share of a head's pixels with the same class.")
     confidence: float = confidence_option()
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class LanguageOptions(Record, heading="Limits"):
     """What every candidate has to keep to; None for no limit."""
 
     max_ratio: float | None = option(RATIO, help="Largest perplexity, as a multiple of the dense one's.")
-    min_agreement: float | None = option(SHARE, help="Least share of tokens with the same first word.")
+    min_agreement: float | None = option(SHARE, help="Smallest share of tokens with the same most likely next token.")
     max_kl: float | None = option(NATS, help="Largest KL from the dense softmax, nats a token.")
     confidence: float = confidence_option()
 

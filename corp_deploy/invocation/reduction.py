@@ -31,17 +31,18 @@ SaveAs = Literal["hf"]
 class RepairChoice(Record, heading="Loops, polish and results"):
     """On which streams blocks are repaired, what judges the sites, what is fitted once more, what else is written."""
 
-    allow_partial: bool = option(default=False, help="Go on where sites that were asked for can't be reduced.")
+    allow_partial: bool = option(default=False, help="Continue if some of the requested sites can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
         OneOf((*LOOPS, "none"), on="asymmetric", off="none"),
         alone="asymmetric",
-        help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's "
-        f"stream has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
+        help="Block by block on the model reduced so far: without a value or asymmetric, fitted to the dense "
+        f"model's stream, {cost(CLOSED_LOOP)}; symmetric, as published by GRAIL, to the outputs of the dense "
+        "weights there.",
     )
     polish: PolishName | None = option(
-        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block (by "
-        "gradients) to the dense model's stream, or the whole model to its outputs and streams (by gradients). Images "
-        "held out judge, and the model never ends worse on them than it began. Default: none.",
+        help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block "
+        "(by gradients) to the dense model's stream, or the whole model to its outputs and streams (by "
+        "gradients). Judged on held-out images, on which the model never gets worse. Default: none.",
     )
     polish_steps: int | None = option(
         STEPS,
@@ -52,7 +53,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
     )
     polish_time: float | None = option(
         SECONDS,
-        help="Seconds after which all polishing ends; without --polish-steps it is all that ends it. "
+        help="Seconds after which polishing ends; without --polish-steps it is the only limit. "
         + POLISH.help("polish_time"),
     )
     reads: Literal["all", "pooled"] | None = option(
@@ -61,15 +62,15 @@ class RepairChoice(Record, heading="Loops, polish and results"):
     )
     save_as: SaveAs | None = option(
         OneOf(get_args(SaveAs)),
-        help="hf: write OUTPUT/hf too, a plain directory of Hugging Face transformers that AutoModel loads, of a "
-        "model that --model hf:DIR read; one MLP width for all layers, square heads where its class takes them.",
+        help="hf: for a model read by --model hf:DIR, also write OUTPUT/hf, a plain Hugging Face directory that "
+        "AutoModel loads; needs one MLP width for all layers, and square heads if its class supports them.",
     )
     held_out: PathLike | None = option(
         FILE,
         in_recipe=False,
-        help="Moments of other images (calibrate --hold-out): judges every site.",
+        help="Moments of other images (calibrate --hold-out), which judge every site.",
     )
-    device: Literal["cpu", "cuda"] = option(default="cpu", in_recipe=False, help="Where the solving is done.")
+    device: Literal["cpu", "cuda"] = option(default="cpu", in_recipe=False, help="Device for the solves.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         if self.whole_heads is not None and (self.allocates or self.auto_heads):
             what = "--heads auto" if self.auto_heads else f"--{self.widths}"
             raise BadInput(
-                f"{what} weighs widths of all heads, and --whole-heads takes some away; reduce by --whole-heads first, "
-                "calibrate the result, and give it the budget"
+                f"{what} chooses widths of all heads, and --whole-heads removes some; reduce by --whole-heads "
+                "first, calibrate the result, and give it the budget"
             )
 
     def _refuse_beside_budgets(self) -> None:
@@ -124,7 +125,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
                 "--closed-loop fits to the dense model's stream, of which --residual removes channels; give one of both"
             )
         if self.held_out is not None and self.loop is not None:
-            raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.loop]}; leave --held-out away")
+            raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.loop]}; leave --held-out out")
 
     @property
     def _implied(self) -> dict[str, Any]:

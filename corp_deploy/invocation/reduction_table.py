@@ -142,7 +142,7 @@ MERGING = Axis(
             words="dropped tokens",
             ask="--merge-tokens 12 --merge-how drop",
             honours={"merge_how": ANY},
-            instead={"merge_outputs": "tokens that were dropped have no value to give back; merge them"},
+            instead={"merge_outputs": "dropped tokens have no value to restore; merge them"},
         ),
     },
 )

@@ -39,14 +39,13 @@ class RunOptions(Record, heading="What runs them"):
     )
     provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
         unsaid="cpu",
-        help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
-        + BENCH.help("provider"),
+        help="ONNX Runtime's execution provider; there is no fallback to another one. " + BENCH.help("provider"),
     )
     mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unsaid="eager", help=BENCH.help("mode"))
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
         unsaid="fp32",
-        help="What torch casts weights to and what OpenVINO computes in, whatever the file holds; other graphs and "
-        f"engines have theirs. {BENCH.help('dtype')}",
+        help="The type that torch casts weights to and that OpenVINO computes in; other graphs and engines have "
+        f"their own types. {BENCH.help('dtype')}",
     )
     streams: int | None = option(STREAMS, unsaid="1", help="Above 1: throughput only.")
     flush_l2: bool = option(
@@ -69,18 +68,20 @@ class PlanOptions(Record, heading="How long"):
         SECONDS,
         20.0,
         in_recipe="time_limit_s",
-        help="Seconds per batch size, at most, with loading, warm-up and A/A run; a call under way is not broken off. "
-        "A batch size that takes longer is reported as not measured.",
+        help="Seconds per batch size, at most, with loading, warm-up and A/A run; a running call is not "
+        "interrupted. A batch size that takes longer is reported as not measured.",
     )
     half_width: float = option(
-        SHARE_KEPT, 0.01, help="Stop when the speed-up is known this well (share of its value, either side)."
+        SHARE_KEPT,
+        0.01,
+        help="Stop when the interval of the speed-up is this narrow (half width, as a share of its value).",
     )
     block_ms: float = option(MILLISECONDS, 25.0, help="How long a block lasts.")
     min_rounds: int = option(ROUNDS, 16, help="Rounds at least, of 4 blocks.")
     audit: bool = option(
         default=False,
-        help="Time each on one batch again and again against varied ones, too: what answers out of a cache is told, "
-        "and no gate decides by it.",
+        help="Also time each model on one repeated batch against varied ones: a model that answers from a cache is "
+        "reported, and no gate passes with it.",
     )
 
     @property
@@ -112,7 +113,7 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
     names: tuple[str, str] = option(
         Spelled(span="name,name", expected="two names", kind=tuple, read=_two_names),
         ("dense", "reduced"),
-        help="What the two are called in the record, such as fp16,int8.",
+        help="Names of the two in the record, such as fp16,int8.",
     )
 
     @property
@@ -126,10 +127,10 @@ class FedOptions(Record, heading="Inputs"):
 
     images: Path | None = option(
         FILE,
-        help="Feed these, over again where they are few: .npy, .npz or .safetensors as for verify; default: noise.",
+        help="Inputs, repeated if there are too few: .npy, .npz or .safetensors as for verify; default: noise.",
     )
     text: Path | None = option(
-        FILE, help="Feed these texts, a line each, by a model directory's tokenizer; default: any tokens."
+        FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
     )
 
     def __post_init__(self) -> None:

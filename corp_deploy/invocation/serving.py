@@ -36,10 +36,11 @@ class ServingOptions(Record, heading="Serving"):
     graph_batches: Sequence[int] = option(
         ListOf(BATCH, "1,8"),
         (),
-        help="Batches for which the server captures CUDA graphs (plans only): those that were measured so.",
+        help="Batch sizes for which the server captures CUDA graphs (plans only); give those measured with CUDA "
+        "graphs.",
     )
     policy: Literal["latest", "all", "specific"] = option(
-        default="latest", help="Versions to serve: the newest, every one, or the one that is written now."
+        default="latest", help="Versions to serve: the newest, all, or the one that is written now."
     )
     cpu_backend: Literal["python", "onnxruntime", "openvino"] = option(
         default="python",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from corp_deploy.families.outputs import EXAMPLE, Outputs, outputs_from_text
 from corp_deploy.families.preprocessing import CROP_MODES, INTERPOLATIONS, Preprocessing
 from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_text
 
 from .option import PathLike, Record, option
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    return record_from_text(text, dict[str, Any], where=shown(text), remedy="give one such as '{\"img_size\": 384}'")
+    return record_from_text(text, dict[str, Any], where=quoted(text), remedy="give one such as '{\"img_size\": 384}'")
 
 
 CHANNELS = "0.485,0.456,0.406"
@@ -60,13 +60,13 @@ class Source(Record, heading="Model"):
         ListOf(MEAN, CHANNELS, different=False), help="Mean pixel of the training; default: timm's."
     )
     std: Sequence[float] | None = option(
-        ListOf(DEVIATION, CHANNELS, different=False), help="Deviation of its pixels; default: timm's."
+        ListOf(DEVIATION, CHANNELS, different=False), help="Standard deviation of its pixels; default: timm's."
     )
     crop_pct: float | None = option(SHARE_KEPT, help="Share of a side that the crop keeps.")
     interpolation: str | None = option(OneOf(INTERPOLATIONS), help="How images are resized.")
-    crop_mode: str | None = option(OneOf(CROP_MODES), help="How what is not square is cropped.")
+    crop_mode: str | None = option(OneOf(CROP_MODES), help="How images that are not square are cropped.")
     outputs: Sequence[str] | None = option(
-        OUTPUT_NAMES, help="What the model gives, such as class,patches,block8; default: its own output."
+        OUTPUT_NAMES, help="Named outputs, such as class,patches,block8; default: the model's own output."
     )
     trust_code: bool = False
 

@@ -42,19 +42,20 @@ class SparseChoice(Record, heading="Sparse weights"):
 
     sparse: str | Mapping[SparseKind, Sparsity] | None = option(
         PATTERNS,
-        help="Last of all, of every 4 neighbouring weights of the sites' layers keep 2 and refit those by least "
-        "squares, alone or on reduced widths, by kind of site where that is said. Only 2:4 has kernels (build "
-        "--sparse), which TensorRT picks where they are faster; other K:N are for analysis. Default: none.",
+        help="As the last step, keep 2 of every 4 neighbouring weights in the layers of sites and refit them by "
+        "least squares, alone or on reduced widths; also by kind of site. Only 2:4 has kernels (build "
+        "--sparse), which TensorRT uses where they are faster; other K:N are for analysis. Default: none.",
     )
     sparse_pattern: Rule = option(
         default=DEFAULT_RULE,
-        help="Which weights stay: obs, in SparseGPT's order by the exact cost of dropping them; cast, by CAST's cost "
-        "of each group by itself; magnitude, the largest.",
+        help="Which weights are kept: obs, in SparseGPT's order by the exact cost of dropping them; cast, by "
+        "CAST's cost of each group by itself; magnitude, the largest.",
     )
     sparse_permute: Permute = option(
         default=DEFAULT_PERMUTE,
-        help="Put what a site's last layer reads into another order first, by the rows in front of it (inside), and "
-        "the residual stream of a plain ViT with a classifier too (stream): nothing is permuted at run time.",
+        help="First permute the inputs of each site's last layer, by reordering the rows of the previous layer "
+        "(inside), and also the residual stream of a plain ViT with a classifier (stream): nothing is "
+        "permuted at run time.",
     )
 
     @property

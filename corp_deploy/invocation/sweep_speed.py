@@ -42,26 +42,26 @@ class SweepSpeedChoice(Record, heading="Timing and engines"):
     """
 
     bench: Runtime | None = option(
-        help="Time every trial beside the dense model, interleaved in one process, in this runtime; engine: in the "
-        "engines that --engine builds, on a GPU. Default: nothing is timed.",
+        help="Time every trial beside the dense model, interleaved in one process, in this runtime; engine: the "
+        "engines that --engine builds, on a GPU. Default: no timing.",
     )
     engine: EngineBackend | None = option(
-        help="Build an FP16 engine of every trial: its size and fused attentions stand in the table. TensorRT-RTX "
+        help="Build an FP16 engine of every trial: its size and fused attentions are in the table. TensorRT-RTX "
         "needs no GPU for that.",
     )
     sm: tuple[str, ...] = option(Repeated(), (), help="A target of TensorRT-RTX such as 89; repeat.")
     batch: tuple[int, ...] = option(
-        ListOf(BATCH, "1,8,32"), (1, 16), help="Batch sizes that are timed, and that engines take."
+        ListOf(BATCH, "1,8,32"), (1, 16), help="Batch sizes to time, and that engines accept."
     )
     precision: Literal["fp32", "fp16", "bf16"] = option(
-        default="fp32", help=f"Of what is timed; engines are FP16. {BENCH.help('precision')}"
+        default="fp32", help=f"Precision of the timed models; engines are FP16. {BENCH.help('precision')}"
     )
-    threads: int | None = option(THREADS, help=f"CPU threads of what is timed. {BENCH.help('threads')}")
+    threads: int | None = option(THREADS, help=f"CPU threads for timing. {BENCH.help('threads')}")
     device: Literal["cpu", "cuda"] = option(default="cpu", help="Where trials are timed.")
     time_limit: float = option(
         SECONDS, 5.0, help="Seconds per trial and batch size, at most, with loading, warm-up and A/A run."
     )
-    half_width: float = option(SHARE_KEPT, 0.02, help="Stop when a speed-up is known this well.")
+    half_width: float = option(SHARE_KEPT, 0.02, help="Stop when the interval of a speed-up is this narrow.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

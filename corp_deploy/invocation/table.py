@@ -329,7 +329,7 @@ CALIBRATE_BY = Axis(
     command="calibrate",
     ways={
         "whole": Way(
-            words="a model run whole",
+            words="calibration in one pass",
             ask="no --sequential",
             honours=dict.fromkeys(
                 ("checkpoint_every", "snapshots", "groups", "attn", "align", "residual", "patch_memory"), ANY

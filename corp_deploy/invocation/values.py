@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ground.errors import BadInput
-from ground.quantity import shown
+from ground.quantity import quoted
 
 CHANNELS = "channels"
 """What a word without its kind is of: channels of MLPs and of convolutions, whichever are reduced."""
@@ -48,7 +48,7 @@ class OneOf:
     def from_text(self, text: str) -> str:
         word = {"True": self.on, "False": self.off}.get(text) or text
         if word not in self.words:
-            raise BadInput(f"{shown(text)}: expected {self}")
+            raise BadInput(f"{quoted(text)}: expected {self}")
         return word
 
 
@@ -73,7 +73,7 @@ class Spelled:
 
 
 def _no_flag(text: str) -> bool:
-    raise BadInput(f"{shown(text)}: expected true or false")
+    raise BadInput(f"{quoted(text)}: expected true or false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class ByKind:
         pairs = [part.strip(" ").rpartition("=") for part in text.split(",")]
         named = [(kind if sign else CHANNELS, word) for kind, sign, word in pairs]
         if not {kind for kind, _ in named} <= self.kinds.keys() or len(dict(named)) != len(named):
-            raise BadInput(f"{shown(text)}: expected, each once or left out, {self}")
+            raise BadInput(f"{quoted(text)}: expected, each once or left out, {self}")
         return {kind: self._of(kind, word) for kind, word in named}
 
     def _of(self, kind: str, word: str) -> Any:
@@ -176,5 +176,5 @@ class ListOf:
         except BadInput as error:
             raise BadInput(f"{error}, or several separated by commas, such as {self.example}") from None
         if self.different and len(set(every)) != len(every):
-            raise BadInput(f"{shown(text)}: the same stands there twice; give each once")
+            raise BadInput(f"{quoted(text)}: the same stands there twice; give each once")
         return every

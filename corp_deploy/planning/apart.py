@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from calib.combination import rest
+from calib.combination import difference
 from calib.input_set import InputSet
-from calib.inputs import Inputs, moved
+from calib.inputs import Inputs, to_device
 from calib.moments import Moments
 from corp_deploy.families.modules import device
 from corp_deploy.reduction.calibrate import calibrate
@@ -62,8 +62,8 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
         if places:
             with torch.inference_mode(False), torch.no_grad():
                 part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type)
-            left = rest(left, part)
-            half = rest(half, part) if is_half and half is not None else half
+            left = difference(left, part)
+            half = difference(half, part) if is_half and half is not None else half
     return replace(left, half=half)
 
 
@@ -79,7 +79,7 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     # Of images that the moments are not of no group is known.
     chosen = images if few else images.subset(places or _positions(images.count))
     (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
-    apart = Apart(inputs=moved(inputs, where), moments=moments, others=_others(images, chosen))
+    apart = Apart(inputs=to_device(inputs, where), moments=moments, others=_others(images, chosen))
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]
@@ -92,7 +92,7 @@ def from_everywhere(dense: Checkpoint, images: InputSet) -> Inputs:
     """As many inputs as a budget looks at, evenly from all: no fit need leave out what nothing is fitted to."""
     spread = images.subset(_spread(images.count, IMAGES))
     (inputs,) = spread.batches(spread.count)
-    return moved(inputs, device(dense.model))
+    return to_device(inputs, device(dense.model))
 
 
 def _others(images: InputSet, chosen: InputSet) -> InputSet:

@@ -11,7 +11,7 @@ from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 
 from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
@@ -35,7 +35,7 @@ def probe_of(
 ) -> Probe:
     """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
-    with turn(watch, "select"):
+    with measured(watch, "select"):
         known = eliminations(dense.model, moments, method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None)

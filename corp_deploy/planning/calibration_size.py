@@ -188,7 +188,10 @@ def calibration_size(
     """
     _require_ascending(every)
     if held_out is None and scored is None:
-        raise BadInput("calibration size: nothing judges; give held-out moments (calibrate --hold-out N) or inputs")
+        raise BadInput(
+            "calibration size: there are no inputs to judge on; give held-out moments (calibrate "
+            "--hold-out N) or inputs"
+        )
     losses, judged = [], list[_Judged]()
     for number, moments in enumerate(every, start=1):
         reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)

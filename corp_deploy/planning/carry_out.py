@@ -21,7 +21,7 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_sy
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 from ground.errors import BadInput, Missing
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
@@ -77,8 +77,8 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
     if not stay:
         raise BadInput(
-            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
-            "of the calibration"
+            f"all {images.count} {images.noun} are those of the held-out moments, on which the result is judged; "
+            f"give the {images.noun} of the calibration"
         )
     return images if len(stay) == images.count else images.subset(stay)
 
@@ -120,7 +120,7 @@ def reduce_as_asked(
     refuse_partial(dense, asked)
     refuse_far_budget(dense.model, asked)
     if asked.within is not None:
-        with turn(watch, "within"):
+        with measured(watch, "within"):
             return _within(
                 dense,
                 moments,
@@ -133,7 +133,7 @@ def reduce_as_asked(
                 watch=watch,
             )
     looks = asked.budget is not None or asked.auto_heads
-    with torch.inference_mode(), turn(watch if looks else None, "plan"):
+    with torch.inference_mode(), measured(watch if looks else None, "plan"):
         planned = plan(dense, moments, asked, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
@@ -192,13 +192,13 @@ def as_planned(
     """
     if asked.closed_loop is not None:
         assert images is not None
-        with turn(watch, "closed loop"):
+        with measured(watch, "closed loop"):
             if (loop := loop_of(asked, moments)) is None:
                 return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=planned.widths, done=done)
             return reduce_by_closed_loop(
                 dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
             )
-    with turn(watch, "recover"):
+    with measured(watch, "recover"):
         return reduce(
             dense.model,
             moments,
@@ -229,7 +229,7 @@ def _within_still(
     judged = Judge(dense, judging, limit.measure).of(polished.model)
     if limit.holds(judged.value):
         return replace(polished, said=(*polished.said, f"polished, it gives {figure(limit, judged.value)} there"))
-    left = f"the polish is left away: with it {figure(limit, judged.value)}, beyond {limit}"
+    left = f"the polish is left out: with it {figure(limit, judged.value)}, beyond {limit}"
     return replace(reduction, said=(*reduction.said, left))
 
 
@@ -265,11 +265,11 @@ def reduce_checkpoint(
         watch=watch,
     )
     if given is not None and asked.polish is not None:
-        with turn(watch, "polish"):
+        with measured(watch, "polish"):
             polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
         reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
     if asked.sparsity.asked:
-        with turn(watch, "sparsify"):
+        with measured(watch, "sparsify"):
             reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:

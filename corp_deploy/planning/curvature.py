@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import Inputs, each, pieces
+from calib.inputs import Inputs, chunks, map_tensors
 from corp_deploy.families.family import answers, family_of, steps_to_outputs
 from corp_deploy.families.steps import Passage, Walk
 
@@ -79,9 +79,9 @@ def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) 
     tokens = len(family_of(model).token_kinds(model))
     if not tokens:
         with torch.no_grad():
-            tokens = family_of(model).embedded(model, next(pieces(inputs, 1))).shape[1]
+            tokens = family_of(model).embedded(model, next(chunks(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
-    for piece in pieces(inputs, max(1, PIECE_TOKENS // tokens)):
+    for piece in chunks(inputs, max(1, PIECE_TOKENS // tokens)):
         with torch.enable_grad():
-            tangent = _tangent(model, each(piece, torch.clone), directions, generator)
+            tangent = _tangent(model, map_tensors(piece, torch.clone), directions, generator)
         yield tangent

@@ -88,7 +88,7 @@ def joint_planner(
     dozen timings. Raises BadInput for a model that can't merge, and for budgets of parameters.
     """
     if refusal := family_of(dense.model).merging_refusal(dense.model):
-        raise BadInput(f"--merge-tokens auto: {refusal}; leave it away")
+        raise BadInput(f"--merge-tokens auto: {refusal}; leave it out")
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from calib.images import Images
 from calib.input_set import InputSet
-from calib.inputs import as_tuple, moved, run_model
+from calib.inputs import as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.modules import device
@@ -63,7 +63,7 @@ class Judgement:
 def _ids(moments: Moments) -> torch.Tensor:
     if not len(moments.image_ids):
         raise BadInput(
-            "the moments don't say which images they are of, so none can be told to be others; calibrate again"
+            "the moments don't record their images, so other images can't be told from them; calibrate again"
         )
     return moments.image_ids
 
@@ -94,12 +94,12 @@ class Judges:
         fitted, others = ((is_fitted == held).nonzero().squeeze(1).tolist() for held in (True, False))
         if not fitted:
             raise BadInput(
-                f"none of the {inputs.count} {inputs.noun} is one that the moments are of; give those of calibrate, "
-                "and others to judge by with --judge"
+                f"none of the {inputs.count} {inputs.noun} was used in the moments; give the images of calibrate, "
+                "and others to judge on with --judge"
             )
         if not others:
             raise BadInput(
-                f"the moments are of all {inputs.count} {inputs.noun}, so none is left to judge by: leave some out "
+                f"the moments are of all {inputs.count} {inputs.noun}, so none is left to judge on: hold some out "
                 "(calibrate --hold-out N), or give others with --judge"
             )
         labels_N = None if self.labels_N is None else self.labels_N[others]
@@ -127,7 +127,7 @@ def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:
     where = device(model)
     with torch.inference_mode():
         rows = [
-            [output.float().cpu().numpy() for output in as_tuple(run_model(model, moved(batch, where)))]
+            [output.float().cpu().numpy() for output in as_tuple(run_model(model, to_device(batch, where)))]
             for batch in inputs.batches(BATCH)
         ]
     return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
@@ -198,7 +198,7 @@ class Judge:
 
 
 def _error(dense: Answer, outputs: Answer, role: Role) -> Judgement:
-    rows = MEASURES[role].answers.rows(dense, outputs)
+    rows = MEASURES[role].output_kind.rows(dense, outputs)
     value = rows.relative_error()
     if not rows.finite_N.all():
         return Judgement(value=value, low=value, high=value)

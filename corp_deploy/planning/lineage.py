@@ -37,9 +37,9 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
 def _seen(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
     """All inputs that had a part in the model, those of an earlier reduction too, each once."""
     earlier = fitted_of_lineage(dense.lineage, where="the dense model") or Fingerprints()
-    seen = Fingerprints.joined([moments.fingerprints, earlier])
+    seen = Fingerprints.concatenated([moments.fingerprints, earlier])
     others = [each.ids[~torch.isin(each.ids, seen.ids)].unique() for each in looked_at if each is not None]
-    return Fingerprints.joined([seen, *(Fingerprints(ids=ids) for ids in others)])
+    return Fingerprints.concatenated([seen, *(Fingerprints(ids=ids) for ids in others)])
 
 
 def reduced_checkpoint(

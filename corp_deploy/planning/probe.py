@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, each, named, run_model
+from calib.inputs import Inputs, as_tuple, map_tensors, run_model, tensors_by_name
 from calib.moments import Moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
@@ -92,12 +92,12 @@ class Probe:
 
     def few(self, count: int) -> "Probe":
         """Looks at about so many of the inputs, evenly."""
-        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
+        return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // count)]))
 
     @property
     def fewer(self) -> "Probe":
         """Looks at every other input alone."""
-        return replace(self, inputs=each(self.inputs, lambda tensor: tensor[::2]))
+        return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[::2]))
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
@@ -131,7 +131,7 @@ class Probe:
     def _exact_effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """Where layers that read a site change alone, by the dense program with those layers."""
         graph, known = tracing(self.model).running.graph, self._tensors(trials)
-        inputs = tuple(named(self.inputs).values())
+        inputs = tuple(tensors_by_name(self.inputs).values())
         effects = dict[Trial, float]()
         for trial in trials:
             if trial in known:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from calib.inputs import Inputs, as_tuple, named, pieces
+from calib.inputs import Inputs, as_tuple, chunks, tensors_by_name
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Called, every_layer
@@ -55,7 +55,7 @@ class _Moved(fx.Interpreter):
 def _tangent(program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called], drawn: torch.Generator) -> _Tangent:
     moved = _Moved(program, layers)
     with torch.enable_grad():
-        outputs = joined(as_tuple(moved.run(*named(inputs).values())))
+        outputs = joined(as_tuple(moved.run(*tensors_by_name(inputs).values())))
         by_direction = [
             torch.autograd.grad(
                 outputs,
@@ -93,8 +93,10 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
     if not layers:
         return effects
     with torch.inference_mode(False), torch.no_grad():
-        for piece in pieces(inputs, _PIECE):
-            tangent = _tangent(program, {name: each.clone() for name, each in named(piece).items()}, layers, drawn)
+        for piece in chunks(inputs, _PIECE):
+            tangent = _tangent(
+                program, {name: each.clone() for name, each in tensors_by_name(piece).items()}, layers, drawn
+            )
             energy += tangent.energy
             for place, change in enumerate(changes):
                 every = (_moved_by(tangent, layer, change) for layer in layers.values())

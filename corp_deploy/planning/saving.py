@@ -41,6 +41,6 @@ def refuse_outdated(directory: Path, asked: ReductionRequest) -> None:
     theirs = directory / FOLDER
     if asked.save_as is None and (theirs / CONFIG).is_file():
         raise BadInput(
-            f"{theirs}: here is another model as transformers has it, which would stay beside this one; remove it, "
-            "write it anew with --save-as hf, or give --output another"
+            f"{theirs}: this transformers directory of another model would remain beside this one; remove it, "
+            "overwrite it with --save-as hf, or choose another --output"
         )

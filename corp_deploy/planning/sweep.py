@@ -23,7 +23,7 @@ from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.inputs import model_digest
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
 from perf.record.fitted import FittedInputs
 from perf.runners.memory import stopwatch
@@ -97,7 +97,7 @@ class Work:
     def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Order]:
         method, at = request.method, (request.moments, request.method.ridge_rel)
         if method.mlp_selection == "obs" and at not in self.known:
-            with turn(watch, "select"):
+            with measured(watch, "select"):
                 self.known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
         return self.known.get(at, {})
 
@@ -113,7 +113,7 @@ class Work:
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
         """As `reduce` does it when asked for the same."""
-        with turn(None if request.budget is None else watch, "plan"):
+        with measured(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense = self.swept.dense
         budget = None if request.budget is None else Budget(currency="macs", share=request.budget)
@@ -186,11 +186,11 @@ def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None =
         folders = _folders(swept, requests, root)
         bench = Bench(swept.dense, Path(scratch), run.speed, run.engine, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
-        run.ranks.gathered(None)  # nobody times while another computes
+        run.ranks.all_gather(None)  # nobody times while another computes
         _time_all(folders, bench, run)
         points = [_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)]
         # Machines need no common disk: what one of them has read, all have.
-        every = run.ranks.gathered(points)
+        every = run.ranks.all_gather(points)
         if not run.keep_models and run.ranks.rank == 0:
             for folder in folders:
                 folder.drop_reduced()
@@ -211,7 +211,7 @@ def _folders(swept: Swept, requests: Sequence[SweepRequest], root: Path) -> list
 
 def _mine(unfinished: Sequence[int], ranks: Ranks) -> list[int]:
     """This process's share of the trials that are not finished, by every process's reading of the same list."""
-    everywhere = ranks.gathered(list(unfinished))
+    everywhere = ranks.all_gather(list(unfinished))
     left = [place for place in everywhere[0] if all(place in one for one in everywhere)]
     return left[ranks.rank :: ranks.size]
 
@@ -245,7 +245,7 @@ def _reduce_one(work: Work, request: SweepRequest, folder: TrialFolder, bench: B
         folder.write_reduced(reduced)
     if folder.scores() is None:
         images = work.moments(request.moments).images
-        with watch.of("score"):
+        with watch.measure("score"):
             point = _point(work.swept, request, reduced, images)
         folder.write_scores(replace(point, effort=watch.efforts))
     if bench.wants_engine(folder):
@@ -269,7 +269,7 @@ def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
     as two that time on one machine would time each other.
     """
     own = this_machine()
-    seen = [(machine, place) for machine, places in ranks.gathered((own, list(left))) for place in places]
+    seen = [(machine, place) for machine, places in ranks.all_gather((own, list(left))) for place in places]
     mine = []
     for place in left:
         machines = sorted({machine for machine, at in seen if at == place})

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, joined, pieces, run_model
+from calib.inputs import Inputs, as_tuple, chunks, concatenated, run_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from ground.ports import OutputPort
@@ -23,7 +23,7 @@ Answer = NDArray[np.float32]
 def outputs(model: nn.Module, inputs: Inputs, batch_size: int) -> tuple[Answer, ...]:
     """Each output [N, ...] of all inputs."""
     with torch.inference_mode():
-        rows = [[output.numpy() for output in as_tuple(run_model(model, part))] for part in pieces(inputs, batch_size)]
+        rows = [[output.numpy() for output in as_tuple(run_model(model, part))] for part in chunks(inputs, batch_size)]
     return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
 
 
@@ -90,7 +90,7 @@ class Scored:
 
 def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
     """All of the inputs with the dense model's outputs for them."""
-    inputs = joined(list(source.batches(batch_size)))
+    inputs = concatenated(list(source.batches(batch_size)))
     dense = outputs(model, inputs, batch_size)
     return Scored(
         inputs=inputs,

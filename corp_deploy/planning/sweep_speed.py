@@ -128,7 +128,7 @@ class Bench:
         """The engine of a trial, its figures written, its plan kept where it is to be timed."""
         assert self.engine is not None
         graph, watch = folder.path / GRAPH_FILE, stopwatch("cpu")
-        with watch.of("build"):
+        with watch.measure("build"):
             export_checkpoint(reduced, graph, precision=self.engine.precision)
             built = build_engine(graph, self.engine.options())
         graph.unlink()
@@ -151,7 +151,7 @@ class Bench:
         speed = self.speed
         assert speed is not None
         watch = Stopwatch(host=None)  # who is timed has his own memory told
-        with watch.of("bench"):
+        with watch.measure("bench"):
             measured = measure(
                 self._dense(),
                 self._artefact(folder),

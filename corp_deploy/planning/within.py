@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from corp_deploy.invocation.limit import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
-from perf.stats.decision import more_by_root, more_to_share
+from perf.stats.decision import samples_for_interval, samples_for_share
 from perf.stats.shares import share_interval
 
 from .budget_planner import BudgetPlanner
@@ -94,9 +94,9 @@ class Within:
             def decides(count: int) -> bool:
                 return share_interval(judged.value, count).low >= self.limit.value
 
-            return more_to_share(decides, self.count, self.noun)
+            return samples_for_share(decides, self.count, self.noun)
         width = judged.value - judged.low if gap > 0 else judged.high - judged.value
-        return more_by_root(gap, width, self.count, self.noun)
+        return samples_for_interval(gap, width, self.count, self.noun)
 
     def _surely(self, trial: Trial) -> bool:
         return self.limit.holds(trial.judged.low) and self.limit.holds(trial.judged.high)

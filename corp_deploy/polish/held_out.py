@@ -60,5 +60,5 @@ def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges:
 
 def mean_over(own: Sequence[tuple[float, int]], ranks: Ranks) -> float:
     """The mean of (mean, count) pairs of every process, the same in all of them."""
-    everyone = [pair for pairs in ranks.gathered(list(own)) for pair in pairs]
+    everyone = [pair for pairs in ranks.all_gather(list(own)) for pair in pairs]
     return sum(mean * count for mean, count in everyone) / sum(count for _, count in everyone)

@@ -37,7 +37,7 @@ class Judge:
             with reduced_precision(self.teacher.device):
                 errors: Tensor = student(self.teacher.lesson([Draw(row, row) for row in rows]))
             parts.append((errors.tolist(), len(rows)))
-        everyone = [part for of_rank in self.ranks.gathered(parts) for part in of_rank]
+        everyone = [part for of_rank in self.ranks.all_gather(parts) for part in of_rank]
         counts = torch.tensor([count for _, count in everyone], dtype=torch.float64)
         return counts / counts.sum() @ torch.tensor([each for each, _ in everyone], dtype=torch.float64)
 

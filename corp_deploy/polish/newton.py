@@ -196,6 +196,6 @@ class Sweeps:
     def _seconds(self, before: float, began: float) -> float:
         """Since the start, of all attempts together; the first process's where time ends the fit."""
         own = before + time.monotonic() - began
-        return own if self.pace.seconds is None else self.ranks.gathered(own)[0]
+        return own if self.pace.seconds is None else self.ranks.all_gather(own)[0]
 
     report = staticmethod(Descent.report)

@@ -48,7 +48,7 @@ class PolishOptions:
         if self.how not in POLISHES:
             raise BadInput(f"polish: got {self.how!r}, expected one of {', '.join(POLISHES)}")
         if self.how == "none" and (self.steps is not None or self.time_s is not None):
-            raise BadInput("steps and time are of a polish; ask for layer, block or model, or leave them away")
+            raise BadInput("steps and time apply to a polish; choose layer, block or model, or leave them out")
 
     @property
     def largest_step(self) -> float:

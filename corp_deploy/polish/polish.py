@@ -122,13 +122,13 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
     if whole and options.how != "model":
         raise BadInput(
             f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
-            "leave --polish away"
+            "leave --polish out"
         )
     own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
     if own != dense_own:
         raise BadInput(
             f"polish: the reduced model's blocks are {', '.join(own)}, the dense one's {', '.join(dense_own)}, so that "
-            "none can be fitted to another; leave --polish away"
+            "none can be fitted to another; leave --polish out"
         )
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular, replacing
+from ground.files import regular_file, replacing
 from ground.records import record_from_text
 
 from .descent import Position
@@ -96,7 +96,7 @@ class StateFile:
     def _read(self, device: torch.device) -> tuple[_Header, dict[str, Tensor]]:
         remedy = "remove the file to start afresh"
         try:
-            with safe_open(regular(self.path), framework="pt", device=str(device)) as file:
+            with safe_open(regular_file(self.path), framework="pt", device=str(device)) as file:
                 text = (file.metadata() or {}).get(_HEADER, "")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:

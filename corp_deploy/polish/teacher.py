@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, each, joined, moved, named, pieces
+from calib.inputs import Inputs, chunks, concatenated, map_tensors, tensors_by_name, to_device
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from ground.errors import BadInput
@@ -60,7 +60,7 @@ class Lesson:
     def changed(self, every: Callable[[Tensor], Tensor], targets: Callable[[Tensor], Tensor]) -> "Lesson":
         """`every` of all tensors, then `targets` of those that the model is fitted to."""
         return Lesson(
-            inputs=each(self.inputs, every),
+            inputs=map_tensors(self.inputs, every),
             entering_BNC=every(self.entering_BNC),
             weights_BN=None if self.weights_BN is None else every(self.weights_BN),
             streams=tuple(targets(every(stream)) for stream in self.streams),
@@ -70,7 +70,7 @@ class Lesson:
     @property
     def size_bytes(self) -> int:
         weights = () if self.weights_BN is None else (self.weights_BN,)
-        tensors = (*named(self.inputs).values(), self.entering_BNC, *weights, *self.streams, self.outputs)
+        tensors = (*tensors_by_name(self.inputs).values(), self.entering_BNC, *weights, *self.streams, self.outputs)
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -83,7 +83,7 @@ def joined_lessons(lessons: Sequence[Lesson]) -> Lesson:
     """Several as one batch, the targets in float32."""
     weights = [lesson.weights_BN for lesson in lessons if lesson.weights_BN is not None]
     return Lesson(
-        inputs=joined([lesson.inputs for lesson in lessons]),
+        inputs=concatenated([lesson.inputs for lesson in lessons]),
         entering_BNC=torch.cat([lesson.entering_BNC for lesson in lessons]),
         weights_BN=torch.cat(weights) if weights else None,
         streams=tuple(torch.cat(rows).float() for rows in zip(*(lesson.streams for lesson in lessons), strict=True)),
@@ -120,7 +120,7 @@ class Teacher:
         """One lesson a row, or None where they take too much or are beyond float16."""
         kept: list[Lesson] = []
         for batch in self.inputs.batches(_AT_ONCE):
-            lesson = lesson_on(self.model, moved(batch, self.device))
+            lesson = lesson_on(self.model, to_device(batch, self.device))
             kept += [_row(lesson, row) for row in range(len(lesson.outputs))]
             too_large = kept[0].size_bytes * self.inputs.count > cache_bytes
             if too_large or not all(bool(each.isfinite().all()) for each in (*kept[-1].streams, kept[-1].outputs)):
@@ -132,7 +132,7 @@ class Teacher:
         if self._kept is not None:
             return joined_lessons([self._kept[draw.row] for draw in draws])
         read = inputs_at(self.inputs, [draw.row for draw in draws])
-        return lesson_on(self.model, moved(joined(read), self.device))
+        return lesson_on(self.model, to_device(concatenated(read), self.device))
 
 
 class TeacherOfViews:
@@ -143,7 +143,7 @@ class TeacherOfViews:
 
     def __init__(self, model: nn.Module, images: InputSet, *, seed: int, cache_bytes: int) -> None:
         self.model, self.images, self.seed, self.device = model, images, seed, device(model)
-        size_bytes = sum(tensor.nbytes for tensor in named(images.example()).values()) * images.count
+        size_bytes = sum(tensor.nbytes for tensor in tensors_by_name(images.example()).values()) * images.count
         self._kept = _singles(images) if size_bytes <= cache_bytes else None
 
     def __len__(self) -> int:
@@ -154,10 +154,10 @@ class TeacherOfViews:
         rows = [draw.row for draw in draws]
         images = inputs_at(self.images, rows) if self._kept is None else [self._kept[row] for row in rows]
         views = [
-            each(image, lambda tensor, number=draw.number: view(tensor[0], self.seed, number).unsqueeze(0))  # type: ignore[misc]
+            map_tensors(image, lambda tensor, number=draw.number: view(tensor[0], self.seed, number).unsqueeze(0))  # type: ignore[misc]
             for image, draw in zip(images, draws, strict=True)
         ]
-        return lesson_on(self.model, moved(joined(views), self.device))
+        return lesson_on(self.model, to_device(concatenated(views), self.device))
 
 
 AnyTeacher = Teacher | TeacherOfViews
@@ -165,7 +165,7 @@ AnyTeacher = Teacher | TeacherOfViews
 
 def _singles(inputs: InputSet) -> list[Inputs]:
     """All of them, one at a time."""
-    return [row for batch in inputs.batches(_AT_ONCE) for row in pieces(batch, 1)]
+    return [row for batch in inputs.batches(_AT_ONCE) for row in chunks(batch, 1)]
 
 
 def inputs_at(inputs: InputSet, positions: Sequence[int]) -> list[Inputs]:
@@ -174,6 +174,6 @@ def inputs_at(inputs: InputSet, positions: Sequence[int]) -> list[Inputs]:
     read = _singles(inputs.subset(ascending))
     if len(read) != len(ascending):
         raise BadInput(
-            f"polish: unreadable {inputs.noun} among {inputs.count}, more than are kept in memory; leave those away"
+            f"polish: unreadable {inputs.noun} among {inputs.count}, more than are kept in memory; leave those out"
         )
     return [read[ascending.index(position)] for position in positions]

@@ -19,10 +19,10 @@ from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_answers, feeds_of_ports, rows_of
+from ground.feeds import Feeds, Outputs, batch_of, batch_size, checked_outputs, feeds_of_ports, rows_of
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port
-from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_named, type_of_word
+from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_by_name, type_by_name
 from perf.parity.rounding import round_file
 from perf.runners.engine import Backend, EngineRunner
 from perf.runners.module import ModuleRunner
@@ -54,7 +54,7 @@ class Candidate:
     name: str
     form: Form
     path: Path
-    held_in: FloatType
+    float_type: FloatType
     batch: int | None = None
     backend: str = ""
     sha256: str | None = None
@@ -76,17 +76,17 @@ class Candidate:
     @property
     def rounds(self) -> bool:
         """Whether it is held in fewer bits than float32, in whole or in part."""
-        return self.held_in is not FLOAT32
+        return self.float_type is not FLOAT32
 
     @property
     def quantised(self) -> bool:
         """Whether it is held in INT8 or FP8."""
-        return self.held_in in QUANTISED.values()
+        return self.float_type in QUANTISED.values()
 
     @property
     def computes_int8(self) -> bool:
         """Whether it is a graph for ONNX Runtime's own kernels of INT8 on the CPU."""
-        return self.form == "graph" and self.held_in is INT8 and self.rest == FP32 and self.runtime is None
+        return self.form == "graph" and self.float_type is INT8 and self.rest == FP32 and self.runtime is None
 
     @property
     def emulated(self) -> bool:
@@ -109,7 +109,7 @@ class Candidate:
 
             def run(feeds: Feeds) -> Outputs:
                 answers = runner(feeds_of_ports(self.fed(feeds, runner.inputs), runner.inputs))
-                checked = checked_answers(answers, batch_size(feeds), where=self.label)
+                checked = checked_outputs(answers, batch_size(feeds), where=self.label)
                 return (
                     {expected[0]: checked[names[0]]} if len(names) == 1 else {name: checked[name] for name in expected}
                 )
@@ -167,7 +167,7 @@ def _from_directory(path: Path, shown: Path) -> Candidate:
         form="torch",
         path=path,
         shown=shown,
-        held_in=FLOAT32,
+        float_type=FLOAT32,
         checkpoint=checkpoint,
         fitted=fitted_of_lineage(checkpoint.lineage, where=str(path)),
     )
@@ -181,7 +181,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
         form="engine",
         path=path,
         shown=shown,
-        held_in=type_of_word(record.precision),
+        float_type=type_by_name(record.precision),
         backend=record.backend,
         sha256=record.plan_sha256,
         inputs=tuple(_port(each) for each in record.inputs),
@@ -191,14 +191,14 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
 def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
     """A graph as OpenVINO runs it, beside ONNX Runtime: as it is typed, or computed in fewer bits."""
     arithmetic = ARITHMETIC[runtime]
-    lower = graph.held_in is FLOAT32 or (arithmetic == "bf16" and graph.held_in is FLOAT16)
+    lower = graph.float_type is FLOAT32 or (arithmetic == "bf16" and graph.float_type is FLOAT16)
     name = runtime if arithmetic is not None else "openvino"
     stem = graph.label.replace(" ONNX ", " OpenVINO ")
     return replace(
         graph,
         label=stem if arithmetic is None else f"{stem} in {arithmetic}",
         name=graph.name.replace("-onnx-", f"-{name}-"),
-        held_in=precision_named(arithmetic).type if lower and arithmetic else graph.held_in,
+        float_type=precision_by_name(arithmetic).type if lower and arithmetic else graph.float_type,
         runtime=runtime,
     )
 
@@ -238,7 +238,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         form="graph",
         path=path,
         shown=shown,
-        held_in=type_of_word(facts.precision),
+        float_type=type_by_name(facts.precision),
         batch=facts.batch,
         rest=facts.rest,
         weight_bits=facts.weight_bits,

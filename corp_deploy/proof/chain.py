@@ -13,7 +13,7 @@ from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, noun_of, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, input_noun, rows_of
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
 from perf.parity import structure
@@ -72,10 +72,10 @@ def _structure(
 ) -> list[StructuralTest]:
     """What holds for some inputs holds for all: the link itself judges every input at the largest batch."""
     largest, label = candidate.batch or max(by_batch), candidate.label
-    slots, noun = min(largest, SLOTS), noun_of(feeds)
+    slots, noun = min(largest, SLOTS), input_noun(feeds)
     if merges is not None:
         # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
-        firm_N = Choices(margins_N=merges.margins_N).steady(bound)
+        firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
         if not len(firm_N):
             return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), _untested(label, bound, noun)]
         feeds = rows_of(feeds, firm_N)
@@ -117,7 +117,7 @@ def _step(
     heads: Heads,
     halves: Collection[FloatType],
 ) -> Step:
-    bounds = [rule.rounding(candidate.held_in).max_relative_error for rule in rules]
+    bounds = [rule.rounding(candidate.float_type).max_relative_error for rule in rules]
     bound = max(each for each in bounds if each is not None)
     ports = [rule.port for rule in rules if rule.port not in heads.ports]
     with candidate.opened(ports) as backbone:
@@ -153,7 +153,7 @@ def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[S
 
 def _halves(candidates: Sequence[Candidate]) -> tuple[FloatType, ...]:
     """The types of sixteen bits that candidates are held in."""
-    return tuple(dict.fromkeys(each.held_in for each in candidates if each.rounds))
+    return tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
 
 
 def _located(
@@ -201,7 +201,7 @@ def _walk(
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules, heads, halves)
         walked.findings.extend(step.findings)
-        if candidate.held_in is FLOAT16 and candidate.runtime is None:
+        if candidate.float_type is FLOAT16 and candidate.runtime is None:
             walked.findings.extend(_headroom(previous, candidate, proof_inputs.feeds))
         walked.blocks.extend(_located(step, before, previous, dense, proof_inputs.feeds, rules[0].products))
         merges = merges if candidate.checkpoint is None else step.merges

@@ -20,7 +20,7 @@ from ground.feeds import Feeds, Outputs, batch_size
 from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import type_of_word
+from ground.precision import type_by_name
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
 from perf.parity.parity import judge
@@ -167,7 +167,7 @@ def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], comm
                 name=backend,
                 form="engine",
                 path=plan,
-                held_in=type_of_word(record.precision),
+                float_type=type_by_name(record.precision),
                 backend=backend,
                 sha256=record.plan_sha256,
                 batch=batch,

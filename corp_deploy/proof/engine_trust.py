@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from export.engine.record import EngineRecord, record_of_plan
-from ground.built_here import list_of_engines, was_built_here
+from ground.built_engines import engine_list_path, is_built_here
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 
@@ -36,10 +36,10 @@ def record_of_trusted_plan(path: Path) -> EngineRecord:
             f"{path}: its bytes are not those that {path.name}.json describes (sha256 {digest[:16]}..., expected "
             f"{record.plan_sha256[:16]}...); it was changed or cut off after it was built: build it again"
         )
-    if not _TRUSTED.get() and not was_built_here(digest):
+    if not _TRUSTED.get() and not is_built_here(digest):
         raise BadInput(
-            f"{path}: it was not built here ({list_of_engines()} doesn't list sha256 {digest[:16]}...), and loading an "
-            "engine runs code that it may hold: (a) build it here from its graph, or (b) give --trust-engine if you "
+            f"{path}: it was not built here ({engine_list_path()} doesn't list sha256 {digest[:16]}...), and loading "
+            "an engine runs code that it may hold: (a) build it here from its graph, or (b) give --trust-engine if you "
             "trust whoever built it and how it came here"
         )
     return record

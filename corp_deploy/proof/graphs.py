@@ -76,11 +76,11 @@ class Graphs:
         """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
         return {name: self._found(PRECISIONS[name].type) for name in self._asked.mixed}
 
-    def _found(self, held_in: FloatType) -> Mended:
+    def _found(self, float_type: FloatType) -> Mended:
         asked = self._asked
         if not asked.auto:
             return Mended(kept=tuple(asked.keep_fp32))
-        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "held_in": held_in}
+        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "float_type": float_type}
         both = self._checkpoint, self._dense, self._feeds
         if asked.engine is None:
             return Mended(kept=sites_to_keep(*both, **how).kept)

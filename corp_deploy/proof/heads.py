@@ -9,7 +9,7 @@ from pathlib import Path
 
 from corp_deploy.invocation.option import PathLike
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, checked_answers, checked_feeds, feeds_of_ports
+from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, checked_outputs, feeds_of_ports
 from ground.files import sha256_of_file
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
@@ -48,7 +48,7 @@ class OpenHead:
         return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
 
     def _run(self, feeds: Feeds) -> Outputs:
-        return checked_answers(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
+        return checked_outputs(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, noise_of_ports, only, rows_of
+from ground.feeds import Feeds, batch_size, random_feeds, rows_of, single_array
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 from perf.parity.parity import ImageSet
@@ -72,7 +72,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
         kind=source.noun,
         labels=labels,
         names=names,
-        fingerprints=Fingerprints.joined(seen),
+        fingerprints=Fingerprints.concatenated(seen),
     )
 
 
@@ -101,7 +101,7 @@ def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
     """Images as this port takes them; values 0 to 255 where it takes pixels. Raises BadInput for others there."""
     if port.dtype != PIXEL:
         return inputs
-    return replace(inputs, feeds={port.name: whole_pixels(only(inputs.feeds), where=where)})
+    return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})
 
 
 def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
@@ -111,5 +111,5 @@ def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
         raise BadInput(
             f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(whole)}; give real ones"
         )
-    feeds = noise_of_ports(ports, count, seed=seed)
+    feeds = random_feeds(ports, count, seed=seed)
     return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")

@@ -20,7 +20,7 @@ from export.graph.precision import typed_copy
 from export.graph.simulated import simulated
 from ground.feeds import Feeds, Outputs, batch_size, rows_of
 from ground.ports import OutputPort
-from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_of
+from ground.precision import FLOAT16, FLOAT32, QUANTISED, FloatType, mixed_with_float32
 from perf.parity import tolerance
 from perf.parity.maps import THRESHOLD
 from perf.parity.measures import Measures, largest_logit, measures, relative_errors
@@ -76,9 +76,9 @@ class ParityLimits(ProofOptions):
         few = any(not reaches(least, count, self.confidence) for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self
 
-    def factor(self, held_in: FloatType) -> float:
+    def factor(self, float_type: FloatType) -> float:
         """How many times the dense model's own error in this type a link may err."""
-        return self.quantised_factor if held_in in QUANTISED.values() else self.half_factor
+        return self.quantised_factor if float_type in QUANTISED.values() else self.half_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +117,10 @@ class LinkRules:
     magnified: float = 1.0
     threshold: float = THRESHOLD
 
-    def rounding(self, held_in: FloatType) -> Tolerance:
+    def rounding(self, float_type: FloatType) -> Tolerance:
         """How far two computations of one model may lie apart where one is held in this type."""
-        if held_in is not FLOAT32:
-            return tolerance.half(self.noises[held_in], held_in=held_in, factor=self.limits.factor(held_in))
+        if float_type is not FLOAT32:
+            return tolerance.half(self.noises[float_type], float_type=float_type, factor=self.limits.factor(float_type))
         return tolerance.exact(products=self.products, largest_logit=self.largest_logit, magnified=self.magnified)
 
     def of_user(self) -> Tolerance:
@@ -132,12 +132,12 @@ class LinkRules:
         self, candidate: Candidate, name: str, kind: LinkKind, before: Reference, by_batch: Mapping[int, Outputs]
     ) -> Link:
         """The link from what stands before to a candidate."""
-        own, merges, held_in = self.port.name, before.merges, candidate.held_in
-        bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(held_in), None
+        own, merges, float_type = self.port.name, before.merges, candidate.float_type
+        bounds, choices = self.of_user() if kind in ("reduced", "whole") else self.rounding(float_type), None
         if merges is not None and kind in ("half", "quantised"):
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
-            noise, factor = merges.noise[held_in][own], self.limits.factor(held_in)
-            bounds = tolerance.half(noise, held_in=held_in, factor=factor, whose="the merged model")
+            noise, factor = merges.noise[float_type][own], self.limits.factor(float_type)
+            bounds = tolerance.half(noise, float_type=float_type, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
         if kind in ("half", "quantised") and candidate.emulated:
@@ -160,16 +160,16 @@ class LinkRules:
         answers = by_batch[judged.batch][own]
         off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
         return replace(
-            judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs, held_in)}"
+            judged, reason=f"{judged.reason}; {self._beyond_rounding(off_N, judged.measures.inputs, float_type)}"
         )
 
-    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str, held_in: FloatType) -> str:
+    def _beyond_rounding(self, off_N: NDArray[np.float64], noun: str, float_type: FloatType) -> str:
         """On how many inputs a half link errs more than half precision does where nothing is merged."""
-        plain = self.rounding(held_in).max_relative_error or 0.0
+        plain = self.rounding(float_type).max_relative_error or 0.0
         count = int((off_N > plain).sum())
         return (
             f"{count} of {len(off_N)} {noun} ({count / len(off_N):.1%}) err more than {plain:.2g}, what "
-            f"{held_in.shown} does to the dense model: other tokens are merged there"
+            f"{float_type.label} does to the dense model: other tokens are merged there"
         )
 
 
@@ -188,18 +188,18 @@ def merges_of(
         least_B = merge_margins(checkpoint.model, inputs)
         assert least_B is not None, start
         margins.append(least_B.double().numpy())
-    noise = {held_in: _own_noise(checkpoint, held_in, feeds, answers, batch, heads) for held_in in halves}
+    noise = {float_type: _own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves}
     return Merges(margins_N=np.concatenate(margins), noise=noise)
 
 
 def _own_noise(
-    dense: Checkpoint, held_in: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
+    dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: Heads
 ) -> dict[str, Measures]:
     """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
     and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
     """
     exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
-    half = _rounding(exportable, held_in, feeds, batch)
+    half = _rounding(exportable, float_type, feeds, batch)
 
     def run(part: Feeds) -> Outputs:
         with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]
@@ -212,11 +212,11 @@ def _own_noise(
     return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
 
 
-def _rounding(exportable: nn.Module, held_in: FloatType, feeds: Feeds, batch: int) -> nn.Module:
+def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch: int) -> nn.Module:
     """A copy that is held in this type."""
-    word = next((word for word, each in QUANTISED.items() if each is held_in), None)
+    word = next((word for word, each in QUANTISED.items() if each is float_type), None)
     if word is None:
-        return typed_copy(exportable, mixed_of(held_in).pure, norms=NORMS)
+        return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)
 
     def run(model: nn.Module) -> None:
         for start in range(0, batch_size(feeds), batch):
@@ -239,11 +239,13 @@ def link_rules(
     """
     ports = output_ports(dense.model)
     types = dict.fromkeys((FLOAT16, *halves))
-    noises = {held_in: _own_noise(dense, held_in, proof_inputs.feeds, answers, batch, heads) for held_in in types}
+    noises = {
+        float_type: _own_noise(dense, float_type, proof_inputs.feeds, answers, batch, heads) for float_type in types
+    }
     noise, products = noises[FLOAT16], counted(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:
-        of_port = {held_in: every[port.name] for held_in, every in noises.items()}
+        of_port = {float_type: every[port.name] for float_type, every in noises.items()}
         several = len(ports) + len(heads.ports) > 1
         return LinkRules(port=port, several=several, limits=limits, noises=of_port, **own)
 

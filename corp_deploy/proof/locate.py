@@ -18,7 +18,7 @@ from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from ground.feeds import Feeds, rows_of
 from ground.ports import Role
-from ground.precision import EVERY_WORD, FLOAT16, QUANTISED, FloatType, mixed_of
+from ground.precision import EVERY_WORD, FLOAT16, QUANTISED, FloatType, mixed_with_float32
 from perf.parity.block_outputs import site_of
 from perf.parity.diagnosis import block_noise, locate_in_exact, locate_in_half
 from perf.parity.locate import FaultLocation
@@ -48,17 +48,17 @@ def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     )
 
 
-def dense_noise(dense: Checkpoint, feeds: Feeds, held_in: FloatType) -> Mapping[str, float]:
+def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
     """Every block's own error in that type in the dense model."""
-    if (word := _word(held_in)) is not None:
+    if (word := _word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
-        return block_noise(plain.single, plain.graph(word, scales="max"), feeds)
-    return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_of(held_in).pure), feeds)
+        return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
+    return block_noise(graph_of(dense, "fp32"), graph_of(dense, mixed_with_float32(float_type).pure), feeds)
 
 
-def _word(held_in: FloatType) -> str | None:
+def _word(float_type: FloatType) -> str | None:
     """Of a quantised type."""
-    return next((word for word, each in QUANTISED.items() if each is held_in), None)
+    return next((word for word, each in QUANTISED.items() if each is float_type), None)
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
@@ -70,7 +70,7 @@ def balanced_sites(proto: onnx.ModelProto) -> set[str]:
 def fix_command(
     graph: Path,
     shown: Path | None = None,
-    held_in: FloatType = FLOAT16,
+    float_type: FloatType = FLOAT16,
     taken: GraphInput = "float32",
     rest: str | None = None,
     weight_bits: int = 8,
@@ -80,10 +80,10 @@ def fix_command(
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
     stem = next((stem.removesuffix(f".{word}") for word in EVERY_WORD if stem.endswith(f".{word}")), stem)
-    mixed = "" if _word(held_in) else mixed_of(held_in).name
+    mixed = "" if _word(float_type) else mixed_with_float32(float_type).name
     model = graph.parent if beside else "DIR"
     options: dict[str, Any] = {"model": model, "precision": mixed, "keep_fp32": ["{site}"]}
-    if (word := _word(held_in)) is not None:
+    if (word := _word(float_type)) is not None:
         mixed = word
         options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
         options |= {"rest": rest} if rest not in (None, Quantisation().rest) else {}
@@ -106,10 +106,10 @@ def located(
         return None  # and of two graphs that are fed alike
     try:
         if failing.rounds and before.form == "graph":
-            held_in = failing.held_in
+            float_type = failing.float_type
             kept: dict[str, Any] = {"rest": failing.rest, "weight_bits": failing.weight_bits}
-            command = fix_command(failing.path, failing.shown, held_in, _taken(failing), **kept)
-            noise, half = dense_noise(dense, feeds, held_in), failing.graph()
+            command = fix_command(failing.path, failing.shown, float_type, _taken(failing), **kept)
+            noise, half = dense_noise(dense, feeds, float_type), failing.graph()
             return locate_in_half(
                 name,
                 before.graph(),
@@ -117,7 +117,7 @@ def located(
                 failing.fed(feeds),
                 noise=noise,
                 fix_command=command,
-                held_in=held_in,
+                float_type=float_type,
                 scaled=balanced_sites(half),
             )
         if before.form == "torch" and before.checkpoint is not None and not failing.rounds:

@@ -14,7 +14,7 @@ from pathlib import Path
 from corp_deploy.families.trusted_code import Code, file_and_function, is_code, refuse_untrusted
 from ground.errors import BadInput
 from ground.files import text_from_file
-from ground.quantity import shown
+from ground.quantity import quoted
 
 OUTPUTS = "{outputs}"
 TIME_LIMIT_S = 600.0
@@ -57,26 +57,26 @@ def metric_from_text(text: str) -> MetricRequest:
     match = _NAMED.fullmatch(text.strip())
     if match is not None and not _NAME.fullmatch(match["name"]):
         raise BadInput(
-            f"metric {shown(text)}: {match['name'][:100]!r} is no name; use lower-case letters, digits and _, a letter "
-            "first"
+            f"metric {quoted(text)}: {match['name'][:100]!r} is no name; use lower-case letters, digits and _, a "
+            "letter first"
         )
     request = MetricRequest(name="own" if match is None else match["name"], command=match["command"] if match else text)
     if request.is_code:
         path, function = file_and_function(request.command)
         if path.suffix != ".py" or not function:
-            raise BadInput(f"metric {shown(request.command)}: expected module:PATH.py:FUNCTION")
+            raise BadInput(f"metric {quoted(request.command)}: expected module:PATH.py:FUNCTION")
         return request
     try:
         words = request.words
     except ValueError as error:
-        raise BadInput(f"metric {shown(request.command)}: can't be split into words ({error})") from None
+        raise BadInput(f"metric {quoted(request.command)}: can't be split into words ({error})") from None
     if not any(OUTPUTS in word for word in words):
         raise BadInput(
-            f"metric {shown(request.command)}: it has no {OUTPUTS}, in whose place the file of outputs is put, as in "
+            f"metric {quoted(request.command)}: it has no {OUTPUTS}, in whose place the file of outputs is put, as in "
             f"'python score.py {OUTPUTS}'"
         )
     if OUTPUTS in words[0]:
-        raise BadInput(f"metric {shown(request.command)}: {OUTPUTS} is data, and the first word is what is run")
+        raise BadInput(f"metric {quoted(request.command)}: {OUTPUTS} is data, but the first word is the program to run")
     return request
 
 
@@ -99,4 +99,4 @@ def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path())
             refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")
             request.code(below)
         elif shutil.which(request.program(below)) is None:
-            raise BadInput(f"metric {request.name}: {shown(request.words[0])} can't be run: there is no such program")
+            raise BadInput(f"metric {request.name}: {quoted(request.words[0])} can't be run: there is no such program")

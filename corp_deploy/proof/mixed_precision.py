@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
-from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_of
+from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32
 from perf.parity import tolerance
 from perf.parity.diagnosis import locate_in_half
 from perf.parity.locate import FaultLocation, keep_until_it_passes
@@ -56,8 +56,8 @@ class _Judged:
         return worst_inputs(feeds, self.reference[name], self.candidate[name], self.port.role)
 
 
-def _run(path: Path, held_in: FloatType, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    step = Candidate(label=path.name, name=path.name, form="graph", path=path, held_in=held_in)
+def _run(path: Path, float_type: FloatType, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+    step = Candidate(label=path.name, name=path.name, form="graph", path=path, float_type=float_type)
     with step.opened(ports) as run:
         return outputs_at(run, feeds, BATCH)
 
@@ -70,7 +70,7 @@ def sites_to_keep(
     opset: int | None,
     geometry: HeadGeometry | None = None,
     factor: float = 4.0,
-    held_in: FloatType = FLOAT16,
+    float_type: FloatType = FLOAT16,
 ) -> Mixed:
     """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
     tolerance on these inputs.
@@ -80,18 +80,18 @@ def sites_to_keep(
     """
     with tempfile.TemporaryDirectory() as scratch:
         fp32, half = Path(scratch) / "fp32.onnx", Path(scratch) / "half.onnx"
-        mixed = mixed_of(held_in)
+        mixed = mixed_with_float32(float_type)
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
         ports = output_ports(checkpoint.model)
         reference = _run(fp32, FLOAT32, feeds, ports)
-        noise = _dense_errors(dense, held_in, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.half(noise[port.name], held_in=held_in, factor=factor) for port in ports}
+        noise = _dense_errors(dense, float_type, Path(scratch), feeds, opset)
+        bounds = {port.name: tolerance.half(noise[port.name], float_type=float_type, factor=factor) for port in ports}
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
             precision = mixed.name if kept else mixed.pure  # one with nothing to keep is no mixed one
             export_checkpoint(checkpoint, half, precision=precision, opset=opset, keep_fp32=kept, geometry=geometry)
-            candidate = _run(half, held_in, feeds, ports)
+            candidate = _run(half, float_type, feeds, ports)
             judged = [
                 _Judged(port=port, reference=reference, candidate=candidate, bounds=bounds[port.name]) for port in ports
             ]
@@ -104,8 +104,8 @@ def sites_to_keep(
                 return None
             worst = failing[0].worst(feeds)
             graphs = read_onnx(fp32), read_onnx(half)
-            noise_by_block = dense_noise(dense, worst, held_in)
-            return locate_in_half("half", *graphs, worst, noise=noise_by_block, held_in=held_in)
+            noise_by_block = dense_noise(dense, worst, float_type)
+            return locate_in_half("half", *graphs, worst, noise=noise_by_block, float_type=float_type)
 
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
@@ -122,13 +122,13 @@ def mended_mixed(
     opset: int | None,
     geometry: HeadGeometry | None = None,
     factor: float = 4.0,
-    held_in: FloatType = FLOAT16,
+    float_type: FloatType = FLOAT16,
     breaks: Sequence[str] = (),
 ) -> Mended:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before FP32, beside those
     that are there in any case.
     """
-    mixed, ports = mixed_of(held_in), output_ports(checkpoint.model)
+    mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
 
     def write(path: Path, tried: Sequence[str], kept: Sequence[str]) -> None:
         precision, every = mixed.name if kept else mixed.pure, (*breaks, *tried)
@@ -138,19 +138,19 @@ def mended_mixed(
     with tempfile.TemporaryDirectory() as scratch:
         fp32 = Path(scratch) / "fp32.onnx"
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
-        noise = _dense_errors(dense, held_in, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.half(noise[port.name], held_in=held_in, factor=factor) for port in ports}
+        noise = _dense_errors(dense, float_type, Path(scratch), feeds, opset)
+        bounds = {port.name: tolerance.half(noise[port.name], float_type=float_type, factor=factor) for port in ports}
         reference = _run(fp32, FLOAT32, feeds, ports)
         return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
 
 
 def _dense_errors(
-    dense: Checkpoint, held_in: FloatType, scratch: Path, feeds: Feeds, opset: int | None
+    dense: Checkpoint, float_type: FloatType, scratch: Path, feeds: Feeds, opset: int | None
 ) -> dict[str, Measures]:
     """Of the dense model in that type, by output."""
     fp32, half = scratch / "dense.onnx", scratch / "dense16.onnx"
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
-    export_checkpoint(dense, half, precision=mixed_of(held_in).pure, opset=opset)
+    export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
     ports = output_ports(dense.model)
-    exact, rounded = _run(fp32, FLOAT32, feeds, ports), _run(half, held_in, feeds, ports)
+    exact, rounded = _run(fp32, FLOAT32, feeds, ports), _run(half, float_type, feeds, ports)
     return {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}

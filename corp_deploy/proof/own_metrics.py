@@ -22,7 +22,7 @@ from corp_deploy.families.trusted_code import file_and_function
 from ground.errors import BadInput
 from ground.feeds import Outputs
 from ground.files import sha256_of_file
-from ground.quantity import shown
+from ground.quantity import quoted
 from perf.parity.source import OwnMetric
 
 from .chain import Proof
@@ -136,7 +136,7 @@ def _called(request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str,
     try:
         value = float(answer)
     except (TypeError, ValueError):
-        raise BadInput(f"{where}: {code.function}() gives {shown(str(answer))}, expected one number") from None
+        raise BadInput(f"{where}: {code.function}() gives {quoted(str(answer))}, expected one number") from None
     return _finite(value, where)
 
 
@@ -148,7 +148,7 @@ def _printed(words: Sequence[str], where: str, given: str, below: Path, time_lim
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise BadInput(f"{where}: {shown(words[0])} can't be run ({error.strerror})") from None
+        raise BadInput(f"{where}: {quoted(words[0])} can't be run ({error.strerror})") from None
     try:
         out, err = process.communicate(timeout=time_limit_s)
     except subprocess.TimeoutExpired:
@@ -172,7 +172,7 @@ def _number(printed: str, where: str) -> float:
     try:
         return float(lines[-1].replace("_", "none"))  # which Python takes between digits
     except ValueError:
-        raise BadInput(f"{where}: the last line is {shown(lines[-1])}, expected a number and nothing else") from None
+        raise BadInput(f"{where}: the last line is {quoted(lines[-1])}, expected a number and nothing else") from None
 
 
 def _finite(value: float, where: str) -> float:

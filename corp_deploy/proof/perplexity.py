@@ -21,10 +21,17 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.records import json_from_record
-from perf.parity.perplexity import LEAST_SEQUENCES, LanguageMeasures, OfSequence, Range, measures_of, of_sequence
+from perf.parity.perplexity import (
+    LEAST_SEQUENCES,
+    LanguageMeasures,
+    Range,
+    SequenceMeasures,
+    measures_of,
+    sequence_measures,
+)
 from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
-from perf.stats.decision import decide, held_against, more_by_root
+from perf.stats.decision import compared_with_limit, decide, samples_for_interval
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval
 
 from .candidates import Candidate, Run, outputs_at
@@ -66,13 +73,13 @@ class LanguageLimits(LanguageOptions):
                 return "FAIL", shown
             return "INCONCLUSIVE", f"{shown}: {sequences} sequences are too few for an interval, give {LEAST_SEQUENCES}"
         interval = Interval(value=got.value, low=got.low, high=got.high)
-        words = f"{what} {held_against(interval, f'{limit:g}', self.confidence, '{:.4g}'.format)}"
+        words = f"{what} {compared_with_limit(interval, f'{limit:g}', self.confidence, '{:.4g}'.format)}"
         decision = decide(got.low, got.high, breaks)
         if decision != "INCONCLUSIVE":
             return decision, words
         gap = got.value - limit
         width = got.value - got.low if gap > 0 else got.high - got.value
-        return decision, f"{words}: {more_by_root(gap, width, sequences, 'sequences')}"
+        return decision, f"{words}: {samples_for_interval(gap, width, sequences, 'sequences')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +152,8 @@ def perplexities(
 
 def _found(
     runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, done: Callable[[int], None] | None
-) -> dict[str, list[OfSequence]]:
-    found: dict[str, list[OfSequence]] = {label: [] for label in runs}
+) -> dict[str, list[SequenceMeasures]]:
+    found: dict[str, list[SequenceMeasures]] = {label: [] for label in runs}
     finished = 0
     for inputs in sequences.batches(batch):
         assert not isinstance(inputs, Tensor), "sequences have a name"
@@ -163,5 +170,5 @@ def _found(
 
 def _rows(
     dense_BTV: NDArray[np.floating], own_BTV: NDArray[np.floating], ids_BT: NDArray[np.integer]
-) -> list[OfSequence]:
-    return [of_sequence(*each) for each in zip(dense_BTV, own_BTV, ids_BT, strict=True)]
+) -> list[SequenceMeasures]:
+    return [sequence_measures(*each) for each in zip(dense_BTV, own_BTV, ids_BT, strict=True)]

@@ -8,7 +8,7 @@ from corp_deploy.families.seam import ImageSpec
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.graph_input import GraphInput, graph_ports
 from ground.errors import BadInput
-from ground.feeds import Feeds, only
+from ground.feeds import Feeds, single_array
 from ground.pixels import PIXEL, Normalisation
 from ground.ports import Port
 
@@ -26,14 +26,14 @@ class Pixels:
 
     def fed(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> Feeds:
         """The feeds for these ports: pixels where they take those, else as they are."""
-        if not take_pixels(ports) or only(feeds).dtype == PIXEL:
+        if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
             return feeds
-        return {ports[0].name: self.normalisation(where).pixels(only(feeds))}
+        return {ports[0].name: self.normalisation(where).pixels(single_array(feeds))}
 
     def require(self, feeds: Feeds, ports: Sequence[Port], *, where: str) -> None:
         """Raises BadInput where ports take pixels and the images were not made of any."""
-        if take_pixels(ports) and only(feeds).dtype != PIXEL:
-            self.normalisation(where).require_pixels(only(feeds), where=where)
+        if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
+            self.normalisation(where).require_pixels(single_array(feeds), where=where)
 
     def normalisation(self, where: str) -> Normalisation:
         """Raises BadInput for a model of no images, and for one that is not known to normalise them."""

@@ -18,7 +18,7 @@ from export.graph.simulated import simulated
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, feeds_of_ports
 from ground.ports import OutputPort
-from ground.precision import type_of_word
+from ground.precision import type_by_name
 from perf.parity import tolerance
 from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measures
@@ -95,8 +95,8 @@ def mended_quantised(
 
     with tempfile.TemporaryDirectory() as scratch:
         single = Path(scratch) / "single.onnx"
-        onnx.save(made_of.single, str(single))
-        step = Candidate(label="fp32", name="fp32", form="graph", path=single, held_in=type_of_word("fp32"))
+        onnx.save(made_of.fp32_graph, str(single))
+        step = Candidate(label="fp32", name="fp32", form="graph", path=single, float_type=type_by_name("fp32"))
         with step.opened(ports) as run:
             reference = outputs_at(run, feeds, BATCH)
         return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
@@ -104,7 +104,7 @@ def mended_quantised(
 
 def _fitting(made_of: Quantiser, patterns: Sequence[str]) -> tuple[str, ...]:
     """The modules of quantised layers that these patterns mean: a site need not have any."""
-    modules = dict.fromkeys(layer.module for layer in layers(made_of.single))
+    modules = dict.fromkeys(layer.module for layer in layers(made_of.fp32_graph))
     return tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
@@ -120,7 +120,9 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
     exact, rounded = run(exportable), run(simulated(exportable, precision, run))
     return {
         port.name: tolerance.half(
-            measures(exact[port.name], rounded[port.name], role=port.role), held_in=type_of_word(precision), factor=2.0
+            measures(exact[port.name], rounded[port.name], role=port.role),
+            float_type=type_by_name(precision),
+            factor=2.0,
         )
         for port in ports
     }
@@ -156,10 +158,10 @@ class _Trial:
     ) -> None:
         self._made_of, self._precision, self._chosen = made_of, precision, chosen
         self._feeds, self._ports, self._path = feeds, ports, scratch / "graph.onnx"
-        self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.single)}
+        self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
         self._batch = batch
         self._known: dict[frozenset[str], Mapping[str, Measures]] = {}
-        self._reference = self._run(made_of.single, "fp32")
+        self._reference = self._run(made_of.fp32_graph, "fp32")
         self.sites = tuple(dict.fromkeys(self._modules.values()))
 
     def errors(self, left: Sequence[str]) -> Mapping[str, Measures]:
@@ -183,9 +185,11 @@ class _Trial:
 
     def _run(self, proto: onnx.ModelProto, precision: str) -> Outputs:
         onnx.save(proto, str(self._path))
-        rest = self._made_of.typed_as
-        held_in = type_of_word(precision)
-        step = Candidate(label=precision, name=precision, form="graph", path=self._path, held_in=held_in, rest=rest)
+        rest = self._made_of.rest_precision
+        float_type = type_by_name(precision)
+        step = Candidate(
+            label=precision, name=precision, form="graph", path=self._path, float_type=float_type, rest=rest
+        )
         fixed = None if precision == "fp32" else self._batch
         with replace(step, batch=fixed).opened(self._ports) as run:
             return outputs_at(run, self._feeds, BATCH)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from perf.stats.decision import confidence_in_words, limit_in_percent
-from perf.stats.shares import fewest_that_show, most_confidence, percent, share_interval
+from perf.stats.decision import confidence_text, percent_limit
+from perf.stats.shares import fewest_for_share, most_confidence, percent, share_interval
 
 
 def reaches(least: float, count: int, confidence: float) -> bool:
@@ -22,11 +22,11 @@ def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidenc
 
 
 def _sentence(name: str, least: float, count: int, noun: str, confidence: float) -> str:
-    needed, lowest = fewest_that_show(least, confidence), share_interval(1.0, count, confidence).low
+    needed, lowest = fewest_for_share(least, confidence), share_interval(1.0, count, confidence).low
     more = f"no number of {noun} is enough" if needed is None else f"at least {needed:,} {noun} are needed"
     lower, looser = math.floor(100 * most_confidence(least, count)) / 100, math.floor(1000 * lowest) / 1000
     return (
-        f"{name} {limit_in_percent(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
-        f"would leave {percent(lowest)} to 100 % {confidence_in_words(confidence)}; {more}, or a confidence of at most "
+        f"{name} {percent_limit(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "
+        f"would leave {percent(lowest)} to 100 % {confidence_text(confidence)}; {more}, or a confidence of at most "
         f"{lower:g}{' (the point alone decides)' * (lower == 0)}, or a limit of at most {looser:g}"
     )

@@ -8,7 +8,7 @@ from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.model_config import CONFIG, ModelConfig
 from ground.records import record_from_value
-from perf.report.content import WayLine
+from perf.report.content import BudgetLine
 
 
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     sites: tuple[SiteReport, ...] = ()
-    ways: tuple[WayLine, ...] = ()
+    ways: tuple[BudgetLine, ...] = ()
     decided: tuple[str, ...] = ()
     coverage: Covered | None = None
     merging: MergingRecord | None = None

@@ -13,7 +13,7 @@ from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import merging_of_moments
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, noun_of, only, rows_of
+from ground.feeds import Feeds, batch_size, input_noun, rows_of, single_array
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
@@ -57,7 +57,7 @@ def _batches(feeds: Feeds, start: int, stop: int) -> Iterator[Mapping[str, Tenso
 
 def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
     """Whether there are inputs enough to compare with the calibration, and those with values outside what it saw."""
-    return [*_too_few(batch_size(feeds), noun_of(feeds)), *_outside(moments, feeds)]
+    return [*_too_few(batch_size(feeds), input_noun(feeds)), *_outside(moments, feeds)]
 
 
 def _too_few(count: int, noun: str) -> Iterator[StructuralTest]:
@@ -78,4 +78,4 @@ def _outside(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
         lows, highs = zip(*(map(float, each.split(":")) for each in ranges.split("+")), strict=True)
     except ValueError:
         raise BadInput(f"moments: their pixel range is {ranges[:100]!r}, expected LOW:HIGH; run calibrate") from None
-    return [structure.calibrated_range("calibration images", only(feeds), low=min(lows), high=max(highs))]
+    return [structure.calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs))]

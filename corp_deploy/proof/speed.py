@@ -263,5 +263,5 @@ def measure(
                 made_s=perf_counter() - began_s,
             )
     fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.noun)
-    seen = () if fitted is None or not fitted.found else (fitted.warning,)
+    seen = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
     return replace(measured, warnings=(*measured.warnings, *seen), fitted=fitted)

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from calib.fingerprints import Fingerprints
 from calib.images import ARRAYS, Images, open_images
 from calib.input_set import Batch, InputSet
-from calib.inputs import Inputs, named
+from calib.inputs import Inputs, tensors_by_name
 from calib.sources import Normalise, Pixels
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
 from ground.errors import BadInput
-from ground.feeds import Feeds, noise_of_ports
+from ground.feeds import Feeds, random_feeds
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
@@ -53,21 +53,23 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> TimedFeeds:
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
         raise BadInput(
-            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text away: any tokens "
+            f"{text}: a graph or an engine has no tokenizer; name a model directory, or leave --text out: any tokens "
             "cost the same time"
         )
     source = texts_for_model(model_of_directory(directory).model, text)
     batch = _first(source, count)
-    feeds = {name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in named(batch.inputs).items()}
+    feeds = {
+        name: np.resize(each.numpy(), (count, *each.shape[1:])) for name, each in tensors_by_name(batch.inputs).items()
+    }
     return TimedFeeds(feeds=feeds, fingerprints=Fingerprints(ids=batch.ids), noun=source.noun)
 
 
 def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
     """So many images of a file, over again where it has fewer; noise without one, and of tokens the same one."""
     if path is None:
-        return TimedFeeds(feeds=noise_of_ports(ports, count, seed=0))
+        return TimedFeeds(feeds=random_feeds(ports, count, seed=0))
     if len(ports) != 1 or len(ports[0].shape) != 3:
-        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images away")
+        raise BadInput(f"{path}: images for a model that takes {listed(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
         raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
     images, fingerprints = _images(path, ports[0], models, count)
@@ -86,7 +88,7 @@ def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple
         pixels = partial(_of_directory, directory, path)
     source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
-    images: NDArray[np.float32] = named(batch.inputs)["input"].numpy()
+    images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
     whole = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
     return whole, Fingerprints.of(batch.ids, batch.inputs)
 
@@ -100,5 +102,5 @@ def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
-        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text away")
+        raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
     return _tokenized(fed.text, models, count)

@@ -19,7 +19,7 @@ from corp_deploy.invocation.running import RunOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.arrays import array_from_npy
 from ground.errors import BadInput, Missing
-from ground.feeds import noise_of_ports
+from ground.feeds import random_feeds
 from ground.files import sha256_of_file
 from ground.ports import Port
 from perf.bench.bench import Subject
@@ -67,7 +67,7 @@ def compile_package(
         raise Missing("AOTInductor needs a C++ compiler and found none: install g++, or name one in CXX")
     family, dtype = family_of(checkpoint.model), DTYPES[precision]
     module = _Borders(copy.deepcopy(family.exportable(checkpoint.model)).to(dtype), dtype).eval()
-    rows = noise_of_ports(input_ports(checkpoint.model), 1 if single else 2, seed=0).values()
+    rows = random_feeds(input_ports(checkpoint.model), 1 if single else 2, seed=0).values()
     inputs = tuple(map(torch.from_numpy, rows))
     batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)
     shapes = None if single else (tuple({0: batch} for _ in inputs),)
@@ -89,7 +89,7 @@ def port_of_images(images: Path | None, package: Path) -> Port:
     """What a package takes is told by the images that it is fed. Raises BadInput without them."""
     if images is None or images.suffix != ".npy":
         raise BadInput(
-            f"{package}: a package doesn't tell what it takes; expected --images FILE.npy with preprocessed inputs "
+            f"{package}: a package doesn't record its inputs; expected --images FILE.npy with preprocessed inputs "
             f"[N, ...] of its size, got {images or 'none'}"
         )
     try:

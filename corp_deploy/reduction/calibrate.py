@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
 from calib.collect import Precision
-from calib.distributed import Ranks, joined_ranks, under_torchrun
+from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.input_set import InputSet
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
@@ -165,7 +165,7 @@ def calibrate(
         return take()
     with _watched_range(heard) as seen:
         moments = take(seen)
-    every = [pair for of_rank in ranks.gathered(seen) for pair in of_rank]
+    every = [pair for of_rank in ranks.all_gather(seen) for pair in of_rank]
     return replace(moments, lineage={**moments.lineage, **_range_told(every)})
 
 
@@ -177,4 +177,4 @@ def _range_told(seen: Sequence[tuple[float, float]]) -> dict[str, str]:
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:
     """The processes of torchrun when it started this one, else this process alone."""
-    return joined_ranks(device, timeout_s=timeout_s) if under_torchrun() else nullcontext(calib_calibrate.ALONE)
+    return join_ranks(device, timeout_s=timeout_s) if under_torchrun() else nullcontext(calib_calibrate.ALONE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from calib.combination import merge
-from calib.groups import by_mask, half_of
+from calib.groups import second_half_mask, split_by_mask
 from calib.input_set import InputSet
 from calib.moments import Moments
 
@@ -18,7 +18,7 @@ SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 def second_half(images: InputSet, groups_B: Tensor, *, seed: int) -> Tensor:
     """Which images are in the second half, bool [count]. Raises BadInput where all are of one group."""
-    return half_of(groups_B, seed=seed, noun=images.noun)
+    return second_half_mask(groups_B, seed=seed, noun=images.noun)
 
 
 def of_halves(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
@@ -36,5 +36,5 @@ def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int]
     Raises BadInput where all images are of one group.
     """
     second_B = second_half(images, groups_B, seed=seed)
-    first, second = (take(half, number) for number, half in enumerate(by_mask(images, second_B)))
+    first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
     return of_halves(images, groups_B, first, second)

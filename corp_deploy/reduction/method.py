@@ -107,7 +107,7 @@ class Method:
             raise ValueError("this preset takes no whole heads away; expected another than corp-v1 and vbp")
         if self.folds_heads and self.attention_sparsity:
             raise ValueError(
-                "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn away, "
+                "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn out, "
                 "or rank heads: --select heads=obs"
             )
         if self.merges and self.mlp_recovery not in ("gram", "refit"):

@@ -16,7 +16,7 @@ from corp_deploy.families.modules import device, replaced
 from corp_deploy.families.site import Site
 from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Width, Widths
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 
 from . import pool
 from .coverage import Coverage, coverage
@@ -149,7 +149,7 @@ def reduce(
     reports: list[SiteReport] = []
     merged, few = merged_sites(model, asked, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in asked]
-    with turn(watch, "select"):
+    with measured(watch, "select"):
         apart = [site for site in affected if site.name not in merged]
         chosen = _chosen(model, apart, moments, method, asked, eliminations or {})
 

@@ -15,14 +15,14 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.input_set import InputSet
 from calib.moments import Moments
-from calib.parts import Parts, parts_of
 from calib.resume import ResumeFile
 from calib.sites import PatchTaps
 from calib.snapshots import Snapshots
+from calib.split import Split, split_of
 from calib.store import load, save
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
-from ground.together import replacing_all
+from ground.transaction import replacing_files
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
 from .halves import SUMS_HELD, in_halves
@@ -230,7 +230,7 @@ def _take_halves(
 
 def _fitted(
     checkpoint: Checkpoint,
-    parts: Parts[InputSet],
+    parts: Split[InputSet],
     request: CalibrationRequest,
     run: CalibrationRun,
     statistics: Statistics,
@@ -256,7 +256,7 @@ def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] 
     """What the file holds, by the rank that writes it; files beside it called `gone` go as it comes."""
     if ranks.rank != 0:
         return []
-    with replacing_all(path.parent, (path.name,), gone=gone) as (temporary,):
+    with replacing_files(path.parent, (path.name,), removed=gone) as (temporary,):
         save(moments, temporary)
     return [summary_of_moments(moments, path)]
 
@@ -269,7 +269,7 @@ def write_moments(
     Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
     where there is no site or too little memory.
     """
-    parts = parts_of(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
+    parts = split_of(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:

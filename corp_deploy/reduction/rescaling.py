@@ -63,7 +63,7 @@ def convolutions(program: Program) -> Iterator[Called]:
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
     """The images. Raises BadInput without any, and for a model of whose convolutions none can be reduced."""
     if CONVOLUTIONS not in kinds_of(model) or next(convolutions(tracing(model).program), None) is None:
-        raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it away")
+        raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it out")
     if images is None:
         raise BadInput("--rescale takes means and variances on the calibration images; give them: --images")
     return images

@@ -1,7 +1,7 @@
 """Calibrate a decoder block by block: one block's weights and sums are held, and the residual stream of all sequences.
 
 The statistics of a block are written before the next one is read, in a file of their own; a run that is interrupted
-goes on where it was. In the end all are joined into one file of moments, the same as of a model that is run whole.
+goes on where it was. In the end all are joined into one file of moments, the same as of one pass over the whole model.
 
 Legend: B sequences of a batch, N tokens, C channels.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import Collector
-from calib.input_set import InputSet, parted
-from calib.inputs import named
+from calib.input_set import InputSet, held_out_split
+from calib.inputs import tensors_by_name
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
 from calib.store import join, load, save
@@ -89,7 +89,7 @@ class _Part:
 def _embedded(layers: DecoderLayers, inputs: InputSet, batch_size: int) -> Stream:
     embeddings = layers.embeddings()
     with torch.inference_mode():
-        return [embeddings(next(iter(named(batch).values()))) for batch in inputs.batches(batch_size)]
+        return [embeddings(next(iter(tensors_by_name(batch).values()))) for batch in inputs.batches(batch_size)]
 
 
 def _block(layers: DecoderLayers, index: int, where: str) -> TracedModule:
@@ -118,7 +118,7 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
     )
     with collector:
         for number, x_BNC in enumerate(part.streams):
-            part.streams[number] = collector.passed(x_BNC).cpu()
+            part.streams[number] = collector.outputs_of(x_BNC).cpu()
     save(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
 
 
@@ -137,7 +137,7 @@ def _parts(
 ) -> Iterator[_Part]:
     sets = {output: inputs}
     if hold_out is not None:
-        fitted, held_out = parted(inputs, hold_out, seed=seed)
+        fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
         sets = {output: fitted, held_out_path(output): held_out}
     digest = layers.digest()
     for path, own in sets.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, each
+from calib.inputs import Inputs, map_tensors
 from calib.moments import Moments
 from ground.errors import BadInput
 
@@ -52,4 +52,4 @@ class ShownInputs:
             for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
                 chosen_B = torch.isin(batch.ids, ids)
                 if chosen_B.any():
-                    yield each(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]
+                    yield map_tensors(batch.inputs, lambda tensor, chosen_B=chosen_B: tensor[chosen_B]), is_held  # type: ignore[misc]

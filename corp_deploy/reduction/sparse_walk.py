@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, moved, named
+from calib.inputs import Inputs, tensors_by_name, to_device
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Walk
@@ -78,8 +78,8 @@ def pairs_of(
     """`weights` of tokens."""
     if isinstance(model, nn.Sequential):
         for batch in inputs.batches(batch_size):
-            here = moved(batch, device(model))
-            entering = tuple(named(here).values())
+            here = to_device(batch, device(model))
+            entering = tuple(tensors_by_name(here).values())
             yield Pair(entering, entering, len(entering[0]), weights(here))
         return
     for x_BNC, weights_BN in embedded(model, inputs, batch_size):

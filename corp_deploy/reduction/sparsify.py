@@ -171,7 +171,7 @@ def _refuse_none(reports: Sequence[LayerSparsity], how: Sparsifying) -> None:
     kinds = ", ".join(f"{kind}={pattern}" for kind, pattern in how.kinds.items())
     why = "; ".join(dict.fromkeys(f"{each.layer}: {each.reason}" for each in reports[:3]))
     raise BadInput(
-        f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it away"
+        f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it out"
     )
 
 

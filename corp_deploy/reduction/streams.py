@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, moved
+from calib.inputs import Inputs, to_device
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.steps import Merge, Passage, Step, Unmerge
@@ -178,7 +178,7 @@ def entering_first(model: nn.Module) -> Callable[[Inputs], Embedded]:
     family = family_of(model)
 
     def enter(batch: Inputs) -> Embedded:
-        here = moved(batch, device(model))
+        here = to_device(batch, device(model))
         return family.embedded(model, here), family.token_weights(model, here)
 
     return enter

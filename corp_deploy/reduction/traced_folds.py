@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from calib.input_set import InputSet
-from calib.inputs import moved
+from calib.inputs import to_device
 from calib.moments import Moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.algebra.patches import columns
@@ -30,7 +30,7 @@ from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
-from ground.effort import Stopwatch, turn
+from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
 from .judged_folds import PADDED, Fitted, JudgedFold, See, Show, judged_folds
@@ -259,7 +259,7 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Iterable[Tr
     @torch.inference_mode()
     def show(sees: Mapping[str, See]) -> None:
         for batch, is_held in shown.batches():
-            here = moved(batch, device(model))
+            here = to_device(batch, device(model))
             weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
             beside = {node: entering[node] for node in along(own.program)}
             for stretch in stretches:
@@ -294,7 +294,7 @@ def merged_sites(
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
     sites = [site for site in sites_of(model).every if isinstance(site, TracedSite) and site.name in widths]
-    with turn(watch, "select"):
+    with measured(watch, "select"):
         folds = {
             site.name: folded(site, reads_of(site, moments, where), method, widths[site.name])
             for site in sites

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from calib.combination import without
+from calib.combination import subtracted
 from calib.moments import HeadMoments, Moments
 from corp_deploy.algebra import queries_keys, scores
 from corp_deploy.families.traced_pairs import Side, TracedPairs
@@ -35,7 +35,7 @@ class TracedPairsKind:
         return statistics_at(site, moments, HeadMoments, device)
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
-        return without(own, half)
+        return subtracted(own, half)
 
     def sparsity(self, method: Method) -> float | None:
         return method.attention_sparsity

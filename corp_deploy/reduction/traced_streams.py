@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from calib.input_set import InputSet
-from calib.inputs import Inputs, moved, named
+from calib.inputs import Inputs, tensors_by_name, to_device
 from corp_deploy.families.traced_fewer import Fewer
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_module import Tracing
@@ -117,7 +117,7 @@ def pieces_of(
     for batch in inputs.read(batch_size):
         if not len(batch.ids):
             continue
-        here = moved(batch.inputs, where)
+        here = to_device(batch.inputs, where)
         tensors, weights_BN = tensors_of_inputs(here), weights(here)
         places_B = torch.arange(seen, seen + len(tensors[0]))
         held_B = places_B % every == every - 1
@@ -138,7 +138,7 @@ def pieces_of(
 
 def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
     """In the order of the model's ports."""
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(named(inputs).values())
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(tensors_by_name(inputs).values())
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.report.effort import EffortLine, effort_table
 from perf.report.markdown import markdown_from_table
-from perf.stats.decision import confidence_in_words
+from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 
 from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
@@ -125,7 +125,7 @@ def _prepared(preprocessing: dict[str, Any]) -> str:
 
 
 def _agreement(parity: Parity) -> Iterator[str]:
-    judging = "images" if parity.fitted is not None and parity.fitted.found else "held-out images"
+    judging = "images" if parity.fitted is not None and parity.fitted.has_overlap else "held-out images"
     yield f"Judged on {judging}: {markdown_line(parity.line)}."
     yield ""
     agreed = "top-1 agreement" if parity.compared == "logits" else "agreement"
@@ -179,7 +179,7 @@ def _speed(path: Path) -> Iterator[str]:
         sides = [row.sides[name].p50_ms for name in names]
         cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
         gain = row.speedup
-        times = "-" if gain is None else gain.words()
+        times = "-" if gain is None else gain.describe()
         yield f"| {row.batch} | {cells} | {times} |"
     for warning in bench.warnings:
         yield f"\nNote: {markdown_line(warning)}"
@@ -187,12 +187,12 @@ def _speed(path: Path) -> Iterator[str]:
 
 def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
     yield f"* Agreement was measured on {parity.images.count} images; on images of another kind it may be lower."
-    if parity.fitted is not None and parity.fitted.found:
+    if parity.fitted is not None and parity.fitted.has_overlap:
         yield f"* Errors may be larger than told here: {markdown_line(parity.fitted.sentence)}."
     yield "* The widths and repairs follow the calibration images: calibrate again when the model meets others."
     yield "* Latencies hold for the machine named in `bench.json`. An engine runs on the GPUs in its record alone."
     limits = recipe.parity
-    sure = f" {confidence_in_words(limits.confidence)}" if limits.options.shares else ""
+    sure = f" {confidence_text(limits.confidence)}" if limits.options.shares else ""
     yield f"* Limits set: agreement at least {limits.min_agreement}{sure}, logit error at most {limits.max_error}."
     if limits.head:
         least = f"IoU at least {limits.min_iou}, pixels that agree at least {limits.min_pixels}"

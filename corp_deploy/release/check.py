@@ -8,7 +8,7 @@ from pathlib import Path
 
 from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
-from ground.files import below, sha256_of_file
+from ground.files import path_inside, sha256_of_file
 
 from .names import MANIFEST, PROVENANCE, SUMS
 from .samples import replay
@@ -59,7 +59,7 @@ class Expected:
 def _goes_through_a_link(folder: Path, name: str) -> bool:
     """Whether a file of a release is read where it doesn't lie."""
     try:
-        below(folder, name, where=SUMS)
+        path_inside(folder, name, where=SUMS)
     except BadInput:
         return True
     return False

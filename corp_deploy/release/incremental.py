@@ -19,7 +19,7 @@ from ground import locks
 from ground.effort import Stopwatch
 from ground.errors import BadInput, Missing, os_error_from
 from ground.files import sha256_of_file, sha256_of_text
-from ground.together import install_all, put_back
+from ground.transaction import install_files, roll_back_interrupted
 
 from .digests import Digests, files_of
 from .stamp import Stamp, read_stamp, stamp_path, write_stamp
@@ -185,7 +185,7 @@ def _move(stage: Stage, root: Path, into: Path, before: Stamp | None) -> dict[st
         raise RuntimeError(f"stage {stage.name} was to make {sorted(stage.outputs)}, but made {sorted(written)}")
     outputs = {name: sha256_of_file(into / name) for name in sorted(written)}
     stale = _left_over(root, before, keep=tuple(outputs))
-    install_all(root, {name: into / name for name in outputs}, gone=stale)
+    install_files(root, {name: into / name for name in outputs}, removed=stale)
     _remove_empty(root, stale)
     for folder in {(root / name).parent for name in outputs}:
         _sync(folder)
@@ -252,7 +252,7 @@ def _drop_former(stages: Sequence[Stage], root: Path) -> None:
 
 def clean(root: Path) -> None:
     """Undo what a killed run left: files of a stage half replaced, its working directory, temporary files of stamps."""
-    put_back(root)
+    roll_back_interrupted(root)
     shutil.rmtree(root / STATE / "work", ignore_errors=True)
     for path in (root / STATE).glob(".*"):
         path.unlink()

@@ -107,7 +107,7 @@ def _require_tables(directory: Path) -> None:
 def _require_history(history: Path, root: Path) -> None:
     require_directory(history)
     if history.resolve() == root.resolve():
-        raise BadInput(f"{root} is where this release goes; give one apart")
+        raise BadInput(f"{root} is the output of this release; give another directory")
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: Mistakes) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from calib.fingerprints import no_ids
 from calib.images import Images
-from calib.parts import Parts, parts_of
+from calib.split import Split, split_of
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, output_ports
 from corp_deploy.planning.refusals import refuse_unfit
@@ -50,7 +50,7 @@ def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: Mistakes) -> No
                 load_table(path)
 
 
-def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) -> Parts[Images] | None:
+def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) -> Split[Images] | None:
     """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
     table, images = recipe.calibration, None
     with mistakes.at("calibration.images"):
@@ -66,7 +66,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) ->
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
     with mistakes.at(f"calibration.{key}"):
         groups = table.groups if table.group_labels is None else str(table.group_labels)
-        parts = parts_of(images, hold_out=table.hold_out, groups=groups, seed=table.seed)
+        parts = split_of(images, hold_out=table.hold_out, groups=groups, seed=table.seed)
         with mistakes.at():
             if table.snapshots:
                 require_more(parts.fitted.count, table.snapshots)
@@ -75,7 +75,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) ->
 
 
 def _proof_images(
-    recipe: Recipe, model: nn.Module, calibration: Parts[Images] | None, mistakes: Mistakes
+    recipe: Recipe, model: nn.Module, calibration: Split[Images] | None, mistakes: Mistakes
 ) -> Images | None:
     if recipe.proves_on_own:
         return None if calibration is None else calibration.held_out
@@ -104,7 +104,7 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
         raise BadInput(f"{path}: {len(names)} labels for the model's {classes} classes; give one for each, a line each")
 
 
-def _fitted_ids(root: Path, calibration: Parts[Images] | None) -> Tensor:
+def _fitted_ids(root: Path, calibration: Split[Images] | None) -> Tensor:
     """Of the images that will be fitted to, or were where the calibration is done."""
     if calibration is not None:
         return calibration.fitted.ids
@@ -115,7 +115,7 @@ def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
     """A warning where the model will be judged on images that it was fitted to."""
     same = int(torch.isin(proving.ids, fitted_ids).sum())
     fitted = FittedInputs(judging=proving.count, same=same)
-    if fitted.found:
+    if fitted.has_overlap:
         yield f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it"
 
 

@@ -35,9 +35,9 @@ from corp_deploy.store.model_config import load_model_config
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
-from ground.effort import turn
+from ground.effort import measured
 from ground.files import sha256_of_file, write_json, write_text
-from ground.precision import precision_named
+from ground.precision import precision_by_name
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.history import history_rows
@@ -83,7 +83,7 @@ def write_engines(dirs: StageDirs, target: Target, invocation: Invocation) -> No
         )
         path = dirs.into / name
         path.parent.mkdir(exist_ok=True)
-        with turn(dirs.watch, "build"):
+        with measured(dirs.watch, "build"):
             built = build_engine(dirs.root / subject / names.graph_name(precision), options)
         write_engine(built, path)
 
@@ -120,7 +120,7 @@ def _candidate(target: Target, root: Path) -> Candidate:
         form="graph",
         path=root / name,
         shown=Path(name),
-        held_in=precision_named(target.precision).type,
+        float_type=precision_by_name(target.precision).type,
         inputs=facts_of_onnx(root / name).inputs,
     )
 

@@ -14,7 +14,7 @@ from corp_deploy.invocation.table import BENCH
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
-from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_of_word
+from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.rule import Rule, rule_from_text
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
@@ -244,11 +244,11 @@ def _target(name: TargetName, table: TargetTable, export: ExportTable, batches: 
     precision = table.precision or (precisions[0] if name in ON_CPU else fp16)
     if precision not in precisions:
         raise BadInput(f"{where}.precision is {precision!r}, but export.precisions has {[*precisions]}")
-    held_in = type_of_word(precision)
-    if name == "onnxruntime-cpu" and held_in in (BFLOAT16, FLOAT8):
+    float_type = type_by_name(precision)
+    if name == "onnxruntime-cpu" and float_type in (BFLOAT16, FLOAT8):
         raise BadInput(
-            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}, got precision {precision!r}; "
-            "name another of export.precisions, such as fp32"
+            f"{where}: ONNX Runtime's CPU kernels have no arithmetic in {float_type.name}, got precision {precision!r}"
+            "; name another of export.precisions, such as fp32"
         )
     if name == "openvino" and (precision in MIXED or precision in QUANTISED):
         raise BadInput(

@@ -3,7 +3,7 @@
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.option import options_of
 from ground.errors import BadInput
-from ground.precision import MIXED, QUANTISED, precision_named
+from ground.precision import MIXED, QUANTISED, precision_by_name
 
 from .recipe_record import record_of, table_of
 from .recipe_values import Images
@@ -36,7 +36,7 @@ class ExportTable(
     def __post_init__(self) -> None:
         mixed = [name for name in self.precisions if name in MIXED]
         if mixed and not self.keep_fp32:
-            pure = precision_named(mixed[0]).pure
+            pure = precision_by_name(mixed[0]).pure
             raise BadInput(
                 f"precision {mixed[0]} needs export.keep_fp32, such as ['blocks.7.attn']; else choose {pure}"
             )

@@ -18,7 +18,7 @@ from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.source import Source
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 
 from .recipe import Recipe
 from .recipe_table import Table
@@ -52,7 +52,7 @@ def schema_of(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        size = regular(path).stat().st_size
+        size = regular_file(path).stat().st_size
         if size <= MOST_BYTES:
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -170,8 +170,9 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
     """Raise BadInput for a place that is not below `bound`, links followed; None: it may be anywhere."""
     if bound is not None and not place.is_relative_to(bound):
         raise BadInput(
-            f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe of "
-            "somebody else's could so read, ship or write what is yours; look at it, and give --trust-paths if it may"
+            f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe "
+            "from somebody else could read, ship or overwrite your files this way; check it, and give "
+            "--trust-paths if you agree"
         )
 
 

@@ -10,7 +10,7 @@ from corp_deploy.invocation.option import options_of
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts
 from ground.errors import BadInput
-from ground.quantity import shown
+from ground.quantity import quoted
 
 from .recipe_record import record_of, table_of
 from .recipe_values import Locations, Texts
@@ -64,7 +64,7 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
     """The measures of a recipe, whose commands nobody typed. Raises BadInput where code isn't trusted."""
     requests = metrics_from_texts(texts)
     for request in requests:
-        refuse_untrusted(f"parity.metric: {shown(request.command)}", to="measure outputs")
+        refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
     return tuple(requests)
 
 

@@ -75,7 +75,7 @@ def _require_signer(recipe: Recipe, signer: Signer) -> None:
     """Raise BadInput before any work is done for what can't be signed, or not with this."""
     if recipe.release.version is None:
         raise BadInput(
-            "release.version is missing: what is signed is a name and a version, so that no older release passes for "
+            "release.version is missing: a signature covers name and version, so that no older release passes for "
             'a newer one; write version = "1.0.0" under [release]'
         )
     signer.require()

@@ -11,7 +11,7 @@ from corp_deploy.proof.pixels import fed_to_graph
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import labels_from_path
 from ground.arrays import array_from_npy
-from ground.feeds import only
+from ground.feeds import single_array
 from ground.files import write_json
 from ground.records import record_from_file
 
@@ -29,7 +29,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     source = open_proof_images(dense.model, recipe.proof_images)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
-    images = only(fed_to_graph(dense, {"images": images}, recipe.export.input))
+    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.input))
     (dirs.into / SAMPLES).parent.mkdir()
     np.save(dirs.into / SAMPLES, images)
     graphs = {}

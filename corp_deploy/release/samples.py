@@ -14,8 +14,8 @@ from export.triton.rolling import Samples
 from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.feeds import feeds_from_array
-from ground.files import below
-from ground.precision import BFLOAT16, FLOAT8, type_of_word
+from ground.files import path_inside
+from ground.precision import BFLOAT16, FLOAT8, type_by_name
 from ground.records import record_from_file
 from perf.parity.rounding import round_file
 from perf.parity.vectors import FEATURE_MAP
@@ -67,7 +67,7 @@ def _joined(outputs: Sequence[Answers]) -> Answers:
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
     """A graph on the CPU; one of BF16 or FP8, which ONNX Runtime has no arithmetic of there, rounds as it is typed."""
-    if type_of_word(onnx_precision(path)) not in (BFLOAT16, FLOAT8):
+    if type_by_name(onnx_precision(path)) not in (BFLOAT16, FLOAT8):
         with OnnxRunner(path) as runner:
             yield runner
         return
@@ -80,7 +80,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
 
 def of_release(folder: Path, name: str) -> Path:
     """A file that the record names. Raises BadInput for one outside of the release."""
-    return below(folder, name, where=str(folder / SAMPLES_RECORD))
+    return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
 
 def _difference(path: Path, graph: str, expected: Path, images: Images, known_as: GraphAnswers) -> str | None:
@@ -120,7 +120,7 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
     try:
         images, answers = (
-            array_from_npy(below(folder, name, where=str(folder / SAMPLES_RECORD)))
+            array_from_npy(path_inside(folder, name, where=str(folder / SAMPLES_RECORD)))
             for name in (record.images, record.graphs[graph].expected)
         )
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ground.errors import BadInput, Missing
-from ground.files import regular, sha256_of_file
+from ground.files import regular_file, sha256_of_file
 
 from .names import SIGNATURE
 
@@ -116,11 +116,11 @@ def _refuse_links(folder: Path) -> None:
 def _bundle(folder: Path) -> bytes:
     path = folder / SIGNATURE
     try:
-        if path.is_symlink() or regular(path).stat().st_size > MOST_BYTES:
+        if path.is_symlink() or regular_file(path).stat().st_size > MOST_BYTES:
             raise Unverified(f"{SIGNATURE}: a link, or larger than {MOST_BYTES} bytes: no signature")
         return path.read_bytes()
     except FileNotFoundError:
-        raise Unverified(f"{SIGNATURE}: missing: nobody signed what lies here") from None
+        raise Unverified(f"{SIGNATURE}: missing: this directory is not signed") from None
 
 
 def _why(error: Exception) -> str:

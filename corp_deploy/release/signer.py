@@ -35,7 +35,7 @@ def _private_key(path: Path, password: str | None) -> "ec.EllipticCurvePrivateKe
     except (ValueError, UnsupportedAlgorithm) as error:
         raise BadInput(f"{path}: not a private key in PEM, or another password ({error!s:.120}); {NEW_KEY}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
-        raise BadInput(f"{path}: no key of {', '.join(CURVES)}, which is all that is signed with; {NEW_KEY}")
+        raise BadInput(f"{path}: no key of {', '.join(CURVES)}, the only supported curves; {NEW_KEY}")
     return key
 
 

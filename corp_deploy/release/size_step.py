@@ -2,7 +2,7 @@
 
 import torch
 
-from calib.groups import by_mask
+from calib.groups import split_by_mask
 from calib.input_set import shuffled
 from calib.store import load as load_moments
 from corp_deploy.families.family import sites_of
@@ -34,7 +34,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
     images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
     if recipe.proves_on_own:
-        images, _ = by_mask(images, torch.isin(images.ids, proving.ids))
+        images, _ = split_by_mask(images, torch.isin(images.ids, proving.ids))
     size = calibration_size(
         dense.model,
         [load_moments(dirs.root / name) for name in (*snapshots_of(recipe), MOMENTS)],

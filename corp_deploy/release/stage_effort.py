@@ -39,7 +39,7 @@ def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwa
 
     def run(dirs: StageDirs) -> None:
         watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
-        with watch.of(FILES):
+        with watch.measure(FILES):
             stage.run(replace(dirs, watch=watch))
         record = effort_of(known[0], watch, gpu=gpu_name(device), resumed=resumed)
         write_effort(_path(dirs.root, stage.name), record)

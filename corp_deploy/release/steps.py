@@ -35,7 +35,7 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
 from export.triton.config import Serving
 from export.triton.repository import write_repository
-from ground.effort import turn
+from ground.effort import measured
 from ground.errors import BadInput
 from ground.files import replacing, write_json, write_text
 from ground.gpu import require_device
@@ -83,7 +83,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
     if asked.snapshots:
         require_more(source.count - (asked.hold_out or 0), tuple(asked.snapshots))
     source = asked.in_order(source, samples=run["samples"], seed=run["seed"])
-    with turn(dirs.watch, "calibrate"):
+    with measured(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(
             dense, source, asked.request(seed=run["seed"]), running, dirs.into / run["output"]
         )
@@ -124,7 +124,7 @@ def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds if asked.quantised else None
     graphs = Graphs(checkpoint, asked, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():
-        with turn(dirs.watch, "export"):
+        with measured(dirs.watch, "export"):
             graphs.write(precision, path)
 
 

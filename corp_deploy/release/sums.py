@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ground.errors import BadInput
-from ground.files import leaves, text_from_file
+from ground.files import escapes_directory, text_from_file
 
 from .names import ATTESTATION, SCRIPT, SUMS
 from .signature import entries_below
@@ -22,7 +22,7 @@ def sums_from_file(path: Path) -> dict[str, str]:
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
     if not sums or len(sums) != len(lines):
         raise BadInput(f"{path}: not a list of digests and names; the file is damaged")
-    outside = [name for name in sums if leaves(name)]
+    outside = [name for name in sums if escapes_directory(name)]
     if outside:
         raise BadInput(f"{path}: {outside[0]!r} lies outside the release")
     return sums

@@ -31,7 +31,7 @@ from corp_deploy.families.traced_narrowing import as_recorded, program_record, s
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
-from ground.together import put_back, replacing_all
+from ground.transaction import replacing_files, roll_back_interrupted
 
 from .model_config import CONFIG as CONFIG
 from .model_config import KIND as KIND
@@ -109,7 +109,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = _apart(checkpoint.model.state_dict())
     beside = family_of(checkpoint.model).beside(checkpoint.model)
-    with replacing_all(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
+    with replacing_files(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
         save_file(state, weights, metadata={"format": "pt"})
         for path, content in zip(others, beside.values(), strict=True):
             path.write_text(content, encoding="utf-8")
@@ -213,7 +213,7 @@ def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
-    put_back(directory)
+    roll_back_interrupted(directory)
     config = load_model_config(directory)
     weights = directory / WEIGHTS
     if not weights.is_file():

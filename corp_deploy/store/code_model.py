@@ -10,7 +10,7 @@ from corp_deploy.families.own_modules import architecture_of, images_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import PREFIX, Code, file_and_function
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .weight_fit import require_fit
@@ -25,7 +25,7 @@ def _code(text: str) -> Code:
         raise BadInput(f"--model {text:.200}: expected {PREFIX}PATH.py:FUNCTION, the function that makes the model")
     if not path.is_file():
         raise BadInput(f"{path}: no such file; --model {PREFIX}PATH.py:FUNCTION names the file of the model's code")
-    content = regular(path).read_bytes()
+    content = regular_file(path).read_bytes()
     if len(content) > MOST_BYTES:
         raise BadInput(f"{path}: {len(content)} bytes, {MOST_BYTES} at most are kept with a model; import the rest")
     try:

@@ -22,9 +22,9 @@ from corp_deploy.families.decoder_builder import (
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_files import FILES
 from ground.errors import BadInput
-from ground.files import below, sha256_of_file
+from ground.files import path_inside, sha256_of_file
 from ground.records import record_from_file
-from ground.together import install_all
+from ground.transaction import install_files
 from perf.record.decoders import KvCache
 
 from .decoder_directory import load_decoder
@@ -94,7 +94,7 @@ def graph_of_directory(directory: Path) -> DecoderGraph:
     if not (directory / SETTINGS).is_file():
         raise BadInput(f"{directory}: no {SETTINGS} in it, expected a directory that export-decoder has written")
     model = record_from_file(directory / SETTINGS, _Settings, remedy="write it again by export-decoder").model
-    graph = below(directory, model.decoder.filename, where=str(directory / SETTINGS))
+    graph = path_inside(directory, model.decoder.filename, where=str(directory / SETTINGS))
     cache = {
         "layers": model.decoder.num_hidden_layers,
         "groups": model.decoder.num_key_value_heads,
@@ -149,7 +149,7 @@ def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") ->
         build_graph(directory, built, precision=precision, window=built_of.window, scratch=Path(scratch) / "cache")
         moves = {path.name: path for path in sorted(built.iterdir())}
         stale = [name for name in (*FILES, "tokenizer.json") if name not in moves and (output / name).is_file()]
-        install_all(output, moves, gone=stale)
+        install_files(output, moves, removed=stale)
     return graph_of_directory(output)
 
 

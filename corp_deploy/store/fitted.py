@@ -31,5 +31,5 @@ def fitted_inputs(
     known = [each for each in fitted if each is not None and len(each)]
     if judging is None or not known:
         return None
-    same, alike = judging.seen_in(Fingerprints.joined(known))
+    same, alike = judging.overlap(Fingerprints.concatenated(known))
     return FittedInputs(judging=len(judging), same=same, alike=alike, noun=noun)

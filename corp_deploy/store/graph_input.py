@@ -39,8 +39,8 @@ def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, 
     if graph_input == "float32":
         return spec.ports
     if spec.medium != "images" or len(spec.ports) != 1:
-        raise BadInput(f"input uint8 is for models of images, this one takes {spec.medium}; leave --input away")
-    image_spec(checkpoint.model).require_normalisation(where=f"input {graph_input}", instead="leave --input away")
+        raise BadInput(f"input uint8 is for models of images, this one takes {spec.medium}; leave --input out")
+    image_spec(checkpoint.model).require_normalisation(where=f"input {graph_input}", instead="leave --input out")
     return tuple(replace(port, dtype=graph_input) for port in spec.ports)
 
 

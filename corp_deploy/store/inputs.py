@@ -147,7 +147,7 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
 def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Rows:
     """Open arrays, one for each of the model's inputs. Raises calib's BadInput, and one for a model of no arrays."""
     ports = array_ports(model)
-    return open_arrays(path, ports, known=known_numbers(model), samples=samples, seed=seed)
+    return open_arrays(path, ports, id_counts=known_numbers(model), samples=samples, seed=seed)
 
 
 def inputs_for_model(

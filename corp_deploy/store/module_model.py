@@ -18,7 +18,7 @@ from corp_deploy.families.family import family_of, image_spec, input_ports
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_arguments import arguments_beside
 from ground.errors import BadInput
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_value
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
@@ -112,8 +112,8 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
     apart = (got - expected).norm() / expected.norm() if got.shape == expected.shape else torch.tensor(torch.inf)
     if not apart <= MOST_APART:
         raise BadInput(
-            f"model: built anew by its name it answers otherwise (relative error {float(apart):.2g} on random images), "
-            f"so it was made with arguments that the module does not tell; {INSTEAD}"
+            f"model: rebuilt by its name it gives other outputs (relative error {float(apart):.2g} on random "
+            f"images), so it was made with arguments that the module does not record; {INSTEAD}"
         )
 
 
@@ -151,7 +151,7 @@ def checkpoint_from_module(
             reasons.append(str(error))
     if not is_said:
         told = next((each for each in reasons if not each.startswith("model is ")), reasons[-1])
-        raise BadInput(f"kwargs {shown(str(dict(kwargs)))} don't make this module: {told}; {INSTEAD}")
+        raise BadInput(f"kwargs {quoted(str(dict(kwargs)))} don't make this module: {told}; {INSTEAD}")
     says = any(hasattr(model, name) for name in ("input_size", "inputs"))
     return _in_memory(model, kwargs or ({} if says else taken), Preprocessing())
 

@@ -20,7 +20,7 @@ from ground.errors import BadInput
 from ground.files import replacing
 from ground.onnx_file import read_onnx
 from ground.ports import Port
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_text
 from perf.runners.onnx import onnx_precision
 
@@ -167,5 +167,5 @@ def _integer(carried: Mapping[str, str], name: str, path: Path) -> int | None:
     if text == "null":
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise BadInput(f"{path}: its metadata say {name} {shown(text)}, expected a whole number; export it again")
+        raise BadInput(f"{path}: its metadata say {name} {quoted(text)}, expected a whole number; export it again")
     return int(text)

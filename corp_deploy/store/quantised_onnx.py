@@ -67,7 +67,7 @@ def quantiser_of(
         form.inputs,
         output_ports(checkpoint.model),
         batches,
-        typed_as=chosen.rest,
+        rest_precision=chosen.rest,
         balance=chosen.balance,
         opset=opset,
         batch=batch,

@@ -20,7 +20,7 @@ from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 from ground.files import write_json
-from ground.together import replacing_all
+from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
 from .hub_snapshot import CONFIG
@@ -122,8 +122,8 @@ def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> E
     require_sentence_files(encoder.files)
     if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
         raise BadInput(
-            f"--save-as hf: the class has {first_names(lost)} too, which are in the directory of transformers that "
-            "the encoder was read from alone; give --model hf:DIR of that"
+            f"--save-as hf: the class has {first_names(lost)} too, which are only in the transformers directory "
+            "that the encoder was read from; give --model hf:DIR for that one"
         )
     return encoder
 
@@ -159,7 +159,7 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]
 def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:
     """Write model.safetensors, config.json and the files beside them, all or none, in place of an older model's."""
     names = (WEIGHTS, *files, CONFIG)
-    with replacing_all(directory, names, gone=[name for name in BESIDE if name not in names]) as written:
+    with replacing_files(directory, names, removed=[name for name in BESIDE if name not in names]) as written:
         weights, *others, config = written
         save_file(form.state, weights, metadata={"format": "pt"})
         for path, text in zip(others, files.values(), strict=True):

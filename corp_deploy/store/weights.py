@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ground.errors import BadInput
-from ground.files import regular
+from ground.files import regular_file
 from ground.records import record_from_file
 
 from .torch_file import LONGEST_NAME, content_of_torch_file
@@ -99,9 +99,9 @@ def _entry(content: Any, ema: bool | None, path: Path) -> str:
     """The entry to take: the moving average where there is one, as timm does, unless `ema` says otherwise."""
     averages, raw = _entries(content, _AVERAGES), _entries(content, _RAW)
     if ema is True and not averages:
-        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema away")
+        raise BadInput(f"{path}: --ema, but there is no {' or '.join(_AVERAGES)} in it; leave --ema out")
     if ema is False and averages and not raw:
-        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema away")
+        raise BadInput(f"{path}: --no-ema, but it holds {averages[0]} alone; leave --no-ema out")
     chosen = raw if ema is False else [*averages, *raw]
     return chosen[0] if chosen else ""
 
@@ -210,7 +210,7 @@ def files_of_tensors(path: Path) -> dict[str, Path]:
 
 def _names_in(path: Path) -> list[str]:
     try:
-        with safe_open(regular(path), framework="pt") as file:
+        with safe_open(regular_file(path), framework="pt") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
         raise BadInput(

@@ -45,4 +45,4 @@ def redundancy_plot(entries: Sequence[Entry]) -> str:
     series = [Series(name="MLP", tone="dense", points=channels), Series(name="Q/K", tone="reduced", points=heads)]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
-    return curve(shown, title=title, unit="share", across="block", log=False).standalone
+    return curve(shown, title=title, unit="share", x_label="block", log=False).standalone

@@ -13,7 +13,7 @@ BRACKETS = " [{}, {}]"
 
 def interval(value: Interval | None, form: str = ".2f") -> str:
     """As a cell of a table."""
-    return "-" if value is None else value.words(form, bounds=BRACKETS)
+    return "-" if value is None else value.describe(form, bounds=BRACKETS)
 
 
 def ratios(row: SummaryRow) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def repeat_lines(bench: Bench) -> list[str]:
     """How much quicker each is on one batch again and again than on varied ones, where that was asked."""
     times = "times as quick on one batch again and again as on varied ones"
     return [
-        f"batch {row.batch}, {name}: {gain.words('.3f', bounds=BRACKETS)} {times}"
+        f"batch {row.batch}, {name}: {gain.describe('.3f', bounds=BRACKETS)} {times}"
         for row in summarise(bench).rows
         for name, gain in row.repeats.items()
     ]

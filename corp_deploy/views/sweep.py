@@ -25,7 +25,7 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
     if speed is None or speed.p50_ms is None:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
-    told = "-" if gain is None else gain.words(bounds=" ({}-{})")
+    told = "-" if gain is None else gain.describe(bounds=" ({}-{})")
     return f"{speed.p50_ms.value:.3g}", told + " disturbed" * speed.disturbed
 
 
@@ -133,7 +133,7 @@ def sweep_plot(trials: Sequence[SweepPoint]) -> str:
     clouds: dict[str, list[Spot]] = {}
     for trial in trials:
         tip = f"{trial.words}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"
-        spot = Spot(across=trial.macs_share, value=trial.relative_error, filled=trial.on_front, tip=tip)
+        spot = Spot(x=trial.macs_share, value=trial.relative_error, filled=trial.on_front, tip=tip)
         clouds.setdefault(trial.preset, []).append(spot)
     title = "Relative logit error against the share of MACs kept"
-    return scatter(clouds, title=title, unit="error", across="share of the MACs kept", least=LEAST_ERROR).standalone
+    return scatter(clouds, title=title, unit="error", x_label="share of the MACs kept", least=LEAST_ERROR).standalone

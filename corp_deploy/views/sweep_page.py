@@ -6,7 +6,7 @@ from dataclasses import asdict
 from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
 from perf.record.fitted import FittedInputs
-from perf.report.images_plot import AtImages, images_figure, images_table
+from perf.report.images_plot import ImagesPoint, images_figure, images_table
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter
 from perf.report.svg import Figure
@@ -39,10 +39,10 @@ def _figure(
         if x is None or y is None:
             continue
         tip = f"{point.words}: {name} {x:.4g}, {unit} {y:.4g}"
-        clouds.setdefault(_cloud_name(point), []).append(Spot(across=x, value=y, filled=filled(point), tip=tip))
+        clouds.setdefault(_cloud_name(point), []).append(Spot(x=x, value=y, filled=filled(point), tip=tip))
     if sum(map(len, clouds.values())) < 2:
         return None
-    return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, across=name, least=LEAST))
+    return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, x_label=name, least=LEAST))
 
 
 def _disagreement(point: SweepPoint) -> float | None:
@@ -95,7 +95,7 @@ def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
 
 
 def _range(figure: Interval | None, digits: int) -> str:
-    return "-" if figure is None else figure.words(f".{digits}f", bounds="\n{} to {}")
+    return "-" if figure is None else figure.describe(f".{digits}f", bounds="\n{} to {}")
 
 
 def _share(value: float | None) -> str:
@@ -182,12 +182,12 @@ def sweep_page(
     fitted: FittedInputs | None = None,
 ) -> str:
     """The page; `size`: how many calibration images are enough, `fitted`: how many that judge were among them."""
-    seen = () if fitted is None or not fitted.found else (Remark(words=_as_sentence(fitted.warning), warns=True),)
+    seen = () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
     batches = batches_of(points)
     sections = [
         Section(
             title="Speed and fidelity",
-            remarks=(Remark(words="Time is paired: the front is of speed-ups, each measured beside the dense model."),),
+            remarks=(Remark(text="Time is paired: the front is of speed-ups, each measured beside the dense model."),),
             figures=tuple(figure for batch in batches for figure in _against_latency(points, batch)),
             tables=tuple(speed_table(points, batch) for batch in batches),
         )
@@ -195,7 +195,7 @@ def sweep_page(
     sections.append(
         Section(
             title="Size and fidelity",
-            remarks=(Remark(words=_as_sentence(sentence_of_sweep(points))), *seen),
+            remarks=(Remark(text=_as_sentence(sentence_of_sweep(points))), *seen),
             figures=tuple(_against_macs(points)),
             tables=(trials_table(points, key="trials", title="All trials"),),
         )
@@ -208,10 +208,10 @@ def sweep_page(
 
 
 def _of_size(size: CalibrationSize) -> Section:
-    spots = tuple(AtImages(**asdict(point)) for point in size.points)
+    spots = tuple(ImagesPoint(**asdict(point)) for point in size.points)
     return Section(
         title="Calibration images",
-        remarks=(Remark(words=_as_sentence(size.sentence)),),
+        remarks=(Remark(text=_as_sentence(size.sentence)),),
         figures=(images_figure(spots),),
         tables=(images_table(spots, sentence=""),),
     )

@@ -122,8 +122,8 @@ def _audited_engine(path: Path, choices: BuildOptions) -> tuple[AuditedEngine, s
         choices = BuildOptions(backend=choices.backend, sms=choices.sms, command=choices.command)
     engine = build_engine(path, choices)
     if engine.fusion is None:
-        what = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
-        raise Missing(missing_message(choices.backend, what, choices.command))
+        reason = f"version {engine.record.library_version} does not list the kernels of an engine in a known form"
+        raise Missing(missing_message(choices.backend, reason, choices.command))
     record = engine.record
     audited = AuditedEngine(
         fusion=engine.fusion,

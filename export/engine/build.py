@@ -16,7 +16,7 @@ from export.graph.check import require_onnx
 from export.graph.fusion_breaks import breaks_of_graph
 from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import element_types, sparse_matrices, weight_shares
-from ground.built_here import note_built
+from ground.built_engines import record_built_engine
 from ground.errors import BadInput
 from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
@@ -84,10 +84,10 @@ def build_engine(
     started = time.perf_counter()
     plan = interruptible(lambda: session.build(profiles, progress), session.messages.stop)
     seconds = time.perf_counter() - started
-    listed = session.inspected(plan, max(len(profiles), 1))
-    fusion = fusion_of(listed.kernels, proto, len(profiles))
+    details = session.inspected(plan, max(len(profiles), 1))
+    fusion = fusion_of(details.kernels, proto, len(profiles))
     record = _record(session, plan, profiles, fusion, seconds, sparse_share)
-    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=listed.memory))
+    return Engine(plan=plan, fusion=fusion, record=replace(record, memory=details.memory))
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
@@ -98,7 +98,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
     with replacing(plan_path) as temporary:
         temporary.write_bytes(engine.plan)
     write_text(record_path(plan_path), engine.record.to_json())
-    note_built(engine.record.plan_sha256)
+    record_built_engine(engine.record.plan_sha256)
 
 
 def _settled_profiles(
@@ -144,7 +144,7 @@ def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     sparse = sparse_matrices(proto)
     if not any(sparse.values()):
         raise BadInput(
-            f"{onnx_path}: sparse kernels need matrices of which every four weights hold two zeros, and none of its "
+            f"{onnx_path}: sparse kernels need matrices with two zeros in every four weights, and none of its "
             f"{len(sparse)} does; leave --sparse out"
         )
     return sum(sparse.values()) / len(sparse)
@@ -200,7 +200,7 @@ def _record(
         weight_types=shares,
         kernel_types={} if fusion is None else fusion.kernel_types,
         sparse_eligible=layers.eligible,
-        sparse_layers=layers.picked,
+        sparse_layers=layers.selected,
         sparse_names=layers.names,
         fusion_breaks=breaks_of_graph(session.proto),
         notes={each.key: each.value for each in session.proto.metadata_props if not each.key.startswith("export.")},

@@ -159,8 +159,10 @@ def _tensor_type(tensor: dict[str, str]) -> str:
     return tensor.get("Datatype") or tensor.get("Format/Datatype", "")
 
 
-def _types(said: list[str]) -> frozenset[str] | None:
+def _types(type_names: list[str]) -> frozenset[str] | None:
     """The floating types that the library's words for tensors mean."""
-    if not said:
+    if not type_names:
         return None
-    return frozenset(held_in.name for held_in, word in _TYPE_WORDS if any(word.search(text) for text in said))
+    return frozenset(
+        float_type.name for float_type, pattern in _TYPE_WORDS if any(pattern.search(text) for text in type_names)
+    )

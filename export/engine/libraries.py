@@ -13,7 +13,7 @@ from typing import Any
 from onnx import ModelProto, TensorProto
 
 from ground.errors import BadInput, Missing
-from ground.known_holes import version_numbers
+from ground.vulnerabilities import version_numbers
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 # TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX

@@ -38,18 +38,18 @@ class EngineMemory:
 def memory_from_log(text: str, profiles: int) -> EngineMemory:
     """From what a builder logged for `profiles` profiles (1 of a fixed batch)."""
     weights, activations = _WEIGHTS.findall(text), tuple(map(int, _ACTIVATIONS.findall(text)))
-    missing = [] if weights else ["the builder doesn't tell the weights' memory"]
+    unknown = [] if weights else ["the builder doesn't tell the weights' memory"]
     if len(activations) != profiles:
-        missing.append(f"the builder tells the activations' memory of {len(activations)} profiles, not of {profiles}")
+        unknown.append(f"the builder tells the activations' memory of {len(activations)} profiles, not of {profiles}")
     return EngineMemory(
         weights_bytes=int(weights[-1]) if weights else None,
         activations_bytes=activations if len(activations) == profiles else None,
-        reason="; ".join(missing) or None,
+        reason="; ".join(unknown) or None,
     )
 
 
-def memory_of_engine(engine: Any, said: EngineMemory, profiles: int) -> EngineMemory:
-    """As a loaded engine tells its activations; its weights as the builder `said`."""
+def memory_of_engine(engine: Any, logged: EngineMemory, profiles: int) -> EngineMemory:
+    """As a loaded engine tells its activations; its weights as the builder `logged`."""
     sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
-    unknown = None if said.weights_bytes is not None else "the builder doesn't tell the weights' memory"
-    return EngineMemory(weights_bytes=said.weights_bytes, activations_bytes=sizes, reason=unknown)
+    unknown = None if logged.weights_bytes is not None else "the builder doesn't tell the weights' memory"
+    return EngineMemory(weights_bytes=logged.weights_bytes, activations_bytes=sizes, reason=unknown)

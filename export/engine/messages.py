@@ -33,21 +33,21 @@ class Messages:
 def logger_of(trt: Any, messages: Messages) -> Any:
     """An ILogger of these bindings that keeps every line in `messages` and prints nothing."""
 
-    class KeepingLogger(trt.ILogger):  # type: ignore[misc]  # the bindings come untyped
+    class RecordingLogger(trt.ILogger):  # type: ignore[misc]  # the bindings come untyped
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, text: str) -> None:
             messages.lines.append((int(severity), text))
 
-    return KeepingLogger()
+    return RecordingLogger()
 
 
 def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
     """An IProgressMonitor of these bindings that passes every phase's steps on and cancels a stopped build."""
     totals: dict[str, int] = {}
 
-    class PassingMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
+    class ProgressMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 
@@ -65,7 +65,7 @@ def monitor_of(trt: Any, messages: Messages, progress: Progress | None) -> Any:
         def phase_finish(self, phase_name: str) -> None:
             totals.pop(phase_name, None)
 
-    return PassingMonitor()
+    return ProgressMonitor()
 
 
 def parser_errors(parser: Any) -> list[str]:
@@ -84,8 +84,8 @@ def with_sites(errors: list[str], nodes: Collection[str]) -> list[str]:
     if not nodes:
         return errors
     pattern = re.compile("|".join(re.escape(name) for name in sorted(nodes, key=len, reverse=True) if "/" in name))
-    named = []
+    with_names = []
     for error in errors:
         sites = list(dict.fromkeys(match.rpartition("/")[0] for match in pattern.findall(error) if match))
-        named.append(f"{', '.join(sites[:3])}: {error}" if sites else error)
-    return named
+        with_names.append(f"{', '.join(sites[:3])}: {error}" if sites else error)
+    return with_names

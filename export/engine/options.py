@@ -99,12 +99,12 @@ class BuildOptions:
         return {f"sm{sm}": replace(alone, sms=(sm,)) for sm in targets}
 
     def _require_compatibility(self) -> None:
-        known = COMPATIBILITIES[self.backend]
+        levels = COMPATIBILITIES[self.backend]
         if self.compatibility is None:
             return
-        if self.compatibility not in known:
+        if self.compatibility not in levels:
             raise BadInput(
-                f"compatibility {self.compatibility!r} is none of {self.backend}; choose {' or '.join(known)}"
+                f"compatibility {self.compatibility!r} is none of {self.backend}; choose {' or '.join(levels)}"
             )
         if self.compatibility == "portable" and self.sms:
             raise BadInput(

@@ -61,12 +61,12 @@ def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
     try:
         import onnxruntime as ort
     except ImportError as error:
-        what = f"its Python package can't be loaded ({error})"
-        raise Missing(missing_message("onnxruntime", what, command, _INSTALL[device])) from error
+        reason = f"its Python package can't be loaded ({error})"
+        raise Missing(missing_message("onnxruntime", reason, command, _INSTALL[device])) from error
     provider = _PROVIDERS[device]
     if provider not in ort.get_available_providers():
-        what = f"{provider} is not among {', '.join(ort.get_available_providers())}"
-        raise Missing(missing_message("onnxruntime", what, command, _INSTALL[device]))
+        reason = f"{provider} is not among {', '.join(ort.get_available_providers())}"
+        raise Missing(missing_message("onnxruntime", reason, command, _INSTALL[device]))
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimised.onnx"
         options = ort.SessionOptions()
@@ -75,8 +75,8 @@ def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
         options.log_severity_level = 3
         session = ort.InferenceSession(str(onnx_path), options, providers=[provider])
         if session.get_providers()[0] != provider:  # the provider is installed, but finds no GPU or library
-            what = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
-            raise Missing(missing_message("onnxruntime", what, command, "the NVIDIA driver, CUDA and cuDNN"))
+            reason = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
+            raise Missing(missing_message("onnxruntime", reason, command, "the NVIDIA driver, CUDA and cuDNN"))
         return read_onnx(saved)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from onnx import ModelProto
 
 from ground.errors import BadInput, Missing
-from ground.files import regular, replacing
+from ground.files import regular_file, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
 from .libraries import Library, missing_message, remedies
@@ -22,7 +22,7 @@ _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspected:
+class PlanDetails:
     """What is known of a plan that was built."""
 
     kernels: tuple[Kernel, ...]
@@ -58,11 +58,11 @@ class Session:
         self._save_timing_cache(config)
         return bytes(plan)
 
-    def inspected(self, plan: bytes, profiles: int) -> Inspected:
+    def inspected(self, plan: bytes, profiles: int) -> PlanDetails:
         """From the builder's log for TensorRT-RTX, which needs no GPU; else from the engine itself."""
-        said = memory_from_log(self.messages.text, profiles)
+        logged = memory_from_log(self.messages.text, profiles)
         if self.library.is_rtx:
-            return Inspected(kernels=kernels_from_log(self.messages.text), memory=said)
+            return PlanDetails(kernels=kernels_from_log(self.messages.text), memory=logged)
         runtime = self.trt.Runtime(self.logger)
         runtime.engine_host_code_allowed = self.choices.version_compatible
         engine = runtime.deserialize_cuda_engine(plan)
@@ -70,7 +70,7 @@ class Session:
             raise Missing(self._refusal("built a plan that it can't load again", self.messages.errors))
         inspector = engine.create_engine_inspector()
         kernels = kernels_from_inspector(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
-        return Inspected(kernels=kernels, memory=memory_of_engine(engine, said, profiles))
+        return PlanDetails(kernels=kernels, memory=memory_of_engine(engine, logged, profiles))
 
     def _builder(self) -> Any:
         try:
@@ -109,7 +109,7 @@ class Session:
         if choices.sparse:
             config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
         if choices.timing_cache is not None:
-            stored = regular(choices.timing_cache).read_bytes() if choices.timing_cache.exists() else b""
+            stored = regular_file(choices.timing_cache).read_bytes() if choices.timing_cache.exists() else b""
             self.cache_state = "reused" if stored else "new"
             cache = config.create_timing_cache(stored)
             if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
@@ -119,13 +119,13 @@ class Session:
                 )
 
     def _level(self, compatibility: str) -> Any:
-        name, known = compatibility.replace("-", "_").upper(), self.trt.HardwareCompatibilityLevel.__members__
-        if name not in known:
+        name, levels = compatibility.replace("-", "_").upper(), self.trt.HardwareCompatibilityLevel.__members__
+        if name not in levels:
             raise BadInput(
                 f"compatibility {compatibility}: {self.library.name} {self.library.version} knows only "
-                f"{', '.join(known)}; install a newer one"
+                f"{', '.join(levels)}; install a newer one"
             )
-        return known[name]
+        return levels[name]
 
     def _save_timing_cache(self, config: Any) -> None:
         if self.choices.timing_cache is not None:
@@ -138,8 +138,8 @@ class Session:
         raise BadInput(self._refusal("could not build this graph", [*errors, *remedies(self.library, self.proto)]))
 
     def _no_gpu(self, reason: str) -> Missing:
-        what = f"{_NEEDS_GPU} ({reason})"
-        return Missing(missing_message(self.library.name, what, self.choices.command, _INSTALL_DRIVER))
+        message = f"{_NEEDS_GPU} ({reason})"
+        return Missing(missing_message(self.library.name, message, self.choices.command, _INSTALL_DRIVER))
 
     def _refusal(self, what: str, errors: list[str]) -> str:
         reasons = "\n".join(f"  {error}" for error in errors) or "  (it gave no reason)"
@@ -147,13 +147,13 @@ class Session:
 
 
 def _set_targets(trt: Any, config: Any, sms: tuple[str, ...]) -> None:
-    named = [sm for sm in sms if sm != "portable"]
-    config.num_compute_capabilities = len(named)
-    known = trt.ComputeCapability.__members__
-    for index, sm in enumerate(named):
-        if f"SM{sm}" not in known:
-            raise BadInput(f"--sm {sm}: this TensorRT-RTX knows only {', '.join(known)}; install a newer one")
-        config.set_compute_capability(known[f"SM{sm}"], index)
+    numbers = [sm for sm in sms if sm != "portable"]
+    config.num_compute_capabilities = len(numbers)
+    capabilities = trt.ComputeCapability.__members__
+    for index, sm in enumerate(numbers):
+        if f"SM{sm}" not in capabilities:
+            raise BadInput(f"--sm {sm}: this TensorRT-RTX knows only {', '.join(capabilities)}; install a newer one")
+        config.set_compute_capability(capabilities[f"SM{sm}"], index)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

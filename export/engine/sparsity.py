@@ -22,7 +22,7 @@ class SparseLayers:
     """
 
     eligible: int | None
-    picked: int | None
+    selected: int | None
     names: tuple[str, ...]
 
 
@@ -31,11 +31,11 @@ def sparse_layers_from_log(text: str) -> SparseLayers:
 
     They come once for each time that it chooses kernels; the last ones are of the engine.
     """
-    (eligible, _), (picked, names) = (_told(line, text) for line in _LINES.values())
-    return SparseLayers(eligible=eligible, picked=picked, names=names)
+    (eligible, _), (selected, names) = (_layers_of_line(line, text) for line in _LINES.values())
+    return SparseLayers(eligible=eligible, selected=selected, names=names)
 
 
-def _told(line: re.Pattern[str], text: str) -> tuple[int | None, tuple[str, ...]]:
+def _layers_of_line(line: re.Pattern[str], text: str) -> tuple[int | None, tuple[str, ...]]:
     *_, last = [None, *line.finditer(text)]
     if last is None:
         return None, ()

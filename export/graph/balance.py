@@ -51,10 +51,10 @@ def _balanceable(
     readers: Mapping[str, list[NodeProto]],
 ) -> Iterator[Balanced]:
     # Who holds each parameter: one that several modules share can't change for one of them.
-    held = Counter(id(weight) for each in modules.values() for weight in each.parameters(recurse=False))
-    given = {value.name for value in proto.graph.output}
+    weight_uses = Counter(id(weight) for each in modules.values() for weight in each.parameters(recurse=False))
+    output_names = {value.name for value in proto.graph.output}
     for node in proto.graph.node:
-        if node.op_type not in _NORMS or node.output[0] in given:
+        if node.op_type not in _NORMS or node.output[0] in output_names:
             continue
         norm, own = node.name.rpartition("/")[0], readers[node.output[0]]
         paths = tuple(each.name.rpartition("/")[0] for each in own)
@@ -62,7 +62,7 @@ def _balanceable(
         if not own or not all(linear) or any(matrices.get(each.name) != 1 for each in own):
             continue
         weights = [getattr(modules.get(path), "weight", None) for path in (norm, *paths)]
-        if all(held[id(weight)] == 1 for weight in weights):
+        if all(weight_uses[id(weight)] == 1 for weight in weights):
             yield Balanced(norm=norm, readers=paths, value=node.output[0])
 
 

@@ -9,12 +9,12 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto
 
 from ground.errors import BadInput
-from ground.onnx_file import invalidity, read_onnx, tensors_of
+from ground.onnx_file import checker_error, read_onnx, tensors_of
 from ground.ports import OutputPort, Port
-from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_of, precision_named
+from ground.precision import FLOAT32, HALVES, QUANTISED, FloatType, Precision, mixed_with_float32, precision_by_name
 
-from .borders import border_reasons
-from .operator_types import OPSETS, untaken
+from .operator_types import OPSETS, unsupported_nodes
+from .port_checks import port_mismatches
 from .weights import MatmulWeight, element_types, matmul_weights
 
 MAX_BYTES = 2_000_000_000
@@ -65,7 +65,7 @@ def check_onnx(
         return reasons  # what follows reads shapes and types, which only a valid graph has
     labels = {entry.key: entry.value for entry in source.metadata_props}
     return [
-        *border_reasons(source, inputs, outputs),
+        *port_mismatches(source, inputs, outputs),
         *_name_reasons(source),
         *_typing_reasons(source, precision or labels.get(_PRECISION_KEY)),
         *(_attention_reasons(source) if backend != "onnxruntime" else ()),
@@ -93,7 +93,7 @@ def _opset_reasons(proto: ModelProto, backend: str) -> Iterator[str]:
 
 
 def _validity_reasons(proto: ModelProto) -> Iterator[str]:
-    if reason := invalidity(proto, full=True):
+    if reason := checker_error(proto, full=True):
         yield f"onnx.checker: {reason}"
 
 
@@ -113,7 +113,7 @@ def _name_reasons(proto: ModelProto) -> Iterator[str]:
 
 def _operator_reasons(proto: ModelProto) -> Iterator[str]:
     """Operators that don't take the types that they are given, each once."""
-    nodes = untaken(proto)
+    nodes = unsupported_nodes(proto)
     for first in sorted({node.first for node in nodes if node.first is not None}):
         named = [node for node in nodes if node.first == first]
         operators = ", ".join(dict.fromkeys(node.operator for node in named))
@@ -125,48 +125,48 @@ def _operator_reasons(proto: ModelProto) -> Iterator[str]:
         yield f"{operators} takes no bfloat16 up to opset {OPSETS[-1]} (first at {never[0].node}); keep it in float32"
 
 
-def _typing_reasons(proto: ModelProto, word: str | None) -> Iterator[str]:
+def _typing_reasons(proto: ModelProto, precision_name: str | None) -> Iterator[str]:
     weights = matmul_weights(proto)
-    if word is not None and word in QUANTISED:
-        if all(weight.held_in is not QUANTISED[word] for weight in weights):
-            yield f"called {word} but none of its {len(weights)} weight matrices is stored so; export it again"
-    elif word is not None:
+    if precision_name is not None and precision_name in QUANTISED:
+        if all(weight.float_type is not QUANTISED[precision_name] for weight in weights):
+            yield f"called {precision_name} but none of its {len(weights)} weight matrices is stored so; export again"
+    elif precision_name is not None:
         try:
-            yield from _word_reasons(precision_named(word), weights)
+            yield from _weight_type_reasons(precision_by_name(precision_name), weights)
         except BadInput as error:
             yield str(error)
     yield from _norm_reasons(proto)
 
 
-def _word_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iterator[str]:
+def _weight_type_reasons(precision: Precision, weights: Sequence[MatmulWeight]) -> Iterator[str]:
     """Where the matrices are not of the types that the precision says."""
-    own = [weight for weight in weights if weight.held_in is precision.type]
-    others = [weight for weight in weights if weight.held_in not in (precision.type, None)]
+    own = [weight for weight in weights if weight.float_type is precision.type]
+    other_types = [weight for weight in weights if weight.float_type not in (precision.type, None)]
     called, name = f"called {precision.name} but", precision.type.name
     if not own and precision.type is not FLOAT32:
-        yield f"{called} none of its {len(weights)} weight matrices is {name}; call it {_word(others)}"
+        yield f"{called} none of its {len(weights)} weight matrices is {name}; call it {_precision_name(other_types)}"
     elif precision.mixed:
-        stray = [weight for weight in others if weight.held_in is not FLOAT32]
-        if not others:
+        stray = [weight for weight in other_types if weight.float_type is not FLOAT32]
+        if not other_types:
             yield f"{called} every weight matrix is {name}; call it {precision.pure}"
         elif stray:
             yield f"{called} {_counted(stray, weights)}"
-    elif others:
-        yield f"{called} {_counted(others, weights)}"
+    elif other_types:
+        yield f"{called} {_counted(other_types, weights)}"
 
 
 def _counted(some: Sequence[MatmulWeight], weights: Sequence[MatmulWeight]) -> str:
-    types = " or ".join(dict.fromkeys(weight.held_in.name for weight in some if weight.held_in is not None))
+    types = " or ".join(dict.fromkeys(weight.float_type.name for weight in some if weight.float_type is not None))
     return f"{len(some)} of {len(weights)} weight matrices are {types} (first at {some[0].node})"
 
 
-def _word(weights: Sequence[MatmulWeight]) -> str:
+def _precision_name(weights: Sequence[MatmulWeight]) -> str:
     """What matrices of these types are called."""
-    types: list[FloatType | None] = list(dict.fromkeys(weight.held_in for weight in weights))
+    types: list[FloatType | None] = list(dict.fromkeys(weight.float_type for weight in weights))
     narrow = [each for each in types if each in HALVES]
     if not narrow or narrow[0] is None:
         return "fp32"
-    mixed = mixed_of(narrow[0])
+    mixed = mixed_with_float32(narrow[0])
     return mixed.name if FLOAT32 in types else mixed.pure
 
 
@@ -177,22 +177,22 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
     if not any(node.op_type == "Sqrt" for node in proto.graph.node):
         return
     types = element_types(onnx.shape_inference.infer_shapes(proto).graph)
-    for held_in in HALVES:
-        spelled_out = [root for root, mean in _spelled_norms(proto) if types.get(mean.input[0]) == held_in.onnx]
+    for float_type in HALVES:
+        spelled_out = [root for root, mean in _decomposed_norms(proto) if types.get(mean.input[0]) == float_type.onnx]
         if spelled_out:
             yield (
-                f"{len(spelled_out)} {SPELLED_OUT} {held_in.name} (ReduceMean, Sqrt; first at {_named(spelled_out[0])})"
-                "; export them as one operator (LayerNormalization, or RMSNormalization from opset 23), or keep them "
-                "in float32"
+                f"{len(spelled_out)} {SPELLED_OUT} {float_type.name} (ReduceMean, Sqrt; first at "
+                f"{_node_name(spelled_out[0])}); export them as one operator (LayerNormalization, or RMSNormalization "
+                "from opset 23), or keep them in float32"
             )
 
 
-def spells_out_norms(proto: ModelProto) -> bool:
+def has_decomposed_norms(proto: ModelProto) -> bool:
     """Whether a norm is not one operator but roots of means, in whatever type."""
-    return any(True for _ in _spelled_norms(proto))
+    return any(True for _ in _decomposed_norms(proto))
 
 
-def _spelled_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
+def _decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
     """Each root that is taken of a mean, with that mean."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
@@ -200,14 +200,14 @@ def _spelled_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
             yield node, mean
 
 
-def _named(node: NodeProto) -> str:
+def _node_name(node: NodeProto) -> str:
     return node.name or node.output[0]
 
 
 def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProto | None:
     """The mean that a root is taken of, with an epsilon added or a floor on the way."""
-    behind = [producers[name] for name in root.input if name in producers]
-    for node in behind:
+    inputs = [producers[name] for name in root.input if name in producers]
+    for node in inputs:
         if node.op_type == "ReduceMean":
             return node
         if node.op_type in ("Add", "Max", "Clip") and (mean := _mean_below(node, producers)) is not None:

@@ -77,7 +77,7 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
     """What is broken -> the value that is marked, in the order of the graph."""
     nodes = {node.name: node.output[0] for node in proto.graph.node if "/" in node.name}
     modules = modules_of_graph(proto)
-    wanted: dict[str, str] = {}
+    marked: dict[str, str] = {}
     for pattern in patterns:
         names = [name for name in (nodes if "/" in pattern else modules) if fnmatchcase(name, pattern)]
         fitting = {name: nodes[name] if "/" in pattern else _last_value(proto, name) for name in names}
@@ -89,9 +89,9 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
             raise BadInput(
                 f"fusion break {pattern!r}: {why}; name a module, such as {shown}, or a node, such as {_softmax(proto)}"
             )
-        wanted |= inside
+        marked |= inside
     places = {name: place for place, node in enumerate(proto.graph.node) for name in node.output}
-    first = {value: site for site, value in reversed(wanted.items())}  # one value is marked once
+    first = {value: site for site, value in reversed(marked.items())}  # one value is marked once
     return {site: value for value, site in sorted(first.items(), key=lambda each: places[each[0]])}
 
 

@@ -57,38 +57,38 @@ class Histogram:
         return middles
 
 
-def clipped_at(seen: Histogram, form: NumberFormat, choice: Clipping) -> float:
+def clipped_at(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
     """The |x| that becomes the format's largest number: the largest seen, or less where that loses less.
 
     `mse`: least mean square of what rounding and clipping change. `entropy`: least divergence of the counts rounded to
     128 levels from the counts as they are (TensorRT's calibration, Migacz, GTC 2017, by ONNX Runtime's function).
     Of a tensor that is zero everywhere any size will do: 1.
     """
-    if seen.largest == 0.0:
+    if histogram.largest == 0.0:
         return 1.0
     chosen: dict[Clipping, Callable[[Histogram, NumberFormat], float]] = {
         "mse": _by_mse,
         "entropy": _by_entropy,
-        "max": lambda seen, _: seen.largest,
+        "max": lambda histogram, _: histogram.largest,
     }
-    return chosen[choice](seen, form)
+    return chosen[choice](histogram, form)
 
 
-def _by_mse(seen: Histogram, form: NumberFormat) -> float:
-    present = seen.counts > 0
-    counts, centres = seen.counts[present], np.minimum(seen.centres[present], seen.largest)
-    ends = seen.largest * _SHARES
+def _by_mse(histogram: Histogram, form: NumberFormat) -> float:
+    present = histogram.counts > 0
+    counts, centres = histogram.counts[present], np.minimum(histogram.centres[present], histogram.largest)
+    ends = histogram.largest * _SHARES
     losses = [float(counts @ np.square(centres - form.rounded(centres, end / form.largest))) for end in ends]
     return float(ends[int(np.argmin(losses))])
 
 
-def _by_entropy(seen: Histogram, form: NumberFormat) -> float:
+def _by_entropy(histogram: Histogram, form: NumberFormat) -> float:
     from onnxruntime.quantization.calibrate import HistogramCollector
 
-    counts = seen.counts.reshape(_ENTROPY_BINS, -1).sum(axis=1)
-    edges = np.linspace(-seen.end, seen.end, 2 * _ENTROPY_BINS + 1)
-    ends = np.array(-seen.largest), np.array(seen.largest)
+    counts = histogram.counts.reshape(_ENTROPY_BINS, -1).sum(axis=1)
+    edges = np.linspace(-histogram.end, histogram.end, 2 * _ENTROPY_BINS + 1)
+    ends = np.array(-histogram.largest), np.array(histogram.largest)
     collector = HistogramCollector("entropy", True, _ENTROPY_BINS, _ENTROPY_LEVELS, 99.99, "same")
-    histogram = (np.concatenate([counts[::-1], counts]), edges, *ends, seen.end)
-    low, high = collector.get_entropy_threshold(histogram, _ENTROPY_LEVELS)
+    both_sides = (np.concatenate([counts[::-1], counts]), edges, *ends, histogram.end)
+    low, high = collector.get_entropy_threshold(both_sides, _ENTROPY_LEVELS)
     return max(abs(float(low)), abs(float(high)))

@@ -17,18 +17,18 @@ class NumberFormat:
     """`name` is the precision's word, `dtype` numpy's type of the stored numbers, `bits` how many of it are used."""
 
     name: str
-    held_in: FloatType
+    float_type: FloatType
     dtype: np.dtype[Any]
     bits: int = 8
 
     @property
     def largest(self) -> float:
         """What the end of a range becomes."""
-        return self.held_in.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
+        return self.float_type.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
     @property
     def onnx_type(self) -> int:
-        return self.held_in.onnx
+        return self.float_type.onnx
 
     def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
         """The numbers that stand for `values`, which are those times the scale: rounded to even and clipped."""
@@ -47,8 +47,8 @@ class NumberFormat:
 
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
     {
-        "int8": NumberFormat(name="int8", held_in=INT8, dtype=np.dtype(np.int8)),
-        "fp8": NumberFormat(name="fp8", held_in=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
+        "int8": NumberFormat(name="int8", float_type=INT8, dtype=np.dtype(np.int8)),
+        "fp8": NumberFormat(name="fp8", float_type=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
     }
 )
 
@@ -60,4 +60,4 @@ WEIGHT_BITS = (8, 7)
 def format_of_weights(form: NumberFormat, bits: int) -> NumberFormat:
     """What weights beside activations of `form` are stored in; FP8 has no such sums and keeps its range."""
     assert bits in WEIGHT_BITS, bits
-    return replace(form, bits=bits) if form.held_in is INT8 else form
+    return replace(form, bits=bits) if form.float_type is INT8 else form

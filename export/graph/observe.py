@@ -22,15 +22,15 @@ def observed(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]
     wider = ModelProto()
     wider.CopyFrom(proto)
     border = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    given = {value.name for value in proto.graph.input}
+    input_names = {value.name for value in proto.graph.input}
     wider.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in border
     )
-    asked = [name for name in names if name not in given]
+    requested = [name for name in names if name not in input_names]
     session = session_of(wider)
     for batch in batches:
-        outputs = dict(zip(asked, session.run(asked, dict(batch)), strict=True)) if asked else {}
-        yield outputs | {name: batch[name] for name in names if name in given}
+        outputs = dict(zip(requested, session.run(requested, dict(batch)), strict=True)) if requested else {}
+        yield outputs | {name: batch[name] for name in names if name in input_names}
 
 
 def session_of(proto: ModelProto) -> Any:
@@ -56,7 +56,7 @@ def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feed
     return found
 
 
-def answers(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
+def observed_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
     """What a graph gives, by output, of all batches together."""
     names = [value.name for value in proto.graph.output]
     rows = list(observed(proto, names, batches))

@@ -14,7 +14,7 @@ OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Untaken:
+class UnsupportedNode:
     """An operator that does not take bfloat16 in a graph's operator set; `first` is the first set in which it does,
     None where none of OPSETS does.
     """
@@ -24,7 +24,7 @@ class Untaken:
     first: int | None
 
 
-def untaken(proto: ModelProto) -> list[Untaken]:
+def unsupported_nodes(proto: ModelProto) -> list[UnsupportedNode]:
     """Every node that holds bfloat16 where its operator, in the graph's operator set, takes other types alone.
 
     onnx.checker compares no types with an operator's own, and builders name them one by one.
@@ -37,17 +37,17 @@ def untaken(proto: ModelProto) -> list[Untaken]:
     if BFLOAT16.onnx not in types.values():
         return []
     return [
-        Untaken(node=node.name or node.output[0], operator=node.op_type, first=_first(node, types))
+        UnsupportedNode(node=node.name or node.output[0], operator=node.op_type, first=_first_opset(node, types))
         for node in proto.graph.node
-        if node.domain in ("", "ai.onnx") and not _taken(node, types, version)
+        if node.domain in ("", "ai.onnx") and not _supports_bfloat16(node, types, version)
     ]
 
 
-def _first(node: NodeProto, types: dict[str, int]) -> int | None:
-    return next((version for version in OPSETS if _taken(node, types, version)), None)
+def _first_opset(node: NodeProto, types: dict[str, int]) -> int | None:
+    return next((version for version in OPSETS if _supports_bfloat16(node, types, version)), None)
 
 
-def _taken(node: NodeProto, types: dict[str, int], version: int) -> bool:
+def _supports_bfloat16(node: NodeProto, types: dict[str, int], version: int) -> bool:
     if not onnx.defs.has(node.op_type, version):
         return False
     schema = onnx.defs.get_schema(node.op_type, version)

@@ -29,16 +29,16 @@ def _of_four_axes(
     value: Tensor,
     attn_mask: Tensor | None = None,
     *more: Any,
-    **named: Any,
+    **options: Any,
 ) -> Tensor:
     if query.dim() == 4:
-        return attention(query, key, value, attn_mask, *more, **named)
+        return attention(query, key, value, attn_mask, *more, **options)
     if attn_mask is not None and attn_mask.dim() == 3 == query.dim():
         attn_mask = attn_mask.unsqueeze(1)
     elif attn_mask is not None and attn_mask.dim() > 3:
         attn_mask = _four(attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]))
-    given = attention(_four(query), _four(key), _four(value), attn_mask, *more, **named)
-    return given.reshape(*query.shape[:-1], value.shape[-1])
+    output = attention(_four(query), _four(key), _four(value), attn_mask, *more, **options)
+    return output.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _four(x: Tensor) -> Tensor:

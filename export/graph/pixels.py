@@ -56,7 +56,7 @@ def takes_pixels(
     mean, std = _real(normalisation.mean), _real(normalisation.std)
     if convolution is not None:
         own.set_submodule(path, _folded(convolution, -mean / std, 1 / std))
-    _enter_through_(own, PixelEntry(_column(mean), _column(1 / std)) if convolution is None else PixelEntry())
+    _prepend_(own, PixelEntry(_column(mean), _column(1 / std)) if convolution is None else PixelEntry())
     return PixelModel(model=own, folded_into=path)
 
 
@@ -76,7 +76,7 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
 
     def listen(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, _: tuple[Any, ...], answer: Any) -> None:
-            calls.append((path, any(made.is_all_of(module, answer) for made in readers.found)))
+            calls.append((path, any(derived.is_all_of(module, answer) for derived in readers.found)))
 
         return hook
 
@@ -95,16 +95,16 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _DerivedTensor:
     """What was made of a tensor, and the plain convolution that did it, or None."""
 
-    made: Tensor
+    tensor: Tensor
     version: int
     convolution: nn.Conv2d | None
 
     def is_all_of(self, module: nn.Module, answer: Any) -> bool:
         """Whether it is a convolution by the module's own weights, and its answer."""
-        if self.convolution is None or answer is not self.made or self.made._version != self.version:
+        if self.convolution is None or answer is not self.tensor or self.tensor._version != self.version:
             return False
         return getattr(module, "weight", None) is self.convolution.weight
 
@@ -115,23 +115,23 @@ class _Readers(TorchFunctionMode):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
-        self.found: list[_Reading] = []
+        self.found: list[_DerivedTensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {**(kwargs or {})}
-        answer = func(*args, **given)
-        reads = any(each is self._tensor for each in torch.utils._pytree.tree_leaves((args, given)))
-        made = [each for each in torch.utils._pytree.tree_leaves(answer) if isinstance(each, Tensor)]
-        if reads and any(each is not self._tensor for each in made):
-            convolution = _plain(*args, **given) if func in _CONVOLUTIONS else None
-            self.found.append(_Reading(made=made[0], version=made[0]._version, convolution=convolution))
+        arguments = {**(kwargs or {})}
+        answer = func(*args, **arguments)
+        reads = any(each is self._tensor for each in torch.utils._pytree.tree_leaves((args, arguments)))
+        derived = [each for each in torch.utils._pytree.tree_leaves(answer) if isinstance(each, Tensor)]
+        if reads and any(each is not self._tensor for each in derived):
+            convolution = _plain_convolution(*args, **arguments) if func in _CONVOLUTIONS else None
+            self.found.append(_DerivedTensor(tensor=derived[0], version=derived[0]._version, convolution=convolution))
         return answer
 
 
 _CONVOLUTIONS = (torch.conv2d, torch.ops.aten.conv2d.default)  # the latter in traced programs
 
 
-def _plain(
+def _plain_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -168,7 +168,7 @@ def _column(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.to(dtype)[:, None, None]
 
 
-def _enter_through_(model: nn.Module, entry: PixelEntry) -> None:
+def _prepend_(model: nn.Module, entry: PixelEntry) -> None:
     """Modules keep their paths; the hook asks its own module, so that it holds in copies too."""
     name = ENTRY
     while name in dict(model.named_children()):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ground.errors import BadInput
-from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_of, precision_named
+from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_with_float32, precision_by_name
 
 from .pixels import PixelEntry
 
@@ -29,16 +29,16 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
 
     Raises BadInput for an unknown precision, patterns that fit nothing, and weights that float16 can't hold.
     """
-    wanted = precision_named(precision)
-    _refuse_odd_choice(wanted, keep_fp32)
+    named = precision_by_name(precision)
+    _refuse_odd_choice(named, keep_fp32)
     typed = copy.deepcopy(model).cpu().eval()
     _refuse_non_finite(typed)
-    if wanted.type is FLOAT32:
+    if named.type is FLOAT32:
         return typed.float()
     kept = kept_modules(typed, keep_fp32)
     islands = kept | {name for name, module in typed.named_modules() if isinstance(module, (*norms, PixelEntry))}
-    _narrow_outside_(typed, islands, wanted)
-    narrow = torch_dtype(wanted.type)
+    _narrow_outside_(typed, islands, named)
+    narrow = torch_dtype(named.type)
     for name, module in typed.named_modules():
         if name in islands and not _has_ancestor(name, islands):
             module.float()
@@ -47,10 +47,10 @@ def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), 
     return typed
 
 
-def torch_dtype(held_in: FloatType) -> torch.dtype:
+def torch_dtype(float_type: FloatType) -> torch.dtype:
     """torch.bfloat16 of BFLOAT16."""
-    dtype = getattr(torch, held_in.name)
-    assert isinstance(dtype, torch.dtype), held_in
+    dtype = getattr(torch, float_type.name)
+    assert isinstance(dtype, torch.dtype), float_type
     return dtype
 
 
@@ -113,7 +113,7 @@ def _narrowed(tensor: torch.Tensor, precision: Precision, name: str) -> torch.Te
         module = name.rpartition(".")[0] or name
         raise BadInput(
             f"{name}: the largest weight is {largest:.3g}, {precision.type.name} ends at {precision.type.largest:.6g}; "
-            f"use precision {mixed_of(precision.type).name} with keep_fp32 {module!r}, or fp32"
+            f"use precision {mixed_with_float32(precision.type).name} with keep_fp32 {module!r}, or fp32"
         )
     return narrow
 

@@ -61,10 +61,10 @@ def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...
         raise BadInput(
             f"{', '.join(map(repr, idle))} fits no layer that could be quantised; those of this model are {shown}, ..."
         )
-    left = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
-    if not left:
+    selected = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
+    if not selected:
         raise BadInput(f"none of the {len(every)} layers would be quantised; keep fewer, or export fp16")
-    return left
+    return selected
 
 
 def _fits(module: str, pattern: str) -> bool:
@@ -93,7 +93,7 @@ def quantised(
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(writer.made)
+    graph.initializer.extend(writer.stored_tensors)
     read = {name for node in graph.node for name in node.input}
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in read:
@@ -109,8 +109,8 @@ class _Writer:
     ) -> None:
         self._form, self._weights, self._types, self._stored = form, weights, types, stored
         self._read: dict[tuple[str, float | int], str] = {}
-        self._named = Counter[str]()
-        self.made: list[TensorProto] = []
+        self._name_counts = Counter[str]()
+        self.stored_tensors: list[TensorProto] = []
 
     def in_front_of(self, node: NodeProto, end: float) -> Iterator[NodeProto]:
         """The pairs that this node reads from now on, as far as none has made them yet."""
@@ -150,8 +150,8 @@ class _Writer:
     def _node(self, kind: str, reader: NodeProto, reads: Sequence[str], gives: str, **attributes: Any) -> NodeProto:
         """Named after the module that reads it, as all nodes are."""
         stem = "/".join(filter(None, (reader.name.rpartition("/")[0], kind)))
-        name = f"{stem}_{self._named[stem]}" if self._named[stem] else stem
-        self._named[stem] += 1
+        name = f"{stem}_{self._name_counts[stem]}" if self._name_counts[stem] else stem
+        self._name_counts[stem] += 1
         return helper.make_node(kind, reads, [gives], name=name, **attributes)
 
     def _typed(self, scales: NDArray[Any], kind: int) -> NDArray[Any]:
@@ -165,7 +165,7 @@ class _Writer:
     def _keep(self, values: NDArray[Any], name: str, kind: int) -> None:
         tensor = numpy_helper.from_array(values, name)
         assert tensor.data_type == kind, (name, tensor.data_type, kind)
-        self.made.append(tensor)
+        self.stored_tensors.append(tensor)
 
 
 def _output_axis(node: NodeProto, index: int, rank: int) -> int:

@@ -18,7 +18,7 @@ from .balance import Balanced, balance_, balanceable
 from .check import check_onnx
 from .histogram import CLIPPINGS, Clipping, Histogram, clipped_at
 from .number_format import FORMATS, NumberFormat, format_of_weights
-from .observe import Batches, answers, histograms, largest_by_channel
+from .observe import Batches, histograms, largest_by_channel, observed_outputs
 from .precision import NORMS, Norms
 from .quantised import Layer, quantised, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
@@ -30,16 +30,16 @@ JUDGED_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiser:
-    """What quantised graphs of a model are made of. `single` and `typed`: its graph in float32 and as typed, balanced
-    both; `seen`: by tensor of the former how large its values are; `balanced`: the norms whose scales were moved.
+    """What quantised graphs of a model are made of. `fp32_graph` and `typed`: its graph in float32 and as typed, both
+    balanced; `histograms`: how large the values are, by tensor of the former; `balanced`: the norms whose scales moved.
     """
 
-    single: ModelProto
+    fp32_graph: ModelProto
     typed: ModelProto
-    seen: Mapping[str, Histogram]
+    histograms: Mapping[str, Histogram]
     balanced: tuple[Balanced, ...]
     batches: Batches
-    typed_as: str
+    rest_precision: str
     _ends: dict[tuple[str, Clipping], Mapping[str, float]] = field(default_factory=dict, repr=False)
     _clippings: dict[tuple[str, int], Clipping] = field(default_factory=dict, repr=False)
 
@@ -52,13 +52,13 @@ class Quantiser:
         Raises BadInput where a pattern fits nothing, nothing is left to quantise, or the graph will not do.
         """
         form = FORMATS[precision]
-        layers = quantised_layers(self.single, keep)
+        layers = quantised_layers(self.fp32_graph, keep)
         clipping = self.clipping(form, weight_bits) if scales == "auto" else scales
         proto = quantised(self.typed, form, self._ends_of(layers, form, clipping), layers, weight_bits=weight_bits)
         fewer = format_of_weights(form, weight_bits) != form
         own = {
             "precision": precision,
-            "rest": self.typed_as,
+            "rest": self.rest_precision,
             "scales": clipping,
             "keep_rest": " ".join(keep),
             "balanced": " ".join(place.norm for place in self.balanced),
@@ -79,13 +79,13 @@ class Quantiser:
         """
         key = form.name, weight_bits
         if key not in self._clippings:
-            layers = quantised_layers(self.single, ())
-            exact = answers(self.single, islice(self.batches(), JUDGED_BATCHES))
+            layers = quantised_layers(self.fp32_graph, ())
+            exact = observed_outputs(self.fp32_graph, islice(self.batches(), JUDGED_BATCHES))
             errors: dict[Clipping, float] = {}
             for each in CLIPPINGS:
                 ends = self._ends_of(layers, form, each)
-                proto = quantised(self.single, form, ends, layers, weight_bits=weight_bits)
-                errors[each] = _distance(answers(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
+                proto = quantised(self.fp32_graph, form, ends, layers, weight_bits=weight_bits)
+                errors[each] = _distance(observed_outputs(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
             self._clippings[key] = min(CLIPPINGS, key=errors.__getitem__)
         return self._clippings[key]
 
@@ -93,7 +93,7 @@ class Quantiser:
         """By layer the |x| of what it reads that becomes the format's largest number."""
         key = form.name, clipping
         if key not in self._ends:
-            self._ends[key] = {name: clipped_at(seen, form, clipping) for name, seen in self.seen.items()}
+            self._ends[key] = {name: clipped_at(seen, form, clipping) for name, seen in self.histograms.items()}
         return {layer.node: self._ends[key][layer.activation] for layer in layers}
 
 
@@ -103,7 +103,7 @@ def quantiser(
     outputs: Sequence[OutputPort],
     batches: Batches,
     *,
-    typed_as: str = "fp16",
+    rest_precision: str = "fp16",
     balance: bool = True,
     opset: int | None = None,
     batch: int | None = None,
@@ -112,7 +112,7 @@ def quantiser(
 ) -> Quantiser:
     """Look at a model's inputs, which `batches` gives anew at each call. `model` is left as it is.
 
-    `typed_as`: the precision of what isn't quantised; the rest as for onnx_from_model, whose BadInput may be raised.
+    `rest_precision`: of what isn't quantised; other arguments as for onnx_from_model, whose BadInput may be raised.
     """
     own = copy.deepcopy(model).cpu().eval()
 
@@ -127,9 +127,16 @@ def quantiser(
         balance_(own, places, largest_by_channel(single, [place.value for place in places], batches()))
         single = graph("fp32")
     names = list(dict.fromkeys(layer.activation for layer in quantised_layers(single, ())))
-    seen = histograms(single, names, batches())
-    typed = single if typed_as == "fp32" and batch is None else graph(typed_as, batch)
-    return Quantiser(single=single, typed=typed, seen=seen, balanced=places, batches=batches, typed_as=typed_as)
+    ranges = histograms(single, names, batches())
+    typed = single if rest_precision == "fp32" and batch is None else graph(rest_precision, batch)
+    return Quantiser(
+        fp32_graph=single,
+        typed=typed,
+        histograms=ranges,
+        balanced=places,
+        batches=batches,
+        rest_precision=rest_precision,
+    )
 
 
 def _distance(new: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArray[np.float32]]) -> float:

@@ -33,7 +33,7 @@ def tidy(model: ModelProto, *, modules: Collection[str], parameters: Collection[
     _refuse_control_flow(model.graph, sites)
     widen_softmax(model.graph, sites)
     narrow_folded(model.graph)
-    keep_borders(model.graph)
+    use_lowest_padding(model.graph)
     merge_initializers(model.graph)
     name_by_site(model.graph, sites, parameters)
     strip_notes(model)
@@ -59,8 +59,8 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
     types, narrow = element_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
-        held_in = types.get(node.input[0])
-        if node.op_type != "Softmax" or held_in not in narrow:
+        float_type = types.get(node.input[0])
+        if node.op_type != "Softmax" or float_type not in narrow:
             nodes.append(node)
             continue
         source, result = node.input[0], node.output[0]
@@ -68,7 +68,7 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
         sites |= dict.fromkeys((*node.input, *node.output), sites[result])
         nodes.append(helper.make_node("Cast", [source], [node.input[0]], to=TensorProto.FLOAT))
         nodes.append(node)
-        nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=held_in))
+        nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=float_type))
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -79,31 +79,32 @@ def narrow_folded(graph: GraphProto) -> None:
     Raises BadInput where the folded weights are beyond what the type holds.
     """
     types, stored = element_types(graph), {tensor.name: tensor for tensor in graph.initializer}
-    noted = {value.name: value for value in graph.value_info}
+    value_infos = {value.name: value for value in graph.value_info}
     for node in graph.node:
-        held_in = BY_ONNX.get(types.get(node.input[0], 0)) if node.op_type in _CONVOLUTIONS else None
+        float_type = BY_ONNX.get(types.get(node.input[0], 0)) if node.op_type in _CONVOLUTIONS else None
         wide = [stored[name] for name in node.input[1:] if types.get(name) == TensorProto.FLOAT and name in stored]
-        if held_in not in HALVES or not wide:
+        if float_type not in HALVES or not wide:
             continue
         for tensor in wide:
-            tensor.CopyFrom(_stored_as(tensor, held_in))
+            tensor.CopyFrom(_stored_as(tensor, float_type))
         for name in (*(tensor.name for tensor in wide), node.output[0]):
-            types[name] = held_in.onnx
-            if name in noted:
-                noted[name].type.tensor_type.elem_type = held_in.onnx
+            types[name] = float_type.onnx
+            if name in value_infos:
+                value_infos[name].type.tensor_type.elem_type = float_type.onnx
 
 
-def _stored_as(tensor: TensorProto, held_in: FloatType) -> TensorProto:
+def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
     values = numpy_helper.to_array(tensor)
     largest = float(np.abs(values).max(initial=0.0))
-    if not largest <= held_in.largest:
+    if not largest <= float_type.largest:
         raise BadInput(
-            f"{tensor.name}: the largest folded weight is {largest:.3g}, {held_in.name} ends at {held_in.largest:.6g}"
+            f"{tensor.name}: the largest folded weight is {largest:.3g}, {float_type.name} ends at "
+            f"{float_type.largest:.6g}"
         )
-    return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(held_in.onnx)), tensor.name)
+    return numpy_helper.from_array(values.astype(helper.tensor_dtype_to_np_dtype(float_type.onnx)), tensor.name)
 
 
-def keep_borders(graph: GraphProto) -> None:
+def use_lowest_padding(graph: GraphProto) -> None:
     """Zeros that are put around what a MaxPool reads become the least number above: of zeros ONNX Runtime makes the
     pool's own borders, which are below all numbers.
     """
@@ -115,9 +116,9 @@ def keep_borders(graph: GraphProto) -> None:
         is_constant = all(each.s == b"constant" for each in node.attribute if each.name == "mode")
         value = node.input[2] if len(node.input) > 2 else ""
         is_zero = not value or (value in stored and not numpy_helper.to_array(stored[value]).any())
-        held_in = types.get(node.input[0], 0)
-        if is_constant and is_zero and held_in in _ABOVE_ZERO:
-            border = helper.make_tensor(f"{node.output[0]}_border", held_in, [], [_ABOVE_ZERO[held_in]])
+        float_type = types.get(node.input[0], 0)
+        if is_constant and is_zero and float_type in _ABOVE_ZERO:
+            border = helper.make_tensor(f"{node.output[0]}_border", float_type, [], [_ABOVE_ZERO[float_type]])
             graph.initializer.append(border)
             node.input[:] = [*node.input[:2], border.name, *node.input[3:]]
 

@@ -15,8 +15,8 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from . import tidy
-from .check import MAX_BYTES, SPELLED_OUT, check_onnx, spells_out_norms
-from .operator_types import untaken
+from .check import MAX_BYTES, SPELLED_OUT, check_onnx, has_decomposed_norms
+from .operator_types import unsupported_nodes
 from .operators import OWN, FourAxes
 from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
@@ -54,8 +54,10 @@ def _plain(port: Port) -> Tensor:
 
 def _checked(example: Tensor, port: Port) -> Tensor:
     if (example.dtype, tuple(example.shape)) != (DTYPES[port.dtype], port.shape):
-        got = f"{str(example.dtype).removeprefix('torch.')} {list(example.shape)}"
-        raise BadInput(f"examples: {port.name} must be {port.dtype} {list(port.shape)}, without a batch, got {got}")
+        received = f"{str(example.dtype).removeprefix('torch.')} {list(example.shape)}"
+        raise BadInput(
+            f"examples: {port.name} must be {port.dtype} {list(port.shape)}, without a batch, got {received}"
+        )
     return example.detach().cpu()
 
 
@@ -113,7 +115,7 @@ def onnx_from_model(
     if opset is None and (needed := _opset_of_types(proto)) is not None:
         proto, reasons = exported(needed)
     refused = any(SPELLED_OUT in reason for reason in reasons)
-    if opset != OPSETS[-1] and (refused or (opset is None and spells_out_norms(proto))):
+    if opset != OPSETS[-1] and (refused or (opset is None and has_decomposed_norms(proto))):
         newer, remaining = exported(OPSETS[-1])
         if opset is None and not remaining and (refused or _has_operator(newer, "RMSNormalization")):
             return newer
@@ -216,9 +218,9 @@ def _trace(
 
 
 def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -> None:
-    got = {entry.domain: entry.version for entry in proto.opset_import}
-    if got.get("") != opset:
-        raise BadInput(f"asked for opset {opset}, this torch could only write {got}; choose another opset")
+    received = {entry.domain: entry.version for entry in proto.opset_import}
+    if received.get("") != opset:
+        raise BadInput(f"asked for opset {opset}, this torch could only write {received}; choose another opset")
     values = [value for value in (*proto.graph.input, *proto.graph.output) if value.type.tensor_type.shape.dim]
     for value in values:  # one without any size is named by the check
         dim = value.type.tensor_type.shape.dim[0]
@@ -232,7 +234,7 @@ def _opset_of_types(proto: onnx.ModelProto) -> int | None:
     """The first opset in which all operators take bfloat16 where they are given it; None where they do already, or
     never will.
     """
-    return max((node.first for node in untaken(proto) if node.first is not None), default=None)
+    return max((node.first for node in unsupported_nodes(proto) if node.first is not None), default=None)
 
 
 def _has_operator(proto: onnx.ModelProto, operator: str) -> bool:

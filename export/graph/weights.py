@@ -15,13 +15,13 @@ READERS = ("MatMul", "Gemm", "Conv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulWeight:
-    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name, `held_in` None where
-    nothing is stored that floats become.
+    """A stored matrix that a MatMul, Gemm or Conv multiplies with; `node` is that reader's name. `float_type` is None
+    where the stored numbers are of another type.
     """
 
     name: str
     node: str
-    held_in: FloatType | None
+    float_type: FloatType | None
     elements: int
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ def matmul_weights(proto: ModelProto) -> list[MatmulWeight]:
         MatmulWeight(
             name=tensor.name,
             node=node.name or node.output[0],
-            held_in=BY_ONNX.get(tensor.data_type),
+            float_type=BY_ONNX.get(tensor.data_type),
             elements=int(np.prod(tensor.dims)),
         )
         for node, _, tensor in read_matrices(proto)
@@ -46,8 +46,8 @@ def weight_shares(proto: ModelProto) -> dict[str, float]:
     weights = matmul_weights(proto)
     elements: Counter[str] = Counter()
     for weight in weights:
-        if weight.held_in is not None:
-            elements[weight.held_in.name] += weight.elements
+        if weight.float_type is not None:
+            elements[weight.float_type.name] += weight.elements
     total = sum(weight.elements for weight in weights)
     return {name: count / total for name, count in sorted(elements.items())}
 

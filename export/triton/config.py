@@ -46,7 +46,7 @@ class Serving:
         for name in ("preferred_batches", "graph_batches"):
             sizes = getattr(self, name)
             if any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
-                raise BadInput(f"{name.replace('_', ' ')}: each must be at least 1 and stand once, got {sizes}")
+                raise BadInput(f"{name.replace('_', ' ')}: each must be at least 1 and unique, got {sizes}")
         for name, least in (("queue_delay_us", 0), ("instances", 1), ("max_batch", 1), ("cpu_threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ground.errors import BadInput
-from ground.together import FORMER
+from ground.transaction import FORMER
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import openvino_limits, own_limits
@@ -13,7 +13,7 @@ from .lint_code import foreign_config, foreign_files
 from .lint_files import DEFAULT_FILES, lint_version
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
-from .server_releases import ServerRelease, hole_warnings, server_release
+from .server_releases import ServerRelease, server_release, vulnerability_warnings
 
 MOST_BYTES = 2**20
 HALF_DONE = f"a process was killed while it replaced files here ({FORMER} has what stood before)"
@@ -36,7 +36,9 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     if (repository / FORMER).is_dir():
         findings.append(finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first"))
     if release is not None:
-        findings += [finding(repository, WARNING, told, "take a newer release") for told in hole_warnings(release)]
+        findings += [
+            finding(repository, WARNING, warning, "take a newer release") for warning in vulnerability_warnings(release)
+        ]
     return tuple(sorted(set(findings), key=_order))
 
 

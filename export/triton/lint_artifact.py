@@ -78,8 +78,8 @@ def _value(entry: Message) -> str:
 def against_artifact(config: Message, signature: Signature, source: str) -> Iterator[Complaint]:
     """Everything in which `config` contradicts the artefact called `source`."""
     batched = config.number("max_batch_size") > 0
-    yield from _borders(config, "input", signature.inputs, batched, source)
-    yield from _borders(config, "output", signature.outputs, batched, source)
+    yield from _port_faults(config, "input", signature.inputs, batched, source)
+    yield from _port_faults(config, "output", signature.outputs, batched, source)
     yield from _batches(config, signature, source)
     yield from _warmups(config, signature, batched)
 
@@ -106,23 +106,23 @@ def own_limits(config: Message) -> Iterator[Complaint]:
         yield _warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
 
-def _borders(
+def _port_faults(
     config: Message, field: str, tensors: tuple[Tensor, ...], batched: bool, source: str
 ) -> Iterator[Complaint]:
     described = {message.text("name"): message for message in config.messages(field)}
-    known = {tensor.name: tensor for tensor in tensors}
+    tensors_by_name = {tensor.name: tensor for tensor in tensors}
     for name, message in described.items():
-        if name not in known:
-            have = ", ".join(map(repr, known)) or "none"
+        if name not in tensors_by_name:
+            have = ", ".join(map(repr, tensors_by_name)) or "none"
             yield _error(message.line, f"{source} has no {field} {name!r}, only {have}", "name it as the artefact does")
             continue
-        tensor = known[name]
+        tensor = tensors_by_name[name]
         if message.text("data_type") != tensor.data_type:
-            line, got = message.line_of("data_type"), message.text("data_type") or "nothing"
-            fault = f"{field} {name} is {tensor.data_type} in {source}, got {got}"
+            line, received = message.line_of("data_type"), message.text("data_type") or "nothing"
+            fault = f"{field} {name} is {tensor.data_type} in {source}, got {received}"
             yield _error(line, fault, f"write data_type: {tensor.data_type}")
         yield from _dims(message, tensor, field, batched, source)
-    for name in known.keys() - described.keys():
+    for name in tensors_by_name.keys() - described.keys():
         line = config.line_of(field)
         yield _error(line, f"{field} {name!r} of {source} is not described", f"add an entry for {name!r} to {field}")
 
@@ -130,14 +130,16 @@ def _borders(
 def _dims(message: Message, tensor: Tensor, field: str, batched: bool, source: str) -> Iterator[Complaint]:
     if message.one("reshape") is not None:
         return  # the dims are then those of the request, not of the artefact
-    got = tuple(entry.value for entry in message.all("dims") if isinstance(entry.value, int))
+    received = tuple(entry.value for entry in message.all("dims") if isinstance(entry.value, int))
     dims = tensor.dims(batched=batched)
-    fits = len(got) == len(dims) and all(-1 in pair or pair[0] == pair[1] for pair in zip(got, dims, strict=True))
+    fits = len(received) == len(dims) and all(
+        -1 in pair or pair[0] == pair[1] for pair in zip(received, dims, strict=True)
+    )
     if fits:
         return
-    fault = f"{field} {tensor.name} has dims {list(dims)} in {source}, got {list(got)}"
+    fault = f"{field} {tensor.name} has dims {list(dims)} in {source}, got {list(received)}"
     remedy = f"write dims: {list(dims)}"
-    if got == tensor.dims(batched=not batched):
+    if received == tensor.dims(batched=not batched):
         remedy += ", without the batch" if batched else ", with the batch: max_batch_size is 0"
     yield _error(message.line_of("dims"), fault, remedy)
 
@@ -164,7 +166,7 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Com
 
 def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[Complaint]:
     limit = config.number("max_batch_size")
-    known = {tensor.name: tensor for tensor in signature.inputs}
+    tensors_by_name = {tensor.name: tensor for tensor in signature.inputs}
     warmed = set()
     for sample in config.messages("model_warmup"):
         size = sample.number("batch_size")
@@ -172,7 +174,7 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[C
         if not 1 <= size <= max(limit, 1):
             fault = f"warm-up {sample.text('name')!r} has batch {size}, outside 1 to {max(limit, 1)}"
             yield _error(sample.line_of("batch_size"), fault, "warm up sizes that the model takes")
-        yield from _warmup_inputs(sample, known, batched)
+        yield from _warmup_inputs(sample, tensors_by_name, batched)
     profile_sizes = set(signature.profile_batches) if batched else {1}
     cold = sorted(size for size in profile_sizes - warmed if size <= max(limit, 1))
     if cold:
@@ -180,22 +182,22 @@ def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[C
         yield _warning(config.line_of("model_warmup"), fault, "add a model_warmup entry for each")
 
 
-def _warmup_inputs(sample: Message, known: dict[str, Tensor], batched: bool) -> Iterator[Complaint]:
+def _warmup_inputs(sample: Message, inputs: dict[str, Tensor], batched: bool) -> Iterator[Complaint]:
     filled = {entry.text("key"): entry for entry in sample.messages("inputs")}
     where = f"warm-up {sample.text('name')!r}"
-    for name in sorted(filled.keys() ^ known.keys()):
+    for name in sorted(filled.keys() ^ inputs.keys()):
         fault = f"{where} fills {name!r}, which is no input" if name in filled else f"{where} does not fill {name!r}"
-        yield _error(sample.line, fault, f"fill {', '.join(known)}")
-    for name in filled.keys() & known.keys():
+        yield _error(sample.line, fault, f"fill {', '.join(inputs)}")
+    for name in filled.keys() & inputs.keys():
         value = filled[name].message("value") or Message((), filled[name].line)
-        got = tuple(entry.value for entry in value.all("dims") if isinstance(entry.value, int))
-        dims = known[name].dims(batched=batched)
-        if len(got) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(got, dims, strict=True)):
-            fault = f"{where} gives {name} dims {list(got)}, it takes {list(dims)}"
+        received = tuple(entry.value for entry in value.all("dims") if isinstance(entry.value, int))
+        dims = inputs[name].dims(batched=batched)
+        if len(received) != len(dims) or any(w not in (-1, g) or g < 1 for g, w in zip(received, dims, strict=True)):
+            fault = f"{where} gives {name} dims {list(received)}, it takes {list(dims)}"
             yield _error(value.line_of("dims"), fault, f"write dims: {list(dims)}")
-        if value.text("data_type") != known[name].data_type:
-            fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {known[name].data_type}"
-            yield _error(value.line_of("data_type"), fault, f"write data_type: {known[name].data_type}")
+        if value.text("data_type") != inputs[name].data_type:
+            fault = f"{where} gives {name} as {value.text('data_type') or 'nothing'}, it takes {inputs[name].data_type}"
+            yield _error(value.line_of("data_type"), fault, f"write data_type: {inputs[name].data_type}")
         if not any(value.one(source) for source in ("zero_data", "random_data", "input_data_file")):
             yield _error(value.line, f"{where} has no data for {name}", "add zero_data: true")
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ground.files import leaves
+from ground.files import escapes_directory
 
 from .findings import ERROR, Complaint, LintFinding, finding
 from .pbtxt import Field, Message
@@ -32,12 +32,12 @@ def foreign_files(model: Path) -> Iterator[LintFinding]:
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
-            what = _fault_of(path, own)
+            what = _fault_message(path, own)
             if what:
                 yield finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
-def _fault_of(path: Path, own: bytes) -> str:
+def _fault_message(path: Path, own: bytes) -> str:
     if path.is_symlink():
         return f"a link, to {path.readlink()}: a server would read what stands there"
     if path.is_dir():
@@ -91,7 +91,9 @@ def _paths(message: Message, within: str = "") -> Iterator[Complaint]:
     for field in message.fields:
         if isinstance(field.value, Message):
             yield from _paths(field.value, field.name)
-        elif isinstance(field.value, str) and _is_path(field, within) and field.value and leaves(field.value):
+        elif (
+            isinstance(field.value, str) and _is_path(field, within) and field.value and escapes_directory(field.value)
+        ):
             name = within if field.name == "value" else field.name
             yield _error(field, f"{name} {field.value[:100]!r} leads out of the model's directory", "name a file in it")
 

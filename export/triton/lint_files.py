@@ -7,7 +7,7 @@ from pathlib import Path
 
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
 from ground.errors import BadInput
-from ground.files import leaves
+from ground.files import escapes_directory
 
 from .findings import ERROR, WARNING, LintFinding, finding, from_complaint
 from .lint_artifact import against_artifact
@@ -26,7 +26,7 @@ def lint_version(
     yield from _labels(folder, config, path)
     files = _artifact_files(config, backend)
     for name, line in files.items():
-        if leaves(name):
+        if escapes_directory(name):
             continue  # told of where paths are
         if not (folder / name).is_file():
             fault = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
@@ -118,7 +118,7 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
         if not name:
             continue
         file = folder.parent / name
-        if leaves(name):
+        if escapes_directory(name):
             continue
         if not file.is_file():
             yield finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)

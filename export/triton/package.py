@@ -16,9 +16,9 @@ from .versions import require_name
 def require_labels(labels: Sequence[str], *, where: str) -> None:
     """Raise BadInput for names of classes that a server can't tell apart, or that can't be shown."""
     if len(set(labels)) < len(labels) or any(not text.strip() or "\n" in text for text in labels):
-        raise BadInput(f"{where}: every label is one line, not empty, and stands once")
-    if odd := [text for text in labels if printable(text) != text]:
-        raise BadInput(f"{where}: the label {odd[0][:100]!r} has characters that are no letters; remove them")
+        raise BadInput(f"{where}: every label must be one line, not empty and unique")
+    if unprintable := [text for text in labels if printable(text) != text]:
+        raise BadInput(f"{where}: the label {unprintable[0][:100]!r} has characters that are no letters; remove them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,10 +243,10 @@ def _escaped(match: re.Match[str], line: int) -> bytes:
 
 def _quoted(text: str) -> str:
     """In double quotes; what would end the text, and what would not be shown as it is, as escapes."""
-    return '"' + "".join(map(_spelt, text)) + '"'
+    return '"' + "".join(map(_escape_sequence, text)) + '"'
 
 
-def _spelt(character: str) -> str:
+def _escape_sequence(character: str) -> str:
     if character in _SPELT or printable(character) == character:
         return _SPELT.get(character, character)
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))

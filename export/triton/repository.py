@@ -8,12 +8,12 @@ from pathlib import Path
 
 from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
-from ground.together import install_all, one_at_a_time, put_back
+from ground.transaction import exclusive_access, install_files, roll_back_interrupted
 
 from .config import LABELS_NAME, Variant, config_text
 from .expected import EXPECTED_NAME, expected_entry, expected_text, read_expected
 from .package import Package
-from .server_releases import ServerRelease, hole_warnings, onnx_warnings, plan_warnings, server_release
+from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
 from .staging import staging_folder
 from .variants import Model, checked_record, models_of
 from .versions import config_path, install_text, model_names, versions_of
@@ -39,7 +39,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     their records or what is asked, and when the version is already there.
     """
     release = None if package.server is None else server_release(package.server)
-    put_back(repository)
+    roll_back_interrupted(repository)
     _refuse_existing(package, repository)
     records = tuple(map(checked_record, package.plans))
     models = models_of(package, records, release)
@@ -47,7 +47,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
         for variant in (model.variant, model.pending):
             if variant is not None:
                 _refuse_contradictions(package, variant)
-    with staging_folder(repository) as folder, one_at_a_time(repository.resolve().parent):
+    with staging_folder(repository) as folder, exclusive_access(repository.resolve().parent):
         _refuse_existing(package, repository)  # by now another process may have written it
         entries = read_expected(repository / EXPECTED_NAME)
         moves = {EXPECTED_NAME: folder / EXPECTED_NAME}
@@ -100,7 +100,7 @@ def _install(repository: Path, moves: Mapping[str, Path]) -> None:
     is_new = not repository.exists()
     try:
         repository.mkdir(exist_ok=True)
-        install_all(repository, moves)
+        install_files(repository, moves)
     except BaseException:
         if is_new:
             with suppress(OSError):
@@ -166,7 +166,7 @@ def _server_warnings(
 ) -> list[str]:
     if release is None:
         return []
-    warnings = hole_warnings(release)
+    warnings = vulnerability_warnings(release)
     for record in records:
         compatible = record.options.get("version_compatible") is True
         warnings += plan_warnings(release, record.library_version, version_compatible=compatible)

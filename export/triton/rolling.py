@@ -30,7 +30,7 @@ from ground.files import text_from_file
 
 from .server import DATA_TYPES, ServerError, TritonServer
 from .staging import staging_folder
-from .versions import ServedVersion, able_models, config_path, install_text
+from .versions import ServedVersion, config_path, install_text, models_by_version
 
 STAGED = "_staged"
 POLL_S = 0.1
@@ -51,7 +51,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rolled:
+class RollResult:
     """What serves the version now, `idle` (not loaded in this server: config changed alone), and `failure`.
 
     With a failure the models named in it and those after it serve what they served before.
@@ -63,45 +63,45 @@ class Rolled:
     failure: str | None = None
 
 
-def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> Rolled:
+def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
     """Roll every variant of `name`. Raises BadInput for an unknown version, a server that is not there or has none of
     the variants loaded.
     """
-    able, unchanged = able_models(repository, name, version)
+    having, unchanged = models_by_version(repository, name, version)
     server.require_live()
     try:
-        loaded = [model for model in able if server.ready_versions(model)]
+        loaded = [model for model in having if server.ready_versions(model)]
     except ServerError as error:
         raise BadInput(f"server {server.address}: {error}; it does not list its models") from None
     if not loaded:
         raise BadInput(
-            f"server {server.address}: none of {', '.join(able)} is loaded there; leave out --server to change the "
-            f"repository alone, or start the server with --load-model={able[-1]}"
+            f"server {server.address}: none of {', '.join(having)} is loaded there; leave out --server to change the "
+            f"repository alone, or start the server with --load-model={having[-1]}"
         )
     for model in loaded:
         _require_rollable(repository / model, version)
     errors: dict[str, float] = {}
-    done: list[str] = []
+    rolled: list[str] = []
     failure = None
     for model in loaded:
         try:
             errors |= _roll_model(repository / model, version, server, samples)
         except (ServerError, OSError) as error:
-            failure = f"{model}: {error}; version {_listed(server, model)} is still served"
+            failure = f"{model}: {error}; version {_served_list(server, model)} is still served"
             break
-        done.append(model)
-    idle = tuple(model for model in able if model not in loaded)
+        rolled.append(model)
+    idle = tuple(model for model in having if model not in loaded)
     for model in idle if failure is None else ():
         install_text(_pinned(repository / model, version), repository / model / "config.pbtxt")
-    served = ServedVersion(version=version, models=tuple(done), unchanged=unchanged)
-    return Rolled(served=served, idle=idle if failure is None else (), errors=errors, failure=failure)
+    served = ServedVersion(version=version, models=tuple(rolled), unchanged=unchanged)
+    return RollResult(served=served, idle=idle if failure is None else (), errors=errors, failure=failure)
 
 
 def _require_rollable(folder: Path, version: int) -> None:
     """Raise BadInput, before anything is changed, for what would stop a roll half-way."""
     staged = folder.parent / (folder.name + STAGED)
     if staged.exists():
-        raise BadInput(f"{staged}: left by a roll that was killed, or another is under way; remove it when none is")
+        raise BadInput(f"{staged}: left by a killed roll-over, or another one is running; remove it if none is running")
     _with_versions(_pinned(folder, version), [version])
 
 
@@ -147,9 +147,11 @@ def _wait_until_ready(server: TritonServer, model: str, version: int) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise BadInput for what would be copied from elsewhere, or without end."""
-    odd = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())]
-    if odd:
-        raise BadInput(f"{odd[0]}: a link, pipe or device, expected files alone; package the version again")
+    irregular = [
+        path for path in sorted(folder.rglob("*")) if path.is_symlink() or not (path.is_file() or path.is_dir())
+    ]
+    if irregular:
+        raise BadInput(f"{irregular[0]}: a link, pipe or device, expected files alone; package the version again")
 
 
 @contextmanager
@@ -208,7 +210,7 @@ def _with_versions(text: str, versions: list[int]) -> str:
     return changed
 
 
-def _listed(server: TritonServer, model: str) -> str:
+def _served_list(server: TritonServer, model: str) -> str:
     try:
         return ", ".join(map(str, server.ready_versions(model))) or "none"
     except ServerError:

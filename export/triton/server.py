@@ -30,7 +30,7 @@ class ServerError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *words: Any) -> None:
+    def redirect_request(self, *arguments: Any) -> None:
         """A redirect is the answer: another address is never asked."""
 
 
@@ -90,7 +90,7 @@ class TritonServer:
         try:
             return {each["name"]: np.asarray(each["data"], float).reshape(each["shape"]) for each in answer["outputs"]}
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"its answer is none of an inference ({error!s:.200})") from None
+            raise ServerError(f"its answer is not that of an inference request ({error!s:.200})") from None
 
     def input_names(self, model: str, version: int) -> tuple[str, ...]:
         """As the loaded model names them."""
@@ -118,8 +118,8 @@ class TritonServer:
 
 
 def _is_version_of(entry: Any, model: str) -> bool:
-    known = isinstance(entry, dict) and entry.get("name") == model and entry.get("state") == "READY"
-    return known and str(entry.get("version", "")).isdigit()
+    is_ready = isinstance(entry, dict) and entry.get("name") == model and entry.get("state") == "READY"
+    return is_ready and str(entry.get("version", "")).isdigit()
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 
 from ground.errors import BadInput
-from ground.known_holes import SERVER, holes_of, named
 from ground.records import record_from_file
+from ground.vulnerabilities import SERVER, described, vulnerabilities_of
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
@@ -94,10 +94,10 @@ def plan_warnings(release: ServerRelease, library_version: str, *, version_compa
     return [f"{built} and {has}: it will not load; {remedy}"]
 
 
-def hole_warnings(release: ServerRelease) -> list[str]:
+def vulnerability_warnings(release: ServerRelease) -> list[str]:
     """The published holes that this release has and a newer one has not."""
-    holes = holes_of(IMAGE, release.tag.partition("-")[0], SERVER)
-    return [f"{release.image} has published holes, closed in {holes[-1].closed}: {named(holes)}"] if holes else []
+    holes = vulnerabilities_of(IMAGE, release.tag.partition("-")[0], SERVER)
+    return [f"{release.image} has published holes, closed in {holes[-1].fixed_in}: {described(holes)}"] if holes else []
 
 
 def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:

@@ -124,6 +124,6 @@ def _outputs(ports: Sequence[GraphPort], roles: Mapping[str, Role], where: Path 
 def _tensor(port: GraphPort, role: Role | None, where: Path | str) -> Tensor:
     if port.dtype not in _SERVED_TYPES:
         raise BadInput(
-            f"{where}: {port.name} is {port.dtype}, which no inference server type stands for; export it as float32"
+            f"{where}: {port.name} is {port.dtype}, which has no inference server type; export it as float32"
         )
     return Tensor(name=port.name, data_type=_SERVED_TYPES[port.dtype], shape=port.shape, role=role)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ground.errors import BadInput
 from ground.files import replacing, text_from_file
-from ground.together import one_at_a_time, put_back, replacing_all
+from ground.transaction import exclusive_access, replacing_files, roll_back_interrupted
 
 SUFFIXES = ("", "_onnx", "_cpu")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -47,26 +47,26 @@ def config_path(model: Path, version: int) -> Path:
 
 def serve_version(repository: Path, name: str, version: int) -> ServedVersion:
     """Has every variant serve this version alone, newer ones stay on disk; BadInput when no variant has it."""
-    put_back(repository)
-    able, unchanged = able_models(repository, name, version)
-    configs = [f"{each}/config.pbtxt" for each in able]
-    with one_at_a_time(repository.resolve().parent), replacing_all(repository, configs) as written:
-        for each, config in zip(able, written, strict=True):
+    roll_back_interrupted(repository)
+    having, unchanged = models_by_version(repository, name, version)
+    configs = [f"{each}/config.pbtxt" for each in having]
+    with exclusive_access(repository.resolve().parent), replacing_files(repository, configs) as written:
+        for each, config in zip(having, written, strict=True):
             config.write_text(text_from_file(config_path(repository / each, version)))
-    return ServedVersion(version=version, models=able, unchanged=unchanged)
+    return ServedVersion(version=version, models=having, unchanged=unchanged)
 
 
-def able_models(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The variants that have the version, and those that don't. Raises BadInput when none has it."""
-    names = _known(repository, name)
-    able = tuple(each for each in names if config_path(repository / each, version).is_file())
-    bare = next((each for each in able if version not in versions_of(repository / each)), None)
+    names = _version_names(repository, name)
+    having = tuple(each for each in names if config_path(repository / each, version).is_file())
+    bare = next((each for each in having if version not in versions_of(repository / each)), None)
     if bare is not None:
         raise BadInput(f"{repository / bare / str(version)}: gone, though there is a config of it; package it again")
-    if not able:
+    if not having:
         have = sorted({number for each in names for number in versions_of(repository / each)})
         raise BadInput(f"{repository}: {name} has no version {version}, only {', '.join(map(str, have)) or 'none'}")
-    return able, tuple(each for each in names if each not in able)
+    return having, tuple(each for each in names if each not in having)
 
 
 def install_text(text: str, path: Path) -> None:
@@ -76,7 +76,7 @@ def install_text(text: str, path: Path) -> None:
         beside.write_text(text)
 
 
-def _known(repository: Path, name: str) -> tuple[str, ...]:
+def _version_names(repository: Path, name: str) -> tuple[str, ...]:
     require_name(name)
     names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
     if not names:

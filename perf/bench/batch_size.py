@@ -17,8 +17,8 @@ from perf.timing.laps import WARM_UP_SHARE, Bound, Plan, TimeLimit, limit_from_n
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
-from .budget import Allotment, allotted, least_s
-from .station import Ready, Station
+from .budget import TimeAllocation, allocated, least_s
+from .opened_subject import BoundSubject, OpenedSubject
 from .varied import CALLS_AROUND, repeat_blocks
 
 AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
@@ -34,20 +34,20 @@ class BatchSize:
 
     batch: int
     feeds: Feeds
-    stations: Sequence[Station]
+    subjects: Sequence[OpenedSubject]
     plan: Plan
     limit: TimeLimit
     before_s: float
     watch: Watch
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
         """The row, and what was timed held against plain calls. Nothing stays bound."""
         try:
             return self._timed()
         finally:
-            for station in self.stations:
-                station.leave()
+            for subject in self.subjects:
+                subject.release()
 
     def _timed(self) -> tuple[Row, list[StructuralTest]]:
         begun_s, ready = self.limit.spent_s, self._first_calls()
@@ -59,30 +59,30 @@ class BatchSize:
             return self._row(ready, stop="nothing to measure"), []
         calls_s = {name: ready[name].call_s for name in bounds}
         again_s = (self.limit.spent_s - begun_s) / len(bounds)
-        allotment = self._allotted(calls_s, again_s)
-        noise, left_out = self._against_itself(ready, allotment)
-        blocks, stop = self._side_by_side(bounds, allotment)
-        measured: dict[str, Any] = {"calls": allotment.calls, "blocks": blocks, "noise_blocks": noise}
+        allocation = self._allocated(calls_s, again_s)
+        noise, left_out = self._noise_run(ready, allocation)
+        blocks, stop = self._side_by_side(bounds, allocation)
+        measured: dict[str, Any] = {"calls": allocation.calls, "blocks": blocks, "noise_blocks": noise}
         if not whole_rounds(blocks):
             return self._out_of_time(ready, **measured), []
-        repeats = self._on_repeats(calls_s, allotment)
+        repeats = self._repeat_blocks(calls_s, allocation)
         untried = [name for name in bounds if self.plan.audit_rounds and name not in repeats]
         left_out = (*left_out, *(f"{name}: no time to try it on varied batches" for name in untried))
         row = self._row(ready, stop=stop, repeat_blocks=repeats, left_out=left_out, **measured)
-        return row, [test for station in self.stations for test in station.tests()]
+        return row, [test for subject in self.subjects for test in subject.tests()]
 
     @property
-    def _compared(self) -> Sequence[Station]:
-        return self.stations[:2]
+    def _compared(self) -> Sequence[OpenedSubject]:
+        return self.subjects[:2]
 
-    def _first_calls(self) -> dict[str, Ready]:
+    def _first_calls(self) -> dict[str, BoundSubject]:
         """Each bound and called, and called again where that leaves no time: a first call does more than later ones.
         Where there is no time for the reference the candidate is left alone.
         """
-        ready: dict[str, Ready] = {}
-        self.say("first calls")
-        for station in self._compared:
-            ready[station.name] = station.first_call(self.feeds, self.batch, self.plan, self.limit)
+        ready: dict[str, BoundSubject] = {}
+        self.report("first calls")
+        for subject in self._compared:
+            ready[subject.name] = subject.first_call(self.feeds, self.batch, self.plan, self.limit)
             for each in self._compared[: len(ready)]:
                 if self._is_late(ready) and self.limit.left_s > 0 and ready[each.name].calls == 1:
                     ready[each.name] = each.warmed(ready[each.name], self.plan, self.limit, 0.0)
@@ -90,112 +90,114 @@ class BatchSize:
                 break
         return ready
 
-    def _is_late(self, ready: Mapping[str, Ready]) -> bool:
+    def _is_late(self, ready: Mapping[str, BoundSubject]) -> bool:
         bounds = _bounds(ready)
         return bool(bounds) and least_s([ready[name].fastest_s for name in bounds]) > self.limit.left_s
 
-    def _warm(self, ready: Mapping[str, Ready]) -> dict[str, Ready]:
+    def _warm(self, ready: Mapping[str, BoundSubject]) -> dict[str, BoundSubject]:
         """Each in its share of the time; what an interval takes stays free."""
         warm, bounds = dict(ready), _bounds(ready)
-        stations = [station for station in self._compared if station.name in bounds]
-        for place, station in enumerate(stations):
+        subjects = [subject for subject in self._compared if subject.name in bounds]
+        for place, subject in enumerate(subjects):
             free_s = self.limit.left_s - least_s([warm[name].fastest_s for name in bounds])
-            warm[station.name] = self._warmed(station, warm[station.name], free_s / (len(stations) - place))
+            warm[subject.name] = self._warmed(subject, warm[subject.name], free_s / (len(subjects) - place))
         return warm
 
-    def _warmed(self, station: Station, ready: Ready, most_s: float) -> Ready:
-        self.say(f"warm-up of {station.name}")
+    def _warmed(self, subject: OpenedSubject, ready: BoundSubject, most_s: float) -> BoundSubject:
+        self.report(f"warm-up of {subject.name}")
         limit_s = min(WARM_UP_SHARE * self.limit.limit_s, most_s)
-        return ready if limit_s < ready.fastest_s else station.warmed(ready, self.plan, self.limit, limit_s)
+        return ready if limit_s < ready.fastest_s else subject.warmed(ready, self.plan, self.limit, limit_s)
 
-    def _allotted(self, calls_s: Mapping[str, float], again_s: float) -> Allotment:
-        reference_s = calls_s.get(self.stations[0].name)
+    def _allocated(self, calls_s: Mapping[str, float], again_s: float) -> TimeAllocation:
+        reference_s = calls_s.get(self.subjects[0].name)
         every = list(calls_s.values())
-        return allotted(self.plan, self.limit.left_s, every, reference_s=reference_s, again_s=again_s)
+        return allocated(self.plan, self.limit.left_s, every, reference_s=reference_s, again_s=again_s)
 
-    def _against_itself(
-        self, ready: Mapping[str, Ready], allotment: Allotment
+    def _noise_run(
+        self, ready: Mapping[str, BoundSubject], allocation: TimeAllocation
     ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
         """The A/A run, or why there is none."""
-        bounds, reference = _bounds(ready), self.stations[0].name
+        bounds, reference = _bounds(ready), self.subjects[0].name
         if not self.plan.noise_rounds or reference not in bounds:
             return (), ()
-        if not allotment.noise_rounds:
+        if not allocation.noise_rounds:
             return (), ("no time for the A/A run; a longer --time-limit has it",)
-        again, kept_s = self.stations[2], allotment.audit_s + least_s([ready[name].call_s for name in bounds])
+        again, kept_s = self.subjects[2], allocation.audit_s + least_s([ready[name].call_s for name in bounds])
         other = again.first_call(self.feeds, self.batch, self.plan, self.limit)
         if other.bound is not None:
-            other = self._warmed(again, other, self.limit.left_s - kept_s - allotment.noise_s)
+            other = self._warmed(again, other, self.limit.left_s - kept_s - allocation.noise_s)
         if other.bound is None:
             return (), (f"no A/A run: {other.trial.message}",)
         return measure_rounds(
             {reference: bounds[reference], again.name: other.bound},
-            allotment.noise_rounds,
-            calls=allotment.calls,
+            allocation.noise_rounds,
+            calls=allocation.calls,
             clock=self.limit.clock,
             watch=self.watch,
-            on_round=lambda done: self.say(f"against itself, round {done}"),
-            limit_s=min(allotment.noise_limit_s, self.limit.left_s - kept_s),
+            on_round=lambda index: self.report(f"against itself, round {index}"),
+            limit_s=min(allocation.noise_limit_s, self.limit.left_s - kept_s),
         ), ()
 
-    def _side_by_side(self, bounds: Mapping[str, Bound], allotment: Allotment) -> tuple[tuple[Block, ...], str]:
+    def _side_by_side(self, bounds: Mapping[str, Bound], allocation: TimeAllocation) -> tuple[tuple[Block, ...], str]:
         """The comparison, or of one alone its times."""
         how: dict[str, Any] = {
-            "calls": allotment.calls,
+            "calls": allocation.calls,
             "clock": self.limit.clock,
             "watch": self.watch,
-            "on_round": lambda done: self.say(f"side by side, round {done}"),
-            "limit_s": self.limit.left_s - allotment.audit_s - allotment.plain_s,
+            "on_round": lambda index: self.report(f"side by side, round {index}"),
+            "limit_s": self.limit.left_s - allocation.audit_s - allocation.plain_s,
         }
         if len(bounds) == 2:
             return measure_pair(bounds, self.plan, **how)
         return measure_rounds(bounds, self.plan.min_rounds, **how), "one subject only"
 
-    def _on_repeats(self, calls_s: Mapping[str, float], allotment: Allotment) -> dict[str, tuple[Block, ...]]:
+    def _repeat_blocks(self, calls_s: Mapping[str, float], allocation: TimeAllocation) -> dict[str, tuple[Block, ...]]:
         """Each on one batch against varied ones, the time shared by both; left out where it isn't enough."""
         repeats: dict[str, tuple[Block, ...]] = {}
-        stations = [station for station in self._compared if station.name in calls_s]
-        for place, station in enumerate(stations if allotment.audit_rounds else ()):
-            self.say(f"{station.name} on varied batches")
-            share_s = (self.limit.left_s - allotment.plain_s) / (len(stations) - place)
-            if share_s < CALLS_AROUND * calls_s[station.name]:
+        subjects = [subject for subject in self._compared if subject.name in calls_s]
+        for place, subject in enumerate(subjects if allocation.audit_rounds else ()):
+            self.report(f"{subject.name} on varied batches")
+            share_s = (self.limit.left_s - allocation.plain_s) / (len(subjects) - place)
+            if share_s < CALLS_AROUND * calls_s[subject.name]:
                 continue
-            blocks = self._audited(station, allotment, limit_from_now(self.limit.clock, share_s))
+            blocks = self._audited(subject, allocation, limit_from_now(self.limit.clock, share_s))
             if blocks is None or whole_rounds(blocks):
-                repeats[station.name] = blocks or ()
+                repeats[subject.name] = blocks or ()
         return repeats
 
-    def _audited(self, station: Station, allotment: Allotment, limit: TimeLimit) -> tuple[Block, ...] | None:
+    def _audited(
+        self, subject: OpenedSubject, allocation: TimeAllocation, limit: TimeLimit
+    ) -> tuple[Block, ...] | None:
         """None where there is no memory for so many batches at once: what was measured before stays."""
-        rounds, calls = allotment.audit_rounds, allotment.calls
+        rounds, calls = allocation.audit_rounds, allocation.calls
         try:
             return repeat_blocks(
-                station.bind, self.feeds, self.batch, rounds, calls=calls, limit=limit, watch=self.watch
+                subject.bind, self.feeds, self.batch, rounds, calls=calls, limit=limit, watch=self.watch
             )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
-    def _row(self, ready: Mapping[str, Ready], *, stop: str, calls: int = 1, **measured: Any) -> Row:
+    def _row(self, ready: Mapping[str, BoundSubject], *, stop: str, calls: int = 1, **measured: Any) -> Row:
         return Row(
             batch=self.batch,
-            trials={station.name: ready[station.name].trial for station in self._compared},
+            trials={subject.name: ready[subject.name].trial for subject in self._compared},
             calls_per_block=calls,
             settle_calls=settle_calls(calls),
             stop=stop,
             **({"blocks": (), "noise_blocks": ()} | measured),
         )
 
-    def as_slow_as(self, smaller: Row) -> Row:
+    def skipped_as_too_slow(self, smaller: Row) -> Row:
         """Not tried where a smaller batch size takes too long."""
         least = least_of(list(smaller.trials.values()))
         assert least is not None, smaller
         needed_s = self.before_s + AMPLE * least * self.batch / smaller.batch
         return self._late_row({}, f"going by batch {smaller.batch} {self._advice(needed_s)}")
 
-    def _out_of_time(self, ready: Mapping[str, Ready], **measured: Any) -> Row:
-        least = least_of([ready.get(station.name, Ready()).trial for station in self._compared])
+    def _out_of_time(self, ready: Mapping[str, BoundSubject], **measured: Any) -> Row:
+        least = least_of([ready.get(subject.name, BoundSubject()).trial for subject in self._compared])
         spent_s = self.limit.spent_s
         if least is not None:
             message = self._advice(self.before_s + spent_s + AMPLE * least)
@@ -210,8 +212,8 @@ class BatchSize:
         needed = f"{step * math.ceil(needed_s / step):g}"
         return f"it takes about {needed} s, the limit is {self.plan.time_limit_s:g} s; give --time-limit {needed}"
 
-    def _late_row(self, ready: Mapping[str, Ready], message: str, **measured: Any) -> Row:
-        every = {station.name: ready.get(station.name, Ready()) for station in self._compared}
+    def _late_row(self, ready: Mapping[str, BoundSubject], message: str, **measured: Any) -> Row:
+        every = {subject.name: ready.get(subject.name, BoundSubject()) for subject in self._compared}
         late = {
             name: replace(one, trial=replace(one.trial, status=OUT_OF_TIME, message=message))
             for name, one in every.items()
@@ -232,6 +234,6 @@ def least_of(trials: Sequence[BenchTrial]) -> float | None:
     return least_s(calls_s + calls_s[-1:] * uncalled)
 
 
-def _bounds(ready: Mapping[str, Ready]) -> dict[str, Bound]:
+def _bounds(ready: Mapping[str, BoundSubject]) -> dict[str, Bound]:
     """Of those that can run."""
     return {name: one.bound for name, one in ready.items() if one.bound is not None}

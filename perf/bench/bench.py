@@ -20,7 +20,7 @@ from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, unwatched
 
 from .batch_size import BatchSize, least_of
-from .station import Station
+from .opened_subject import OpenedSubject
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
@@ -79,7 +79,7 @@ def bench(
     rows, tests = list[Row](), list[StructuralTest]()
     with ExitStack() as stack:
         began = clock()
-        stations = [
+        opened = [
             _opened(subject, name, streams, stack) for subject, name in zip((*subjects, reference), names, strict=False)
         ]
         stack.enter_context(quick_garbage_collection())
@@ -90,21 +90,21 @@ def bench(
             size = BatchSize(
                 batch=batch,
                 feeds=feeds,
-                stations=stations,
+                subjects=opened,
                 plan=plan,
                 limit=limit,
                 before_s=before_s,
                 watch=watch,
-                say=_within(progress, index, len(batches), f"batch {batch}", limit),
+                report=_stage_progress(progress, index, len(batches), f"batch {batch}", limit),
             )
             slow = _too_slow_below(rows, batch)
-            row, own = size.timed() if slow is None else (size.as_slow_as(slow), [])
+            row, own = size.timed() if slow is None else (size.skipped_as_too_slow(slow), [])
             rows.append(row)
             tests += own
             # What was done in less than the whole limit pays for the opening, what took longer is no other's loss.
             owed_s -= min(owed_s, plan.time_limit_s - min(limit.spent_s, limit.limit_s))
         _require_measured(rows)
-        descriptions = [station.runners[0].describe() for station in stations]
+        descriptions = [subject.runners[0].describe() for subject in opened]
     settings: dict[str, Scalar] = {
         **asdict(plan),
         "warm_up_rule": plan.warm_up_rule,
@@ -119,7 +119,7 @@ def bench(
         settings=settings,
         subjects=(reference.described(descriptions[0]), candidate.described(descriptions[1])),
         rows=tuple(rows),
-        warnings=(*_wrong(tests), *_long_opening(opening_s, len(batches), plan), *warnings_of(rows)),
+        warnings=(*_changed_outputs(tests), *_long_opening(opening_s, len(batches), plan), *warnings_of(rows)),
     )
 
 
@@ -138,14 +138,14 @@ def _require_measured(rows: Sequence[Row]) -> None:
     """
     for name in rows[0].trials:
         trials = {row.batch: row.trials[name] for row in rows}
-        fared = "; ".join(f"batch {batch}: {trial.message}" for batch, trial in trials.items())
+        failures = "; ".join(f"batch {batch}: {trial.message}" for batch, trial in trials.items())
         if all(trial.status == "failed" for trial in trials.values()):
-            raise Missing(f"{name} failed at every batch size, so there is nothing to compare: {fared}")
+            raise Missing(f"{name} failed at every batch size, so there is nothing to compare: {failures}")
         if not any(row.blocks for row in rows) and all(trial.status in ("oom", "failed") for trial in trials.values()):
-            raise Missing(f"nothing could be measured, {name} at no batch size: {fared}; ask for smaller --batch")
+            raise Missing(f"nothing could be measured, {name} at no batch size: {failures}; ask for smaller --batch")
 
 
-def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Station:
+def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
     runners = tuple(subject.open() for _ in range(streams))
     gauge = runners[0].gauge()
     ledger = None if gauge is None else Ledger(gauge)
@@ -159,7 +159,7 @@ def _opened(subject: Subject, name: str, streams: int, stack: ExitStack) -> Stat
     else:
         ledger.phase(enter)
     pool = stack.enter_context(ThreadPoolExecutor(streams)) if streams > 1 else None
-    return Station(name, runners, ledger, pool)
+    return OpenedSubject(name, runners, ledger, pool)
 
 
 def _too_slow_below(rows: Sequence[Row], batch: int) -> Row | None:
@@ -168,7 +168,7 @@ def _too_slow_below(rows: Sequence[Row], batch: int) -> Row | None:
     return max(slow, key=lambda row: row.batch, default=None)
 
 
-def _wrong(tests: Sequence[StructuralTest]) -> Iterator[str]:
+def _changed_outputs(tests: Sequence[StructuralTest]) -> Iterator[str]:
     """What was timed must be what a plain call, and so `verify`, gives."""
     return (f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL")
 
@@ -181,11 +181,13 @@ def _long_opening(opening_s: float, count: int, plan: Plan) -> Iterator[str]:
         )
 
 
-def _within(progress: Progress | None, index: int, count: int, what: str, limit: TimeLimit) -> Callable[[str], None]:
+def _stage_progress(
+    progress: Progress | None, index: int, count: int, stage: str, limit: TimeLimit
+) -> Callable[[str], None]:
     """Progress inside one of `count` equal parts, by the clock: how many rounds will do isn't known beforehand."""
 
     def say(text: str) -> None:
         if progress is not None:
-            progress((index + min(limit.spent_s / limit.limit_s, 1.0)) / count, f"{what}: {text}")
+            progress((index + min(limit.spent_s / limit.limit_s, 1.0)) / count, f"{stage}: {text}")
 
     return say

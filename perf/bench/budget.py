@@ -12,7 +12,7 @@ from perf.stats.stats import MIN_ROUNDS
 from perf.timing.laps import Plan
 from perf.timing.rounds import calls_per_block, settle_calls
 
-from .varied import CALLS_AROUND, calls_in_turns
+from .varied import CALLS_AROUND, round_robin_calls
 
 NOISE_SHARE = 1 / 2  # of what the warm-up leaves; more where the comparison has its rounds all the same
 AUDIT_SHARE = 1 / 4
@@ -48,7 +48,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allotment:
+class TimeAllocation:
     """Calls in each block; rounds of the A/A run and of the audit, 0 where there is no time for them, and what these
     take, the A/A run at most. `plain_s`: the plain calls at the end, which answers are held against.
     """
@@ -62,9 +62,9 @@ class Allotment:
     plain_s: float
 
 
-def allotted(
+def allocated(
     plan: Plan, left_s: float, calls_s: Sequence[float], *, reference_s: float | None, again_s: float
-) -> Allotment:
+) -> TimeAllocation:
     """What fits into the time that is left.
 
     Blocks are shortened until all that is planned fits. Where it doesn't with one call in each, the A/A run and the
@@ -80,7 +80,7 @@ def allotted(
         return (
             _Part(plan.min_rounds, round_s(calls_s, calls), sum(calls_s)),
             _Part(plan.noise_rounds if own_s else 0, round_s((own_s, own_s), calls), again_s + own_s),
-            _Part(plan.audit_rounds, 2 * round_s(calls_s, calls_in_turns(calls)), CALLS_AROUND * sum(calls_s)),
+            _Part(plan.audit_rounds, 2 * round_s(calls_s, round_robin_calls(calls)), CALLS_AROUND * sum(calls_s)),
         )
 
     calls = calls_per_block(1e3 * min(calls_s), plan.block_ms)
@@ -92,7 +92,7 @@ def allotted(
     noise_rounds = noise.within(noise_limit_s)
     noise_s = noise.takes_s(noise_rounds)
     audit_rounds = audit.within(min(free_s - noise_s, max(AUDIT_SHARE * left_s, spare_s - noise_s)))
-    return Allotment(
+    return TimeAllocation(
         calls=calls,
         noise_rounds=noise_rounds,
         noise_s=noise_rounds * noise.round_s,

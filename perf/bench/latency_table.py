@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_size, feeds_of_ports, noise_of_ports
+from ground.feeds import Feeds, batch_size, feeds_of_ports, random_feeds
 from ground.files import write_json
 from ground.ports import Port
 from ground.records import record_from_file
@@ -171,7 +171,7 @@ def _cells_or_missing(
     grid: Grid, runners: Mapping[int, Runner], batch: int, plan: Plan, clock: Clock, watch: Watch
 ) -> list[Cell]:
     try:
-        return _batch_cells(runners, noise_of_ports(grid.inputs, batch, seed=0), plan, clock, watch)
+        return _batch_cells(runners, random_feeds(grid.inputs, batch, seed=0), plan, clock, watch)
     except (BadInput, Missing):
         raise
     except Exception as error:

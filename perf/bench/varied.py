@@ -1,7 +1,7 @@
 """One batch again and again against varied ones: what answers out of a cache is quicker on the one.
 
 After MLPerf Inference's compliance test 04, which holds one sample, repeated, against many. Outputs of both are sampled
-inside the timed runs, as those of every measurement (test 01; see perf.bench.station).
+inside the timed runs, as those of every measurement (test 01; see perf.bench.opened_subject).
 """
 
 from collections.abc import Callable
@@ -26,17 +26,18 @@ def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
     one input varies too. What all inputs of one batch share, they share still.
     """
     return [
-        batch_of({name: _moved(array, step) for name, array in feeds.items()}, batch) for step in range(1, BATCHES + 1)
+        batch_of({name: _shifted(array, step) for name, array in feeds.items()}, batch)
+        for step in range(1, BATCHES + 1)
     ]
 
 
-def _moved(array: np.ndarray, step: int) -> np.ndarray:
+def _shifted(array: np.ndarray, step: int) -> np.ndarray:
     rows = np.roll(array, -step, axis=0)
     return np.roll(rows, step, axis=-1) if rows.ndim > 1 else rows
 
 
 @dataclass(slots=True)
-class InTurns:
+class RoundRobin:
     """Bound batches of one runner, called one after the other."""
 
     bounds: tuple[Bound, ...]
@@ -66,7 +67,7 @@ def joined(laps: list[Laps]) -> Laps:
     )
 
 
-def calls_in_turns(calls: int) -> int:
+def round_robin_calls(calls: int) -> int:
     """About so many calls, in whole turns over the bound batches."""
     return max(round(calls / BATCHES), 1) * BATCHES
 
@@ -76,8 +77,8 @@ def repeat_blocks(
 ) -> tuple[Block, ...]:
     """Both ways measured in rounds, in turns over equally many bound batches. A round has whole turns of them."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
-    pair = {VARIED: InTurns(tuple(varied)), ONE: InTurns((bind(batch_of(feeds, batch)),) * BATCHES)}
+    pair = {VARIED: RoundRobin(tuple(varied)), ONE: RoundRobin((bind(batch_of(feeds, batch)),) * BATCHES)}
     for bound in pair.values():
         bound.laps(BATCHES, limit.clock)
-    turns = calls_in_turns(calls)
+    turns = round_robin_calls(calls)
     return measure_rounds(pair, rounds, calls=turns, clock=limit.clock, watch=watch, limit_s=limit.left_s)

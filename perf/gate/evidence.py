@@ -10,7 +10,7 @@ from perf.parity.parity import Link, Parity
 from perf.parity.source import OwnMetric
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord
 from perf.stats.quiet import samples
-from perf.stats.repeats import remembered
+from perf.stats.repeats import cached_subjects
 from perf.stats.shares import share_interval
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, needed_samples, percentile_interval
 from perf.stats.summary import Summary, SummaryRow, summarise
@@ -50,7 +50,7 @@ class Evidence:
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
         if rule.is_own:
-            return _own(self.parity, rule, subject, where)
+            return _own_metric_reading(self.parity, rule, subject, where)
         if rule.metric in TIMED:
             return _timed(self._bench(rule, where), rule, subject, where, self.confidence)
         if rule.metric in (*COUNTED, *PLACED):
@@ -59,7 +59,7 @@ class Evidence:
             raise BadInput(f"rule {rule.text!r}: parity is between two models; {subject!r} alone has none")
         return _parity(self.parity, rule, where, self.confidence)
 
-    def tells(self, rule: Rule) -> bool:
+    def covers(self, rule: Rule) -> bool:
         """Whether there is a record of the kind that the rule's figure stands in."""
         return (self.bench if rule.is_of_bench else self.parity) is not None
 
@@ -123,7 +123,7 @@ def _doubt(bench: Bench, row: SummaryRow) -> str | None:
         return "other programs had the CPU during almost all calls; measure again when the machine is quiet"
     measured = bench.row(row.batch)
     assert measured is not None, row
-    return next((f"{name} is {why}" for name, why in remembered(measured)), None)
+    return next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
 
 
 def summarise_batch(bench: Bench, rule: Rule, confidence: float) -> Summary:
@@ -168,8 +168,8 @@ def _parity(parity: Parity | None, rule: Rule, where: str, confidence: float) ->
     link = _link(parity.links, rule, where)
     measures = asdict(link.measures)
     if rule.metric not in measures:
-        known = ", ".join((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures)))
-        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known}")
+        known_names = ", ".join((*TIMED, *PLACED, *COUNTED, FITTED, *sorted(measures)))
+        raise BadInput(f"rule {rule.text!r}: no figure is called {rule.metric!r}; there are {known_names}")
     value = measures[rule.metric]
     if value is None:
         return Reading(interval=None, doubt=f"{link.name}: {link.measures.agreement_line}")
@@ -190,7 +190,7 @@ def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:
     return Reading(interval=exact(parity.fitted.same))
 
 
-def _own(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
+def _own_metric_reading(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
     return Reading(interval=exact(own_metric(parity, rule, subject, where).value))
 
 
@@ -200,8 +200,8 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
     """
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
-        known = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
-        has = f"it has {known}" if known else "it has none"
+        known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
+        has = f"it has {known_names}" if known_names else "it has none"
         raise BadInput(
             f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
             f"{rule.metric}='COMMAND {{outputs}}'"
@@ -228,11 +228,11 @@ def _link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """
     if rule.link is None:
         return _shipped(links, rule)
-    named = next((link for link in links if link.name == rule.link), None)
-    if named is None:
+    link_by_name = next((link for link in links if link.name == rule.link), None)
+    if link_by_name is None:
         names = ", ".join(link.name for link in links)
         raise BadInput(f"rule {rule.text!r}: {where} has no parity link {rule.link!r}; it has {names}")
-    return named
+    return link_by_name
 
 
 def _shipped(links: Sequence[Link], rule: Rule) -> Link:

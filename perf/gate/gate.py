@@ -16,12 +16,12 @@ from perf.record.runs import differing_keys
 from perf.stats.decision import (
     STRADDLES,
     Decision,
-    confidence_in_words,
+    compared_with_limit,
+    confidence_text,
+    data_factor,
     decide,
-    held_against,
-    limit_in_percent,
-    more_to_share,
-    times_as_many,
+    percent_limit,
+    samples_for_share,
 )
 from perf.stats.shares import percent, share_interval
 from perf.stats.stats import UNBOUNDED, Interval
@@ -93,7 +93,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
         BadInput: no rules, a rule asks for something the records lack, or for a baseline when there is none.
     """
     older = replace(baseline or Evidence(), confidence=now.confidence)
-    lost = [rule for rule in rules if rule.wants_baseline and not older.tells(rule)]
+    lost = [rule for rule in rules if rule.wants_baseline and not older.covers(rule)]
     if lost and not starting:
         now.reading(lost[0], lost[0].subject, "this record")  # what it lacks itself is told first
         kind = "bench" if lost[0].is_of_bench else "parity"
@@ -101,46 +101,49 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
             "make this one it"
         )
-    rows = tuple(_started(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules)
+    rows = tuple(_first_baseline(rule, now) if rule in lost else _judged(rule, now, older) for rule in rules)
     return Gate(rules=rows, confidence=now.confidence)
 
 
-def _started(rule: Rule, now: Evidence) -> JudgedRule:
+def _first_baseline(rule: Rule, now: Evidence) -> JudgedRule:
     """A figure that no older record has a bound for; without it the record is no baseline."""
-    worded = partial(_worded, rule, now.confidence)
+    judged_rule = partial(_judged_rule, rule, now.confidence)
     value, bound = now.reading(rule, rule.subject, "this record"), Reading(interval=None)
     if value.broken is not None:
-        return worded("FAIL", value.broken, value, bound)
+        return judged_rule("FAIL", value.broken, value, bound)
     if value.interval is None or value.doubt is not None:
-        return worded("INCONCLUSIVE", value.doubt, value, bound)
+        return judged_rule("INCONCLUSIVE", value.doubt, value, bound)
     if not value.interval.is_bounded:
-        return worded("INCONCLUSIVE", _too_few(value, now.confidence), value, bound)
-    return worded("UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
+        return judged_rule("INCONCLUSIVE", _too_few(value, now.confidence), value, bound)
+    return judged_rule("UNJUDGED", "there is no baseline yet; a record that passes becomes it", value, bound)
 
 
 def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
-    worded = partial(_worded, rule, now.confidence)
+    judged_rule = partial(_judged_rule, rule, now.confidence)
     value = now.reading(rule, rule.subject, "this record")
     bound = _bound(rule, now, baseline)
     differ = _differing(rule, now, baseline)
     if differ:
-        return worded("NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
+        return judged_rule("NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
     if value.broken is not None or bound.broken is not None:
-        return worded("FAIL" if value.broken else "INCONCLUSIVE", value.broken or bound.broken, value, bound)
+        return judged_rule("FAIL" if value.broken else "INCONCLUSIVE", value.broken or bound.broken, value, bound)
     doubt = value.doubt or bound.doubt
     if value.interval is None or bound.interval is None or doubt is not None:
-        return worded("INCONCLUSIVE", doubt, value, bound)
-    mine, limit = _paired(rule, now, value.interval, bound.interval), bound.interval
-    value = replace(value, interval=mine)
-    verdict = _compared(rule, mine, limit)
+        return judged_rule("INCONCLUSIVE", doubt, value, bound)
+    figure, limit = _paired(rule, now, value.interval, bound.interval), bound.interval
+    value = replace(value, interval=figure)
+    verdict = _compared(rule, figure, limit)
     if verdict == "INCONCLUSIVE":
-        return worded(verdict, _more(rule, value, bound, now.confidence), value, bound)
-    moved = _machine_change(rule, now, baseline)
-    if moved is not None and _compared(rule, _without(mine, moved), limit) != verdict:
-        change = f"{100 * (moved.value - 1):+.1f} %"
+        return judged_rule(verdict, _data_needed(rule, value, bound, now.confidence), value, bound)
+    machine_change = _machine_change(rule, now, baseline)
+    if (
+        machine_change is not None
+        and _compared(rule, _divided_by_machine_change(figure, machine_change), limit) != verdict
+    ):
+        change = f"{100 * (machine_change.value - 1):+.1f} %"
         message = f"the machine itself moved: the reference model's own figure changed by {change}"
-        return worded("INCONCLUSIVE", message, value, bound)
-    return worded(verdict, None, value, bound)
+        return judged_rule("INCONCLUSIVE", message, value, bound)
+    return judged_rule(verdict, None, value, bound)
 
 
 def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
@@ -153,10 +156,10 @@ def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
     return reading if reading.interval is None else replace(reading, interval=_scaled(rule, reading.interval))
 
 
-def _scaled(rule: Rule, named: Interval) -> Interval:
+def _scaled(rule: Rule, reference: Interval) -> Interval:
     """The bound that a rule makes of the figure that it names."""
-    low, high = sorted(rule.scale * end + rule.offset for end in (named.low, named.high))
-    return Interval(value=rule.scale * named.value + rule.offset, low=low, high=high)
+    low, high = sorted(rule.scale * end + rule.offset for end in (reference.low, reference.high))
+    return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
 
 
 def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
@@ -167,7 +170,7 @@ def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]
         return ()
     keys: Mapping[str, tuple[Any, Any]] = {}
     if not rule.is_of_bench:
-        keys = _other_proof(rule, now, baseline)
+        keys = _differing_parity_inputs(rule, now, baseline)
     elif rule.metric in TIMED:
         assert now.bench is not None, rule
         assert baseline.bench is not None, rule
@@ -175,7 +178,7 @@ def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]
     return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
 
 
-def _other_proof(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, tuple[Any, Any]]:
+def _differing_parity_inputs(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, tuple[Any, Any]]:
     """What differs between two parity records of what the rule's figure was measured on and by."""
     assert now.parity is not None, rule
     assert baseline.parity is not None, rule
@@ -186,34 +189,34 @@ def _other_proof(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, 
     return {key: (one[:SHOWN], other[:SHOWN]) for key, (one, other) in pairs.items() if one != other}
 
 
-def _paired(rule: Rule, now: Evidence, mine: Interval, limit: Interval) -> Interval:
+def _paired(rule: Rule, now: Evidence, figure: Interval, limit: Interval) -> Interval:
     """Two subjects of one record ran side by side, so that their ratio is known better than either latency."""
     bench = now.bench
     if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
-        return mine
+        return figure
     pair = (rule.subject or bench.candidate.name, rule.name)
     if pair != (bench.candidate.name, bench.reference.name):
-        return mine
+        return figure
     speedup = now.reading(replace(rule, metric="speedup"), None, "this record").interval
     if speedup is None or speedup.low == 0:
-        return mine
-    low, high = (mine.value * speedup.value / end for end in (speedup.high, speedup.low))
-    return Interval(value=mine.value, low=low, high=high)
+        return figure
+    low, high = (figure.value * speedup.value / end for end in (speedup.high, speedup.low))
+    return Interval(value=figure.value, low=low, high=high)
 
 
-def _compared(rule: Rule, mine: Interval, limit: Interval) -> Decision:
+def _compared(rule: Rule, figure: Interval, limit: Interval) -> Decision:
     """Where the interval of (mine - limit) lies; independent uncertainties add in quadrature."""
-    return decide(*_gap(mine, limit), lambda end: rule.breaks(end, 0.0))
+    return decide(*_gap(figure, limit), lambda end: rule.breaks(end, 0.0))
 
 
-def _gap(mine: Interval, limit: Interval) -> tuple[float, float]:
-    gap = mine.value - limit.value
-    below = math.hypot(mine.value - mine.low, limit.high - limit.value)
-    above = math.hypot(mine.high - mine.value, limit.value - limit.low)
+def _gap(figure: Interval, limit: Interval) -> tuple[float, float]:
+    gap = figure.value - limit.value
+    below = math.hypot(figure.value - figure.low, limit.high - limit.value)
+    above = math.hypot(figure.high - figure.value, limit.value - limit.low)
     return gap - below, gap + above
 
 
-def _more(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
+def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
     """About how much more data would take the interval off the bound."""
     mine, limit = value.interval, bound.interval
     assert mine is not None, rule
@@ -223,17 +226,17 @@ def _more(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
     if value.unit is None:
         return STRADDLES
     if value.share is not None:
-        return _more_images(rule, value.share, bound, value, confidence)
+        return _images_needed(rule, value.share, bound, value, confidence)
     low, high = _gap(mine, limit)
     gap = mine.value - limit.value
-    times = times_as_many(gap, gap - low if gap > 0 else high - gap)
+    times = data_factor(gap, gap - low if gap > 0 else high - gap)
     if not math.isfinite(times):
         return f"the figure lies on the limit; {value.count} {value.unit} were measured and many more would not decide"
     blocks = BLOCKS_IN_ROUND * math.ceil(max(value.count * (times - 1), 1))
     return f"{STRADDLES}; about {blocks} more blocks would decide"
 
 
-def _more_images(rule: Rule, share: float, bound: Reading, value: Reading, confidence: float) -> str:
+def _images_needed(rule: Rule, share: float, bound: Reading, value: Reading, confidence: float) -> str:
     """A bound that is an older record's share is one of the same images."""
 
     def decides(count: int) -> bool:
@@ -242,18 +245,20 @@ def _more_images(rule: Rule, share: float, bound: Reading, value: Reading, confi
         return _compared(rule, share_interval(share, count, confidence), limit) != "INCONCLUSIVE"
 
     assert value.unit is not None, rule
-    return more_to_share(decides, value.count, value.unit)
+    return samples_for_share(decides, value.count, value.unit)
 
 
 def _too_few(value: Reading, confidence: float) -> str:
     only = f"only {value.count} {value.unit} were kept, too few for an interval"
-    return f"{only} {confidence_in_words(confidence)}; measure longer"
+    return f"{only} {confidence_text(confidence)}; measure longer"
 
 
-def _without(mine: Interval, moved: Interval) -> Interval:
+def _divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:
     """The figure with the machine's own change divided out, as uncertain as both together."""
-    value = mine.value / moved.value
-    below, above = (math.hypot(end / mine.value - 1, moved.half_width_rel) for end in (mine.low, mine.high))
+    value = figure.value / machine_change.value
+    below, above = (
+        math.hypot(end / figure.value - 1, machine_change.half_width_rel) for end in (figure.low, figure.high)
+    )
     return Interval(value=value, low=value * (1 - below), high=value * (1 + above))
 
 
@@ -275,7 +280,7 @@ def _machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval |
     return Interval(value=value, low=value - width, high=value + width)
 
 
-def _worded(
+def _judged_rule(
     rule: Rule,
     confidence: float,
     verdict: Verdict,
@@ -287,7 +292,7 @@ def _worded(
     mine, limit = value.interval, bound.interval
     reason = "; ".join(part for part in (message, *keys) if part)
     shown, low, high = (None, None, None) if mine is None else mine.figures
-    figure = _figure(value, bound, confidence)
+    figure = _figure_text(value, bound, confidence)
     return JudgedRule(
         rule=rule.text,
         verdict=verdict,
@@ -301,16 +306,16 @@ def _worded(
     )
 
 
-def _figure(value: Reading, bound: Reading, confidence: float) -> str:
+def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:
     """The figure with its interval, and the bound where there is one."""
     mine, limit = value.interval, bound.interval
-    number, of_limit = (_number, _number) if value.share is None else (percent, limit_in_percent)
+    number, of_limit = (_number, _number) if value.share is None else (percent, percent_limit)
     shown = None if limit is None else of_limit(limit.value)
     if mine is None:
         return "no figure" if shown is None else f"no figure, limit {shown}"
     if not mine.is_bounded:
         return f"{number(mine.value)} ({UNBOUNDED})" + ("" if shown is None else f", limit {shown}")
-    return held_against(mine, shown, None if value.unit is None else confidence, number)
+    return compared_with_limit(mine, shown, None if value.unit is None else confidence, number)
 
 
 def _number(value: float) -> str:

@@ -37,7 +37,7 @@ def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:
     return tuple(_row(trend, batch) for batch in trend.batches)
 
 
-def change_in_words(trend: Trend, change: ChangePoint) -> str:
+def change_text(trend: Trend, change: ChangePoint) -> str:
     """Such as: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
     low, mid, high = (100 * (end - 1) for end in (change.ratio.low, change.ratio.value, change.ratio.high))
     verb, sign = ("rose", 1) if change.is_rise else ("fell", -1)
@@ -69,21 +69,21 @@ def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
         return JudgedRule(
             rule=rule, verdict="INCONCLUSIVE", message=batch.missing or "no figure in this record", metric=METRIC
         )
-    known = sum(value is not None for value in series.values)
+    measured_count = sum(value is not None for value in series.values)
     count = len(trend.left_out)
     left_out = f"; {count} {'record' if count == 1 else 'records'} left out" if count else ""
-    if known < LEAST_VALUES:
-        noun = "release" if known == 1 else "releases"
-        message = f"{known} comparable {noun}, changes are looked for from {LEAST_VALUES} on{left_out}"
+    if measured_count < LEAST_VALUES:
+        noun = "release" if measured_count == 1 else "releases"
+        message = f"{measured_count} comparable {noun}, changes are looked for from {LEAST_VALUES} on{left_out}"
         return JudgedRule(rule=rule, verdict="UNJUDGED", message=message, metric=METRIC)
     rise = standing_rise(series)
     if rise is None:
-        last = change_in_words(trend, series.changes[-1]) if series.changes else f"no change in {known} releases"
+        last = change_text(trend, series.changes[-1]) if series.changes else f"no change in {measured_count} releases"
         return JudgedRule(rule=rule, verdict="PASS", message=last + left_out, metric=METRIC)
     return JudgedRule(
         rule=rule,
         verdict="FAIL",
-        message=change_in_words(trend, rise) + left_out,
+        message=change_text(trend, rise) + left_out,
         metric=METRIC,
         value=rise.ratio.value,
         low=rise.ratio.low,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ground.errors import BadInput
-from ground.quantity import BATCH, Quantity, Real, shown
+from ground.quantity import BATCH, Quantity, Real, quoted
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -90,15 +90,15 @@ def rule_from_text(text: str) -> Rule:
     match = _RULE.match(text)
     bound = None if match is None else _BOUND.match(match["bound"])
     if match is None or bound is None:
-        wrong = "it has no comparison" if match is None else f"{shown(match['bound'].strip())} is no bound"
+        problem = "it has no comparison" if match is None else f"{quoted(match['bound'].strip())} is no bound"
         raise BadInput(
-            f"rule {shown(text)}: {wrong}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
+            f"rule {quoted(text)}: {problem}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
     subject, measure = _prefixes(text, match["prefix"])
     batch, link = (None, match["place"]) if measure == OWN else _place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
-        raise BadInput(f"rule {shown(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
+        raise BadInput(f"rule {quoted(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
     scale, offset = _bound(text, bound, _unit(text, measure, match["metric"], bound))
     return Rule(
         text=text.strip(),
@@ -115,12 +115,12 @@ def rule_from_text(text: str) -> Rule:
 
 
 def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
-    words = [word for word in prefix.split(".") if word]
-    measures = [word for word in words if word in ("compute", "end_to_end", OWN)]
-    subjects = [word for word in words if word not in measures]
+    prefixes = [each for each in prefix.split(".") if each]
+    measures = [each for each in prefixes if each in ("compute", "end_to_end", OWN)]
+    subjects = [each for each in prefixes if each not in measures]
     if len(subjects) > 1 or len(measures) > 1:
         raise BadInput(
-            f"rule {shown(text)}: one subject and one of compute, end_to_end or metric may stand before the metric"
+            f"rule {quoted(text)}: at most one subject and one of compute, end_to_end or metric may precede the metric"
         )
     return subjects[0] if subjects else None, measures[0] if measures else "compute"
 
@@ -128,14 +128,14 @@ def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
 def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
     if metric in TIMED:
         if place is None or not place.startswith("b"):
-            raise BadInput(f"rule {shown(text)}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
+            raise BadInput(f"rule {quoted(text)}: {metric} is measured at a batch size; write {metric}@b8 for batch 8")
         return int(_number(text, place[1:], BATCH)), None
     if metric in PLACED:
         if place is None or not place.startswith("b"):
-            raise BadInput(f"rule {shown(text)}: {metric} depends on the batch; write {metric}@b8 for batch 8")
+            raise BadInput(f"rule {quoted(text)}: {metric} depends on the batch; write {metric}@b8 for batch 8")
         return int(_number(text, place[1:], BATCH)), None
     if metric in (*COUNTED, FITTED) and place is not None:
-        raise BadInput(f"rule {shown(text)}: {metric} is the same at every batch size and link; drop @{place}")
+        raise BadInput(f"rule {quoted(text)}: {metric} is the same at every batch size and link; drop @{place}")
     return None, place
 
 
@@ -143,7 +143,7 @@ def _number(text: str, part: str, quantity: Quantity) -> float:
     try:
         return quantity.from_text(part)
     except BadInput as error:
-        raise BadInput(f"rule {shown(text)}: {error}") from None
+        raise BadInput(f"rule {quoted(text)}: {error}") from None
 
 
 def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
@@ -152,9 +152,9 @@ def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
     if unit is None:
         return 1
     if measure == OWN or metric not in IN_BYTES:
-        raise BadInput(f"rule {shown(text)}: {unit} goes with {', '.join(IN_BYTES)}, not with {metric}")
+        raise BadInput(f"rule {quoted(text)}: {unit} goes with {', '.join(IN_BYTES)}, not with {metric}")
     if match["number"] is None and match["sign"] not in ("+", "-"):
-        raise BadInput(f"rule {shown(text)}: {unit} goes with a number of its own, such as dense + 20 {unit}")
+        raise BadInput(f"rule {quoted(text)}: {unit} goes with a number of its own, such as dense + 20 {unit}")
     return UNITS[unit]
 
 

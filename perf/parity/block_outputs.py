@@ -15,7 +15,7 @@ from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
 from ground.errors import BadInput, Missing
-from ground.feeds import Feeds, batch_size, only, rows_of
+from ground.feeds import Feeds, batch_size, rows_of, single_array
 
 from .rounding import NARROW, element_types, rounded_graph
 
@@ -30,7 +30,7 @@ def site_of(node_name: str) -> str:
     return ".".join(parts[: numbers[0] + 2] if numbers else parts[:1])
 
 
-def borders(model: ModelProto) -> dict[str, str]:
+def site_outputs(model: ModelProto) -> dict[str, str]:
     """Values that leave a site, in the order of the graph: key -> value name.
 
     The key is the site; where several values leave it (the residual sums of `blocks.3`), the last one has that key and
@@ -54,11 +54,11 @@ def borders(model: ModelProto) -> dict[str, str]:
     if not order:
         raise BadInput("no node of this graph is named by its module (`blocks.3.attn/MatMul`); export it again")
     last = {sites[node.name]: place for place, node in enumerate(model.graph.node)}
-    ended = {site for site, place in last.items() if not _goes_on(site, place, last)}
+    ended = {site for site, place in last.items() if not _continues(site, place, last)}
     return {_key(site, name, leaving[site], ended=site in ended): name for site, name in order}
 
 
-def _goes_on(site: str, place: int, last: Mapping[str, int]) -> bool:
+def _continues(site: str, place: int, last: Mapping[str, int]) -> bool:
     """Whether a node of a site inside this one comes behind its own last node."""
     return any(other.startswith(f"{site}.") and later > place for other, later in last.items())
 
@@ -69,11 +69,11 @@ def _key(site: str, name: str, names: list[str], *, ended: bool) -> str:
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
     """Every block's output by key, in the order of the graph, float32 [N, ...], rounded as the types say."""
-    named = borders(model)
+    outputs_by_key = site_outputs(model)
     cut = rounded_graph(model)
-    _add_outputs(cut, named.values())
+    _add_outputs(cut, outputs_by_key.values())
     pieces = list(_run(cut, feeds, batch))
-    return {key: np.concatenate([piece[name] for piece in pieces]) for key, name in named.items()}
+    return {key: np.concatenate([piece[name] for piece in pieces]) for key, name in outputs_by_key.items()}
 
 
 def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
@@ -159,7 +159,7 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
     names = [value.name for value in session.get_outputs()]
     nodes = session.get_inputs()
     fixed = min((node.shape[0] for node in nodes if node.shape and isinstance(node.shape[0], int)), default=None)
-    feeds = {nodes[0].name: only(feeds)} if len(nodes) == len(feeds) == 1 else feeds
+    feeds = {nodes[0].name: single_array(feeds)} if len(nodes) == len(feeds) == 1 else feeds
     for start in range(0, batch_size(feeds), fixed or batch):
         part = rows_of(feeds, slice(start, start + (fixed or batch)))
         count = batch_size(part)

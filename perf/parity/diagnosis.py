@@ -32,7 +32,7 @@ def locate_in_half(
     *,
     noise: Mapping[str, float],
     fix_command: str = "",
-    held_in: FloatType = FLOAT16,
+    float_type: FloatType = FLOAT16,
     scaled: Collection[str] = (),
 ) -> FaultLocation:
     """Where a graph held in fewer bits, or mixed of them, leaves its FP32 twin. `fix_command` is the command that
@@ -42,9 +42,9 @@ def locate_in_half(
     """
     sides = [block_outputs.outputs_of_graph(graph, feeds) for graph in (fp32, half)]
     activations = block_outputs.by_site(fp32, block_outputs.largest_activations(fp32, feeds))
-    every = block_errors(*sides, noise=noise, held_in=held_in)
+    every = block_errors(*sides, noise=noise, float_type=float_type)
     errors = [error for error in every if error.site not in scaled]
-    return locate(link, errors, activations=activations, fix_command=fix_command, held_in=held_in)
+    return locate(link, errors, activations=activations, fix_command=fix_command, float_type=float_type)
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:

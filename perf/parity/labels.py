@@ -54,7 +54,7 @@ def _two_sided_coin(heads: int, tails: int) -> float:
     tosses = heads + tails
     log_total = tosses * math.log(2)
     log_ways = (_log_choices(tosses, k) for k in range(min(heads, tails) + 1))
-    return min(1.0, 2 * math.fsum(math.exp(ways - log_total) for ways in log_ways))
+    return min(1.0, 2 * math.fsum(math.exp(log_count - log_total) for log_count in log_ways))
 
 
 def _log_choices(tosses: int, heads: int) -> float:

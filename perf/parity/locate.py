@@ -55,8 +55,8 @@ def block_errors(
     reference: Arrays,
     candidate: Arrays,
     *,
-    noise: Mapping[str, float] | float = FLOAT16.unit,
-    held_in: FloatType = FLOAT16,
+    noise: Mapping[str, float] | float = FLOAT16.unit_roundoff,
+    float_type: FloatType = FLOAT16,
 ) -> list[BlockError]:
     """Every block that both sides have, in the reference's order.
 
@@ -66,9 +66,12 @@ def block_errors(
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
-        left, right = (", ".join(list(side)[:4]) for side in (reference, candidate))
-        raise BadInput(f"the two sides share no block: {left}... and {right}...; compare two forms of the same model")
-    return [_block_error(key, reference[key], candidate[key], _floor(noise, key, held_in)) for key in shared]
+        reference_keys, candidate_keys = (", ".join(list(side)[:4]) for side in (reference, candidate))
+        raise BadInput(
+            f"the two sides share no block: {reference_keys}... and {candidate_keys}...; compare two forms of the same "
+            "model"
+        )
+    return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
 
 
 def noise_of(reference: Arrays, half: Arrays) -> dict[str, float]:
@@ -83,7 +86,7 @@ def locate(
     activations: Mapping[str, float],
     fix_command: str = "",
     factor: float = 4.0,
-    held_in: FloatType = FLOAT16,
+    float_type: FloatType = FLOAT16,
 ) -> FaultLocation:
     """The first block (in the order given) that is off by more than `factor` times its noise, or gives NaN or Inf.
 
@@ -100,7 +103,7 @@ def locate(
             value=worst.error,
             noise=worst.noise,
             largest_activation=max(activations.values(), default=0.0),
-            half_limit=held_in.largest,
+            half_limit=float_type.largest,
             reason=f"no block is off by {factor:g} times its noise; {worst.site} is nearest, {worst.times:.2g} times",
             command="",
         )
@@ -112,8 +115,8 @@ def locate(
         value=first_bad.error,
         noise=first_bad.noise,
         largest_activation=largest,
-        half_limit=held_in.largest,
-        reason=_reason(first_bad, largest, held_in),
+        half_limit=float_type.largest,
+        reason=_reason(first_bad, largest, float_type),
         command=fix_command.replace("{site}", first_bad.site),
     )
 
@@ -149,17 +152,17 @@ def _block_error(
     return BlockError(key=key, error=off, noise=noise, nonfinite=False)
 
 
-def _floor(noise: Mapping[str, float] | float, key: str, held_in: FloatType) -> float:
+def _floor(noise: Mapping[str, float] | float, key: str, float_type: FloatType) -> float:
     """A block that the dense model breaks in that type as well, or computes without any error, gives no yardstick."""
     if isinstance(noise, float | int):
         return float(noise)
-    return min(max(noise.get(key, held_in.unit), held_in.unit), CEILINGS[held_in])
+    return min(max(noise.get(key, float_type.unit_roundoff), float_type.unit_roundoff), CEILINGS[float_type])
 
 
-def _reason(block: BlockError, largest: float, held_in: FloatType) -> str:
-    if held_in in QUANTISED.values():
+def _reason(block: BlockError, largest: float, float_type: FloatType) -> str:
+    if float_type in QUANTISED.values():
         largest = 0.0  # its ranges end where they were set to
-    limit = f"{'over' if largest > held_in.largest else 'within'} {held_in.name}'s {held_in.largest:,.6g}"
+    limit = f"{'over' if largest > float_type.largest else 'within'} {float_type.name}'s {float_type.largest:,.6g}"
     activation = f"; its largest activation is {largest:,.6g}, {limit}" if largest else ""
     if block.nonfinite:
         return f"{block.site} is the first to give NaN or Inf{activation}"

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.shares import wilson
 
-from .rows import Answers, AnyMeasures, Bools, Floats, Rows
+from .rows import AnyMeasures, Bools, Floats, OutputKind, Rows
 
-LOGITS = Answers(
-    what="logits",
+LOGITS = OutputKind(
+    name="logits",
     shape="[images, classes]",
     rank=2,
     inputs="images",
     values="pixel values",
     hint="run both on the same images with the same classifier head",
 )
-TOKEN_LOGITS = Answers(
-    what="token logits",
+TOKEN_LOGITS = OutputKind(
+    name="token logits",
     shape="[inputs, tokens, classes]",
     rank=3,
     hint="run both on the same inputs, padded alike, with the same classifier head",
@@ -53,7 +53,7 @@ class LogitMeasures(AnyMeasures):
     how much the candidate's logits vary over the images, relative to the reference's; 0 is a constant output.
     """
 
-    answers: ClassVar[Answers] = LOGITS
+    output_kind: ClassVar[OutputKind] = LOGITS
     share: ClassVar[str] = "top1_agreement"
     agreement_name: ClassVar[str] = "top-1 agreement"
 
@@ -86,7 +86,7 @@ class TokenLogitMeasures(AnyMeasures):
     that the agreement's bounds are Wilson's as if each input had been asked once.
     """
 
-    answers: ClassVar[Answers] = TOKEN_LOGITS
+    output_kind: ClassVar[OutputKind] = TOKEN_LOGITS
     share: ClassVar[str] = "token_agreement"
     agreement_name: ClassVar[str] = "token agreement"
 
@@ -198,8 +198,8 @@ def _classified(rows: Rows) -> PerImage:
         relative_error_N=errors.relative_error_N,
         max_abs_N=errors.max_abs_N,
         cosine_N=errors.cosine_N,
-        kl_N=rows.unless_finite(_kl(ref_NC, cand_NC), np.inf),
-        top5_overlap_N=rows.unless_finite(_overlap(ref_NC, cand_NC, top=5), 0.0),
+        kl_N=rows.filled_where_nonfinite(_kl(ref_NC, cand_NC), np.inf),
+        top5_overlap_N=rows.filled_where_nonfinite(_overlap(ref_NC, cand_NC, top=5), 0.0),
         margin_N=margins(ref_NC),
         agrees_N=_agrees(rows),
         finite_N=errors.finite_N,

@@ -15,10 +15,10 @@ from ground.errors import BadInput
 from ground.records import Figure
 from perf.stats.shares import percent, wilson
 
-from .rows import Answers, Bools, Floats, Marginless, ratio, share
+from .rows import Bools, Floats, OutputKind, WithoutMargins, ratio, share
 
-SCORE_MAP = Answers(
-    what="score map",
+SCORE_MAP = OutputKind(
+    name="score map",
     shape="[inputs, height, width] or [inputs, classes, height, width]",
     rank=None,
     hint="run both on the same inputs, with the same head",
@@ -40,7 +40,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MapMeasures(Marginless):
+class MapMeasures(WithoutMargins):
     """Errors of the score maps of a whole set of inputs; relative_error_mean and relative_error_worst are of inputs.
 
     iou is intersection over union of what is above the threshold on each side, all inputs together, 1 where nothing is
@@ -49,7 +49,7 @@ class MapMeasures(Marginless):
     asked once. threshold is None where classes are told by the highest score. The rest is as in LogitMeasures.
     """
 
-    answers: ClassVar[Answers] = SCORE_MAP
+    output_kind: ClassVar[OutputKind] = SCORE_MAP
     share: ClassVar[str] = "pixel_agreement"
     agreement_name: ClassVar[str] = "pixel agreement"
 
@@ -144,10 +144,12 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
     places = int(np.prod(reference.shape[-2:]))
     agreement = float(each.agreement_N.mean())
     low, high = wilson(min(agreement, 1.0) * images, images)
-    whole = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum())) if each.finite_N.all() else np.inf
+    total_error = (
+        share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum())) if each.finite_N.all() else np.inf
+    )
     return MapMeasures(
         images=images,
-        relative_error=whole,
+        relative_error=total_error,
         relative_error_mean=float(each.relative_error_N.mean()),
         relative_error_worst=float(each.relative_error_N.max()),
         max_abs=float(each.max_abs_N.max()),
@@ -167,7 +169,7 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
 
 def _refuse_shapes(reference: Maps, candidate: Maps) -> None:
     if reference.ndim not in RANKS:
-        raise BadInput(f"{SCORE_MAP.what}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
+        raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
     SCORE_MAP.refuse_misfit(reference, candidate)
 
 

@@ -85,7 +85,7 @@ def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits"
     """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
     if role == "score map":
         return per_map(reference, candidate).relative_error_N
-    return MEASURES[role].answers.rows(reference, candidate).errors().relative_error_N
+    return MEASURES[role].output_kind.rows(reference, candidate).errors().relative_error_N
 
 
 def largest_logit(reference: Array, role: Role) -> float:
@@ -125,7 +125,7 @@ def _figures(reference: Array, candidate: Array, role: Role, threshold: float) -
         each = place = per_map(reference, candidate, threshold=threshold)
         own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
     else:
-        rows = MEASURES[role].answers.rows(reference, candidate)
+        rows = MEASURES[role].output_kind.rows(reference, candidate)
         each = rows.errors()
         if role == "token logits":
             own = {"token_agreement": tokens_agreeing(reference, candidate)}

@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 from perf.record.fitted import FittedInputs
-from perf.stats.decision import limit_in_percent, share_against
+from perf.stats.decision import percent_limit, share_against
 
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
@@ -136,8 +136,8 @@ class Parity:
         """How many links a limit judged and how many were measured only: a link without a limit has not passed."""
         free = sum(link.status == "UNJUDGED" for link in self.links)
         judged = len(self.links) - free
-        words = f"{judged} {'link' if judged == 1 else 'links'} judged"
-        return f"{words}, {free} measured without a limit" if free else words
+        sentence = f"{judged} {'link' if judged == 1 else 'links'} judged"
+        return f"{sentence}, {free} measured without a limit" if free else sentence
 
     @property
     def reason(self) -> str:
@@ -214,8 +214,8 @@ def link(
     images = len(reference_rows)
     if tolerance.min_agreement is not None:
         require_agreement(port, images)
-    whole = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
-    assert whole, (name, images)
+    full_batches = {batch: rows for batch, rows in candidate_by_batch.items() if len(rows) == images}
+    assert full_batches, (name, images)
     ties: dict[int, Ties] = {}
     at: dict[int, Measures] = {}
     for batch, rows in sorted(candidate_by_batch.items()):
@@ -227,7 +227,7 @@ def link(
         expected = reference_rows[: len(rows)]
         if choices is not None and tolerance.max_relative_error is not None:
             errors_N = relative_errors(expected, rows, role=port.role)
-            apart_N, ties[batch] = choices.apart(errors_N, tolerance.max_relative_error)
+            apart_N, ties[batch] = choices.split_ties(errors_N, tolerance.max_relative_error)
             if not apart_N.all():
                 expected, rows = expected[~apart_N], rows[~apart_N]
         at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise, threshold=threshold)
@@ -235,7 +235,7 @@ def link(
     of_some = tolerance if kind in ("exact", "half", "quantised") else unlimited
     judged = {
         batch: _with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
-        if batch in whole
+        if batch in full_batches
         else judge(errors, of_some)
         for batch, errors in at.items()
     }
@@ -245,7 +245,7 @@ def link(
     if undecided and not failing:
         worst = min(undecided, key=lambda batch: (at[batch].agreement or 0.0, -at[batch].relative_error))
     else:
-        worst = max(failing or whole, key=lambda batch: at[batch].relative_error)
+        worst = max(failing or full_batches, key=lambda batch: at[batch].relative_error)
     status, reason = judged[worst]
     return Link(
         name=f"{name} {port.name}" if several else name,
@@ -263,7 +263,7 @@ def link(
                 max_abs=errors.max_abs,
                 top1_agreement=errors.agreement if port.role == "logits" else None,
                 agreement=None if port.role == "logits" else errors.agreement,
-                images=None if size in whole else len(candidate_by_batch[size]),
+                images=None if size in full_batches else len(candidate_by_batch[size]),
             )
             for size, errors in at.items()
         ),
@@ -274,14 +274,14 @@ def link(
     )
 
 
-def _with_ties(judged: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
-    """A judgement with what is said of the inputs that stand apart; too many of them fail the link.
+def _with_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
+    """A judgement with a note on the inputs whose ties were broken differently; too many of them fail the link.
 
     A share is one of all inputs: of the first few one may be a quarter.
     """
-    status, reason = judged
+    status, reason = status_and_reason
     if ties is None or not ties.apart:
-        return judged
+        return status_and_reason
     return (status if ties.holds else "FAIL"), f"{reason}; {ties.line(noun)}"
 
 
@@ -324,15 +324,15 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     least = tolerance.min_agreement
     if least is None:
         return "PASS", ""
-    limit = limit_in_percent(least)
+    limit = percent_limit(least)
     if errors.agreement is None:
         return "INCONCLUSIVE", f"{errors.agreement_line}: there is no agreement to hold to the limit, {limit}"
-    decision, words = share_against(
+    decision, sentence = share_against(
         errors.agreement, least, count=errors.images, noun=errors.inputs, confidence=tolerance.confidence
     )
     if decision == "INCONCLUSIVE" and tolerance.elsewhere:
-        return "UNJUDGED", f"{errors.agreement_name} {words}; it is judged on {tolerance.elsewhere}"
-    return decision, f"{errors.agreement_name} {words}"
+        return "UNJUDGED", f"{errors.agreement_name} {sentence}; it is judged on {tolerance.elsewhere}"
+    return decision, f"{errors.agreement_name} {sentence}"
 
 
 def load_parity(path: Path) -> Parity:

@@ -34,7 +34,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfSequence:
+class SequenceMeasures:
     """Means over the tokens of one sequence that have a next one: nats of it, and against the reference the share of
     tokens with the same first word and KL from its softmax, in nats.
     """
@@ -51,9 +51,9 @@ def _log_softmax(logits_TV: NDArray[np.floating]) -> Floats:
     return out
 
 
-def of_sequence(
+def sequence_measures(
     reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
-) -> OfSequence:
+) -> SequenceMeasures:
     """One sequence of ids with the logits at each place. Raises BadInput for other shapes, a single token, and
     reference logits that are not finite; a candidate's that are not are infinitely far.
     """
@@ -66,10 +66,10 @@ def of_sequence(
     if not np.isfinite(reference_TV).all():
         raise BadInput("perplexity: the reference's logits hold NaN or Inf; the model is damaged or diverged")
     if not np.isfinite(candidate_TV).all():
-        return OfSequence(nats=np.inf, agreement=0.0, kl=np.inf)
+        return SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
     ours_TV, theirs_TV = _log_softmax(reference_TV[:-1]), _log_softmax(candidate_TV[:-1])
     places = np.arange(len(ids_T) - 1)
-    return OfSequence(
+    return SequenceMeasures(
         nats=float(-theirs_TV[places, ids_T[1:]].mean()),
         agreement=float((ours_TV.argmax(axis=1) == theirs_TV.argmax(axis=1)).mean()),
         kl=float((np.exp(ours_TV) * (ours_TV - theirs_TV)).sum(axis=1).mean()),
@@ -84,8 +84,8 @@ def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats
     if len(value_S) < LEAST_SEQUENCES or not np.isfinite(value_S).all():
         return Range(value=value, low=None, high=None)
     draws = max(DRAWS, math.ceil(2 * TAIL_DRAWS / (1 - confidence)))
-    drawn = np.random.default_rng(0).integers(0, len(value_S), (draws, len(value_S)))
-    means = np.sort(change(value_S[drawn].mean(axis=1)))
+    resampled = np.random.default_rng(0).integers(0, len(value_S), (draws, len(value_S)))
+    means = np.sort(change(value_S[resampled].mean(axis=1)))
     low, high = np.quantile(means, ((1 - confidence) / 2, (1 + confidence) / 2))
     return Range(value=value, low=min(float(low), value), high=max(float(high), value))
 
@@ -108,8 +108,8 @@ class LanguageMeasures:
 
 def measures_of(
     model: str,
-    rows: list[OfSequence],
-    reference: list[OfSequence],
+    rows: list[SequenceMeasures],
+    reference: list[SequenceMeasures],
     *,
     tokens: int,
     confidence: float = DEFAULT_CONFIDENCE,

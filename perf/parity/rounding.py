@@ -14,7 +14,7 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from ground.errors import BadInput
-from ground.onnx_file import invalidity, read_onnx
+from ground.onnx_file import checker_error, read_onnx
 from ground.precision import BY_ONNX, FLOAT8, HALVES
 
 AGAIN = "export it again"
@@ -102,8 +102,8 @@ def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
     if scale is None or not 0 <= axis < len(shape) or tuple(scale.dims) != (shape[axis],):
         raise BadInput(
-            f"{node.name or node.output[0]}: its scales of FP8 are not stored in the graph, one or one for each place "
-            f"of an axis, so it can't be rounded as it is typed; {AGAIN}"
+            f"{node.name or node.output[0]}: its FP8 scales are not stored in the graph (one, or one for each index "
+            f"of an axis), so its rounding can't be emulated; {AGAIN}"
         )
     along = [-1 if place == axis else 1 for place in range(len(shape))]
     times.input[1] = f"{node.output[0]}/scale"
@@ -123,7 +123,7 @@ def round_file(source: Path, target: Path) -> None:
     for what is no valid graph.
     """
     proto = read_onnx(source)
-    if reason := invalidity(proto):
+    if reason := checker_error(proto):
         raise BadInput(f"{source}: onnx.checker: {reason}; {AGAIN}")
     try:
         rounded = rounded_graph(proto)

@@ -41,9 +41,9 @@ class Rows:
         norms_N = ref_norm_N * np.linalg.norm(cand_NF, axis=1)
         cosine_N = ratio((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
         return RowErrors(
-            relative_error_N=self.unless_finite(ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf),
-            max_abs_N=self.unless_finite(np.abs(delta_NF).max(axis=1), np.inf),
-            cosine_N=self.unless_finite(cosine_N, 0.0),
+            relative_error_N=self.filled_where_nonfinite(ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf),
+            max_abs_N=self.filled_where_nonfinite(np.abs(delta_NF).max(axis=1), np.inf),
+            cosine_N=self.filled_where_nonfinite(cosine_N, 0.0),
             finite_N=self.finite_N,
         )
 
@@ -74,16 +74,16 @@ class Rows:
             "spread_ratio": self.spread_ratio(),
         }
 
-    def unless_finite(self, values_N: Floats, worst: float) -> Floats:
+    def filled_where_nonfinite(self, values_N: Floats, worst: float) -> Floats:
         """The values, `worst` for rows that are not finite."""
         return np.where(self.finite_N, values_N, worst)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class OutputKind:
     """What one kind of output is called, how it is shaped (`rank` None: any), and what people call its inputs."""
 
-    what: str
+    name: str
     shape: str
     rank: int | None
     hint: str
@@ -113,20 +113,20 @@ class Answers:
         nonfinite = sum(not np.isfinite(row).all() for row in reference)
         if nonfinite:
             raise BadInput(
-                f"{self.what}: the reference gives NaN or Inf on {nonfinite} of {len(reference)} {self.inputs}, so "
+                f"{self.name}: the reference gives NaN or Inf on {nonfinite} of {len(reference)} {self.inputs}, so "
                 f"nothing can be compared with it; look for (a) bad {self.values}, (b) weights that don't fit the model"
             )
 
     def _refuse_shapes(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
-        odd = reference.ndim < 2 or self.rank not in (None, reference.ndim)
-        if odd and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
+        is_wrong_rank = reference.ndim < 2 or self.rank not in (None, reference.ndim)
+        if is_wrong_rank and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
             raise BadInput(
-                f"{self.what}: got {reference.shape} of both, expected {self.shape}; outputs with a vector for each "
+                f"{self.name}: got {reference.shape} of both, expected {self.shape}; outputs with a vector for each "
                 "token aren't compared here: give models whose output is pooled"
             )
-        if odd or reference.shape != candidate.shape or reference.size == 0:
+        if is_wrong_rank or reference.shape != candidate.shape or reference.size == 0:
             raise BadInput(
-                f"{self.what}: got reference {reference.shape} and candidate {candidate.shape}, expected the same "
+                f"{self.name}: got reference {reference.shape} and candidate {candidate.shape}, expected the same "
                 f"{self.shape} for both; {self.hint}"
             )
 
@@ -139,13 +139,13 @@ class AnyMeasures:
     """
 
     __slots__ = ()
-    answers: ClassVar[Answers]
+    output_kind: ClassVar[OutputKind]
     share: ClassVar[str]
     agreement_name: ClassVar[str]
 
     @property
     def inputs(self) -> str:
-        return self.answers.inputs
+        return self.output_kind.inputs
 
     @property
     def agreement(self) -> float | None:
@@ -169,7 +169,7 @@ class AnyMeasures:
         return None
 
 
-class Marginless(AnyMeasures):
+class WithoutMargins(AnyMeasures):
     """Those of answers that have no margin, so that no flip is decisive."""
 
     __slots__ = ()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, noun_of, rows_of
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, rows_of
 from ground.records import Figure
 
 Array = NDArray[np.floating]
@@ -39,8 +39,8 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
     off = _deviation(candidate, answers, medians)
     reason = f"one {_one(one)} in all {batch} slots: the answers differ by {off.text}, {bound:.2g} allowed"
-    if bad := off.over(bound):
-        reason += f"; slots {_some(bad)} differ from the median slot"
+    if deviating := off.over(bound):
+        reason += f"; slots {_some(deviating)} differ from the median slot"
     return _finding(candidate, "batch-slot", off.largest, bound, reason)
 
 
@@ -53,8 +53,8 @@ def permutation(
     straight = run(feeds) if straight is None else straight
     off = _deviation(candidate, run(rows_of(feeds, order_N)), rows_of(straight, order_N))
     reason = f"a shuffled batch of {count}: the answers differ by {off.text}, {bound:.2g} allowed"
-    if bad := sorted(int(order_N[place]) for place in off.over(bound)):
-        reason += f"; {noun_of(feeds)} {_some(bad)}"
+    if deviating := sorted(int(order_N[place]) for place in off.over(bound)):
+        reason += f"; {input_noun(feeds)} {_some(deviating)}"
     return _finding(candidate, "permutation", off.largest, bound, reason)
 
 
@@ -70,9 +70,9 @@ def batch_sizes(
     for batch in sorted(by_batch.keys() - {first}):
         count = batch_size(by_batch[batch])
         off = _deviation(candidate, by_batch[batch], rows_of(by_batch[first], slice(count)))
-        bad = len(off.over(bound))
+        deviating = len(off.over(bound))
         reason = f"batch {batch} against {first}: the answers differ by {off.text}, {bound:.2g} allowed"
-        reason += f"; {bad} of {count} {noun}" if bad else ""
+        reason += f"; {deviating} of {count} {noun}" if deviating else ""
         tests.append(_finding(candidate, "batch-size", off.largest, bound, reason))
     return tests
 
@@ -112,7 +112,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
     pushed = {name: array * array.dtype.type(FACTOR) if name in floats else array for name, array in feeds.items()}
     finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
     nonfinite = int((~finite_N).sum())
-    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {noun_of(feeds)} with all values times {FACTOR:g}"
+    reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {input_noun(feeds)} with all values times {FACTOR:g}"
     return [_finding(candidate, "extremes", nonfinite, 0, reason)]
 
 
@@ -196,7 +196,7 @@ def _finding(candidate: str, test: str, value: float, bound: float, reason: str)
 
 
 def _one(feeds: Feeds) -> str:
-    return noun_of(feeds).removesuffix("s")
+    return input_noun(feeds).removesuffix("s")
 
 
 def _some(items: list[int]) -> str:

@@ -40,11 +40,11 @@ class Ties:
         """What a link says of it; empty where all chose alike."""
         if not self.apart:
             return ""
-        words = (
+        sentence = (
             f"other tokens were merged on {self.apart} of {self.inputs} {noun} ({self.share:.1%}), whose similarities "
         )
-        words += f"are equal to {self.margin:.1g}; they err by up to {self.worst:.2g} and are judged apart"
-        return words if self.holds else f"{words}: more than {self.limit:.1%}"
+        sentence += f"are equal to {self.margin:.1g}; they err by up to {self.worst:.2g} and are judged apart"
+        return sentence if self.holds else f"{sentence}: more than {self.limit:.1%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Choices:
     margins_N: Floats
     limit: float = MOST_APART
 
-    def apart(self, errors_N: Floats, bound: float) -> tuple[Bools, Ties]:
+    def split_ties(self, errors_N: Floats, bound: float) -> tuple[Bools, Ties]:
         """Which inputs were chosen otherwise, by their relative errors against what rounding alone may do."""
         margin = SPREAD * bound
         tied_N = self.margins_N[: len(errors_N)] <= margin
@@ -70,6 +70,6 @@ class Choices:
         )
         return apart_N, ties
 
-    def steady(self, bound: float) -> NDArray[np.int64]:
+    def stable_inputs(self, bound: float) -> NDArray[np.int64]:
         """Places of the inputs whose choices no rounding changes, in order."""
         return np.flatnonzero(self.margins_N > SPREAD * bound)

@@ -67,7 +67,7 @@ def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tol
     assert products > 0, products
     assert largest_logit >= 0, largest_logit
     assert magnified >= 1, magnified
-    bound = EXACT_FACTOR * FLOAT32.unit * products * magnified
+    bound = EXACT_FACTOR * FLOAT32.unit_roundoff * products * magnified
     head = f" x {magnified:.2g}, as the head magnifies errors" if magnified > 1 else ""
     return Tolerance(
         rule=f"float32: {EXACT_FACTOR} x 2^-24 x {products} products in a row{head}",
@@ -78,7 +78,7 @@ def exact(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tol
 
 
 def half(
-    noise: Measures, *, held_in: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
+    noise: Measures, *, float_type: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
 ) -> Tolerance:
     """For links in sixteen bits: `factor` times a model's own error in that type against FP32 on the same images,
     mostly the dense one's.
@@ -88,15 +88,15 @@ def half(
     """
     if not factor >= 1:
         raise BadInput(
-            f"half factor: got {factor}, expected 1 or more (the multiple of the dense model's own {held_in.shown} "
+            f"half factor: got {factor}, expected 1 or more (the multiple of the dense model's own {float_type.label} "
             "error)"
         )
-    ceiling, own = CEILINGS[held_in], f"{whose}'s own {held_in.shown} error {noise.relative_error:.2g}"
+    ceiling, own = CEILINGS[float_type], f"{whose}'s own {float_type.label} error {noise.relative_error:.2g}"
     calibrated = factor * noise.relative_error
-    bound = min(max(calibrated, held_in.unit), ceiling)
+    bound = min(max(calibrated, float_type.unit_roundoff), ceiling)
     rule = f"{factor:g} x {own}"
-    if calibrated < held_in.unit:
-        rule += f", at least 2^{math.log2(held_in.unit):.0f}"
+    if calibrated < float_type.unit_roundoff:
+        rule += f", at least 2^{math.log2(float_type.unit_roundoff):.0f}"
     if calibrated > ceiling:
         rule = f"at most {ceiling}: {own} is no yardstick"
     usable = 0 < calibrated <= ceiling

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.shares import percent, wilson
 
-from .rows import Answers, Marginless
+from .rows import OutputKind, WithoutMargins
 from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, token_figures
 
 HINT = "run both on the same inputs"
-EMBEDDING = Answers(what="embedding", shape="[inputs, features]", rank=2, hint=HINT)
-FEATURE_MAP = Answers(what="feature map", shape="[inputs, ...]", rank=None, hint=HINT)
+EMBEDDING = OutputKind(name="embedding", shape="[inputs, features]", rank=2, hint=HINT)
+FEATURE_MAP = OutputKind(name="feature map", shape="[inputs, ...]", rank=None, hint=HINT)
 LEAST_INPUTS = LEAST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingMeasures(Marginless):
+class EmbeddingMeasures(WithoutMargins):
     """Errors of the embeddings of a whole set of inputs.
 
     neighbour_agreement is the share of inputs whose nearest neighbour among the others, by cosine, is the reference's,
@@ -31,7 +31,7 @@ class EmbeddingMeasures(Marginless):
     most 1,024 inputs, None for fewer than 4. The rest is as in LogitMeasures.
     """
 
-    answers: ClassVar[Answers] = EMBEDDING
+    output_kind: ClassVar[OutputKind] = EMBEDDING
     share: ClassVar[str] = "neighbour_agreement"
     agreement_name: ClassVar[str] = "agreement of nearest neighbours"
 
@@ -55,12 +55,12 @@ class EmbeddingMeasures(Marginless):
 
     @property
     def disagreement_line(self) -> str:
-        moved = round((1 - (self.neighbour_agreement or 0.0)) * self.images)
-        return f"{moved} of {self.images} inputs have another nearest neighbour"
+        changed = round((1 - (self.neighbour_agreement or 0.0)) * self.images)
+        return f"{changed} of {self.images} inputs have another nearest neighbour"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureMapMeasures(Marginless):
+class FeatureMapMeasures(WithoutMargins):
     """Errors of the feature maps of a whole set of inputs. cosine_mean and cosine_min are of inputs.
 
     Of a map of tokens [N,T,C] or [N,C,H,W]: the cosine of tokens, its mean and 1 % quantile; and of at most 1,024
@@ -68,7 +68,7 @@ class FeatureMapMeasures(Marginless):
     each input had been asked once, and linear CKA (debiased).
     """
 
-    answers: ClassVar[Answers] = FEATURE_MAP
+    output_kind: ClassVar[OutputKind] = FEATURE_MAP
     share: ClassVar[str] = "neighbour_agreement"
     agreement_name: ClassVar[str] = "agreement of nearest tokens"
 
@@ -100,8 +100,8 @@ class FeatureMapMeasures(Marginless):
     def disagreement_line(self) -> str:
         if self.neighbour_agreement is None or self.tokens_compared is None:
             return "no tokens whose nearest others could be told"
-        moved = round((1 - self.neighbour_agreement) * self.tokens_compared)
-        return f"{moved} of {self.tokens_compared} tokens have another nearest one"
+        changed = round((1 - self.neighbour_agreement) * self.tokens_compared)
+        return f"{changed} of {self.tokens_compared} tokens have another nearest one"
 
 
 def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray[np.floating]) -> EmbeddingMeasures:

@@ -21,7 +21,7 @@ class FittedInputs:
             raise BadInput(f"fitted: {self.same} and {self.alike} of {self.judging} {self.noun}")
 
     @property
-    def found(self) -> bool:
+    def has_overlap(self) -> bool:
         return self.same + self.alike > 0
 
     @property

@@ -35,7 +35,7 @@ from typing import Literal
 
 from ground.errors import BadInput
 from ground.files import write_json
-from ground.quantity import shown
+from ground.quantity import quoted
 from ground.records import record_from_file
 
 from .fitted import FittedInputs
@@ -147,7 +147,7 @@ class SubjectRecord:
     def __post_init__(self) -> None:
         strange = [key for key in self.device_memory or {} if not _PROFILE.fullmatch(key)]
         if strange:
-            raise BadInput(f"{self.name}: device memory of {shown(strange[0])}, expected profiles such as 1:8:64")
+            raise BadInput(f"{self.name}: device memory of {quoted(strange[0])}, expected profiles such as 1:8:64")
 
     def device_memory_at(self, batch: int) -> int | None:
         """Of the first profile that takes the batch, as an engine runs in it."""

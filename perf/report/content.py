@@ -13,7 +13,7 @@ from perf.stats.summary import Summary, summarise
 from perf.stats.trend import Trend
 
 from .effort import EffortLine
-from .images_plot import AtImages
+from .images_plot import ImagesPoint
 
 Part = TypeVar("Part")
 
@@ -62,7 +62,7 @@ class EffectLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayLine:
+class BudgetLine:
     """One way to spend the same budget: the share of the dense cost it keeps, its logit error predicted and found."""
 
     name: str
@@ -104,7 +104,7 @@ class ImagesLines:
     """How many calibration images are enough, in a sentence, and what each number of them gave."""
 
     sentence: str
-    points: tuple[AtImages, ...]
+    points: tuple[ImagesPoint, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Content:
     coverage: str = ""
     models: tuple[ModelLine, ...] = ()
     effects: tuple[EffectLine, ...] = ()
-    ways: tuple[WayLine, ...] = ()
+    ways: tuple[BudgetLine, ...] = ()
     merging: MergingLines | None = None
     history: Trend | None = None
     calibration_size: ImagesLines | None = None
@@ -166,7 +166,7 @@ def _content(record: Mapping[str, Any]) -> Content:
         coverage=_typed(record, "coverage", str, ""),
         models=_typed(record, "models", tuple[ModelLine, ...], ()),
         effects=_typed(record, "effects", tuple[EffectLine, ...], ()),
-        ways=_typed(record, "ways", tuple[WayLine, ...], ()),
+        ways=_typed(record, "ways", tuple[BudgetLine, ...], ()),
         merging=record.get("merging") and _typed(record, "merging", MergingLines, {}),
         history=_of_kind(record, "history", Trend),
         calibration_size=record.get("calibration_size") and _typed(record, "calibration_size", ImagesLines, {}),

@@ -30,10 +30,10 @@ def effort_table(lines: Sequence[EffortLine]) -> Table:
     machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
     several = len(machines) > 1
     rows = [(*_cells(line), *[_machine(line)] * several) for line in lines]
-    known = [line.seconds for line in lines if line.seconds is not None]
-    if len(known) == len(lines) > 1:
+    measured_s = [line.seconds for line in lines if line.seconds is not None]
+    if len(measured_s) == len(lines) > 1:
         peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
-        rows.append(("all together", number(sum(known)), *map(size, peaks), *[""] * several))
+        rows.append(("all together", number(sum(measured_s)), *map(size, peaks), *[""] * several))
     return Table(
         key="effort",
         title="What it took",

@@ -47,7 +47,7 @@ def _curve(
     caption = (
         f"Median {measure} time on a log scale, with its 95 % interval." if log else "Images per second of wall time."
     )
-    drawing = plots.curve(series, title=title, unit=unit, across="batch size", log=log)
+    drawing = plots.curve(series, title=title, unit=unit, x_label="batch size", log=log)
     return Figure(caption=caption, drawing=drawing)
 
 
@@ -61,7 +61,7 @@ def _speedup(content: Content) -> Figure | None:
         return None
     return Figure(
         caption="Ratio of medians, 95 % intervals; grey is the machine's own noise.",
-        drawing=plots.gains(gains, title="Speed-up beside noise and promise", across="dense time / reduced time"),
+        drawing=plots.gains(gains, title="Speed-up beside noise and promise", x_label="dense time / reduced time"),
     )
 
 
@@ -83,10 +83,10 @@ def _samples(summary: Summary) -> Figure | None:
     ]
     if not rows:
         return None
-    across = f"time / median of {summary.reference}"
+    x_label = f"time / median of {summary.reference}"
     return Figure(
         caption="Every kept call; the vertical line is the median.",
-        drawing=plots.distributions(rows, title="Distribution of samples", across=across),
+        drawing=plots.distributions(rows, title="Distribution of samples", x_label=x_label),
     )
 
 
@@ -102,7 +102,7 @@ def _chain(parity: Parity) -> Figure:
     ]
     return Figure(
         caption="The band ends where the link's tolerance ends.",
-        drawing=plots.bounded(rows, title="Error of each link", across=f"relative error of the {parity.compared}"),
+        drawing=plots.bounded(rows, title="Error of each link", x_label=f"relative error of the {parity.compared}"),
     )
 
 
@@ -117,7 +117,7 @@ def _sites(sites: tuple[SiteLine, ...]) -> Figure | None:
     return Figure(
         caption="Of the site's output, before and after the compensation.",
         drawing=plots.dumbbells(
-            changes, title="Error of each site", across="relative error", before="only cut", after="compensated"
+            changes, title="Error of each site", x_label="relative error", before="only cut", after="compensated"
         ),
     )
 

@@ -21,9 +21,9 @@ SAME: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictLine:
-    """A record's verdict as it stands in a report: `words` name it with what was judged, `why` is what it rests on."""
+    """A record's verdict in a report: `headline` names it with what was judged, `why` is what it rests on."""
 
-    words: str
+    headline: str
     verdict: str
     why: str
 
@@ -34,10 +34,10 @@ def verdicts(content: Content) -> list[VerdictLine]:
     if content.gate_verdict is not None:
         unmet = [line.message for line in content.gate if line.verdict != "PASS"]
         why = "; ".join(unmet) or f"all {len(content.gate)} rules pass"
-        lines.append(VerdictLine(words=f"Gate {content.gate_verdict}", verdict=content.gate_verdict, why=why))
+        lines.append(VerdictLine(headline=f"Gate {content.gate_verdict}", verdict=content.gate_verdict, why=why))
     if content.parity is not None:
         words = f"Parity {content.parity.verdict} ({content.parity.judged})"
-        lines.append(VerdictLine(words=words, verdict=content.parity.verdict, why=content.parity.reason))
+        lines.append(VerdictLine(headline=words, verdict=content.parity.verdict, why=content.parity.reason))
     return lines
 
 
@@ -78,7 +78,7 @@ def tiles(content: Content) -> list[tuple[str, str]]:
     large = []
     row = headline_row(content)
     if row and row.speedup:
-        times, bounds = row.speedup.words().split(" ", 1)
+        times, bounds = row.speedup.describe().split(" ", 1)
         large.append((f"{times}×", f"speed-up at batch {row.batch} {bounds}"))
     if content.parity:
         shipped = shipped_link(content.parity)

@@ -130,4 +130,4 @@ def _rows(batch: BatchTrend, releases: Sequence[str]) -> list[tuple[str, ...]]:
 def _cell(value: Interval | None, unit: str) -> str:
     if value is None:
         return "-"
-    return value.words(".4g", bounds=unit.replace("ms", " ms") + " ({} to {})")
+    return value.describe(".4g", bounds=unit.replace("ms", " ms") + " ({} to {})")

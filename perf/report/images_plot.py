@@ -9,7 +9,7 @@ from .table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtImages:
+class ImagesPoint:
     """Losses of the fit on its own images and on others, the output's error and agreement, and the error over that of
     the largest number of images with its interval; None: not judged.
     """
@@ -24,7 +24,7 @@ class AtImages:
     high: float
 
 
-def images_plot(points: Sequence[AtImages]) -> Drawing:
+def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
     """Losses summed over sites, on the images of the fit and on others; the output's error alone where no others."""
 
     def series(name: str, tone: str, values: Sequence[float]) -> Series:
@@ -44,17 +44,17 @@ def images_plot(points: Sequence[AtImages]) -> Drawing:
         lines = [series("output", "reduced", errors)]
         title, unit = "Relative error of the output against calibration images", "error"
     positive = all(point.value > 0.0 for each in lines for point in each.points)
-    return curve(lines, title=title, unit=unit, across="calibration images", log=positive)
+    return curve(lines, title=title, unit=unit, x_label="calibration images", log=positive)
 
 
-def images_figure(points: Sequence[AtImages]) -> Figure:
+def images_figure(points: Sequence[ImagesPoint]) -> Figure:
     """The plot with how to read it."""
     return Figure(
         caption="Where the lines meet, more images of the same kind bring nothing.", drawing=images_plot(points)
     )
 
 
-def images_table(points: Sequence[AtImages], *, sentence: str) -> Table:
+def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> Table:
     """One row for each number of images; the sentence says which is enough."""
 
     def shown(value: float | None, form: str) -> str:

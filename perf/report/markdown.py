@@ -12,7 +12,10 @@ from .tables import tables
 
 def markdown_from_content(content: Content) -> str:
     lines = [f"# {markdown_line(content.title)}", ""]
-    lines += [*(f"**{markdown_line(stated.words)}** {markdown_line(stated.why)}  " for stated in verdicts(content)), ""]
+    lines += [
+        *(f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in verdicts(content)),
+        "",
+    ]
     lines += [markdown_line(lead(content)), ""] if lead(content) else []
     for table in tables(content).values():
         lines += [*markdown_from_table(table), ""]

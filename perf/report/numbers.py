@@ -65,9 +65,9 @@ def tail(value: Percentile | None) -> str:
 
 def ratio(value: Interval | None) -> str:
     """1.42 over its interval."""
-    return NOTHING if value is None else value.words(bounds="\n{} to {}")
+    return NOTHING if value is None else value.describe(bounds="\n{} to {}")
 
 
-def is_number(words: str) -> bool:
+def is_number(cell: str) -> bool:
     """Whether a cell is one of those above, or says why there is none."""
-    return words in ("", NOTHING) or words.startswith(("oom", "failed", "out of time", "not finite", *"0123456789+−"))
+    return cell in ("", NOTHING) or cell.startswith(("oom", "failed", "out of time", "not finite", *"0123456789+−"))

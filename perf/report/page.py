@@ -36,7 +36,7 @@ WARNINGS_SHOWN = 3
 class Remark:
     """A sentence under a heading."""
 
-    words: str
+    text: str
     warns: bool = False
 
 
@@ -104,8 +104,8 @@ def _tone_of_all(verdicts: Iterable[str]) -> str:
     return next((tone for tone in ("fail", "note", "pass") if tone in tones), "none")
 
 
-def _unbroken(words: str) -> str:
-    return words.replace(" %", "\N{NO-BREAK SPACE}%")
+def _unbroken(text: str) -> str:
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _sections(content: Content, by_key: dict[str, Table]) -> list[Section]:
@@ -139,9 +139,9 @@ def _speed_remarks(content: Content) -> list[Remark]:
     if content.summary is None:
         return []
     knee, warnings = content.summary.knee, content.summary.warnings
-    remarks = [Remark(words=f"Preferred batch size {knee.batch}: {knee.reason}.")] if knee else []
-    remarks += [Remark(words=f"Mind: {warning}", warns=True) for warning in warnings[:WARNINGS_SHOWN]]
+    remarks = [Remark(text=f"Preferred batch size {knee.batch}: {knee.reason}.")] if knee else []
+    remarks += [Remark(text=f"Mind: {warning}", warns=True) for warning in warnings[:WARNINGS_SHOWN]]
     if len(warnings) > WARNINGS_SHOWN:
         more = len(warnings) - WARNINGS_SHOWN
-        remarks.append(Remark(words=f"Mind: {more} more such remarks in the record", warns=True))
+        remarks.append(Remark(text=f"Mind: {more} more such remarks in the record", warns=True))
     return remarks

@@ -13,8 +13,8 @@ def links(parity: Parity) -> Table:
     """The parity chain, one row a link."""
     images = parity.images
     agreement = "Top-1 agreement" if parity.compared == "logits" else "Agreement"
-    what = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
-    where = f"Errors of the {parity.compared} on {images.count:,} {what}, at the worst batch size."
+    inputs_text = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
+    where = f"Errors of the {parity.compared} on {images.count:,} {inputs_text}, at the worst batch size."
     return Table(
         key="parity",
         title="Parity chain",
@@ -79,14 +79,14 @@ def located(parity: Parity) -> Table:
 
 def structure(parity: Parity) -> Table:
     """Structural tests: what did not pass line by line, what passed in one line a candidate."""
-    odd = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
+    not_passed = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
     passed: dict[str, list[str]] = {}
     for test in parity.structure:
         if test.status == "PASS":
             passed.setdefault(test.candidate, []).append(test.test)
     sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
     return Table(
-        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=odd + sound
+        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=not_passed + sound
     )
 
 

@@ -39,7 +39,7 @@ class Series:
     points: tuple[Point, ...]
 
 
-def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: bool) -> Drawing:
+def curve(series: Sequence[Series], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
     """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
     labels = list(dict.fromkeys(p.label for s in series for p in s.points))
     left, right, top, bottom = 46, WIDTH - 14, 34, 236
@@ -51,15 +51,15 @@ def curve(series: Sequence[Series], *, title: str, unit: str, across: str, log: 
         places = {labels[0]: (left + right) / 2}
     marks = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series])]
     marks += [text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
-    marks += [text((left + right) / 2, bottom + 36, across, anchor="middle")]
+    marks += [text((left + right) / 2, bottom + 36, x_label, anchor="middle")]
     marks += [mark for s in series for mark in line_with_whiskers(s, places, y, unit)]
     return Drawing(title=title, height=280, marks=tuple(marks))
 
 
 def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
     """A line through the points of a series, each with its interval; `places` says where each label is."""
-    way = " ".join(f"{places[p.label]:.1f},{y.at(p.value):.1f}" for p in series.points)
-    marks = [element("polyline", class_=f"path {series.tone}", points=way)]
+    path_data = " ".join(f"{places[p.label]:.1f},{y.at(p.value):.1f}" for p in series.points)
+    marks = [element("polyline", class_=f"path {series.tone}", points=path_data)]
     for p in series.points:
         x, up, down = places[p.label], y.at(p.high), y.at(p.low)
         whisker = f"M{x - 4:.1f} {up:.1f}h8M{x:.1f} {up:.1f}V{down:.1f}M{x - 4:.1f} {down:.1f}h8"
@@ -72,24 +72,24 @@ def line_with_whiskers(series: Series, places: Mapping[str, float], y: Scale, un
 class Spot:
     """A value over another; the filled ones stand out."""
 
-    across: float
+    x: float
     value: float
     filled: bool
     tip: str
 
 
-def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, across: str, least: float) -> Drawing:
+def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
     """Spots by the name of their cloud, each in its colour, on a logarithmic axis; below `least` is at `least`."""
     left, right, top, bottom = 52, WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
-    x = linear([spot.across for spot in spots], start=left, end=right, zero=False)
+    x = linear([spot.x for spot in spots], start=left, end=right, zero=False)
     y = logarithmic([spot.value for spot in spots], start=bottom, end=top, least=least)
     tones = {name: f"hue{place % HUES}" for place, name in enumerate(clouds)}
-    marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, across), legend(list(tones.items()))]
+    marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, x_label), legend(list(tones.items()))]
     for name, cloud in clouds.items():
         for spot in cloud:
             css = tones[name] if spot.filled else f"{tones[name]} open"
-            marks.append(group(spot.tip, dot(x.at(spot.across), y.at(max(spot.value, least)), css, 4.5)))
+            marks.append(group(spot.tip, dot(x.at(spot.x), y.at(max(spot.value, least)), css, 4.5)))
     return Drawing(title=title, height=bottom + 52, marks=tuple(marks))
 
 
@@ -101,7 +101,7 @@ class Samples:
     by_name: Mapping[str, Sequence[float]]
 
 
-def distributions(rows: Sequence[Samples], *, title: str, across: str) -> Drawing:
+def distributions(rows: Sequence[Samples], *, title: str, x_label: str) -> Drawing:
     """One row a batch: densities of both subjects' times relative to the reference's median, with medians marked.
 
     Relative times put all batches on one axis; the medians in milliseconds stand at the right. Times further out than
@@ -114,7 +114,7 @@ def distributions(rows: Sequence[Samples], *, title: str, across: str) -> Drawin
     x = linear(ends, start=left, end=right, zero=False)
     names = list(dict.fromkeys(name for row in rows for name in row.by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
-    marks = [grid_x(x, HEAD, bottom, across), legend(list(tones.items()))]
+    marks = [grid_x(x, HEAD, bottom, x_label), legend(list(tones.items()))]
     marks += [text(WIDTH - 2, 13, "median, ms", anchor="end")]
     for place, (row, times) in enumerate(zip(rows, relative, strict=True)):
         base = HEAD + (place + 1) * ROW_PX - 3
@@ -165,14 +165,14 @@ class Gain:
     promised: float | None
 
 
-def gains(rows: Sequence[Gain], *, title: str, across: str) -> Drawing:
+def gains(rows: Sequence[Gain], *, title: str, x_label: str) -> Drawing:
     """One row a batch: the speed-up with its interval, the noise band around 1, the promised ratio as a dashed tick."""
     left, right = 58, WIDTH - 50
     bottom = HEAD + len(rows) * ROW_PX
     measured = [v for r in rows if r.ratio for v in (r.ratio.value, r.ratio.low, r.ratio.high)]
-    around = [v for r in rows for v in (*(r.noise or ()), r.promised or 1.0)]
-    x = linear([1.0, *measured, *around], start=left, end=right, zero=False)
-    marks = [grid_x(x, HEAD, bottom, across), legend([("dense against itself", "band"), ("reduced", "reduced")])]
+    ratios = [v for r in rows for v in (*(r.noise or ()), r.promised or 1.0)]
+    x = linear([1.0, *measured, *ratios], start=left, end=right, zero=False)
+    marks = [grid_x(x, HEAD, bottom, x_label), legend([("dense against itself", "band"), ("reduced", "reduced")])]
     if any(row.promised for row in rows):
         marks.append(text(WIDTH - 2, 13, "┆ promised by MACs", anchor="end"))
     marks.append(line("bound", (x.at(1), x.at(1)), (HEAD, bottom)))
@@ -208,13 +208,13 @@ class Change:
     after: float
 
 
-def dumbbells(rows: Sequence[Change], *, title: str, across: str, before: str, after: str) -> Drawing:
+def dumbbells(rows: Sequence[Change], *, title: str, x_label: str, before: str, after: str) -> Drawing:
     """One row a site on a logarithmic axis: an open ring before, a full dot after, a line between."""
     row_px = 22 if len(rows) <= 16 else 17
     left, right, head = 118, WIDTH - 16, 36
     bottom = head + len(rows) * row_px
     x = logarithmic([v for r in rows for v in (r.before, r.after)], start=left, end=right, least=LEAST_ERROR)
-    marks = [grid_x(x, head, bottom, across), legend([(before, "dense"), (after, "reduced")])]
+    marks = [grid_x(x, head, bottom, x_label), legend([(before, "dense"), (after, "reduced")])]
     for i, row in enumerate(rows):
         y, ends = head + (i + 0.5) * row_px, [x.at(max(value, LEAST_ERROR)) for value in (row.before, row.after)]
         tip = f"{row.label}: {row.before:.3g} before, {row.after:.3g} after"
@@ -234,13 +234,13 @@ class BoundedValue:
     status: str
 
 
-def bounded(rows: Sequence[BoundedValue], *, title: str, across: str) -> Drawing:
+def bounded(rows: Sequence[BoundedValue], *, title: str, x_label: str) -> Drawing:
     """One row a link on a logarithmic axis: the room up to the bound, and a dot in the colour of the status."""
     left, right, head = 8, WIDTH - 8, 6
     bottom = head + len(rows) * 46
     values = [v for r in rows for v in (r.value, r.bound or r.value) if math.isfinite(v)]
     x = logarithmic([*values, 1e-8, 1e-1], start=left, end=right, least=1e-8)
-    marks = [grid_x(x, head, bottom, across), *(_bounded(row, x, head + i * 46 + 32) for i, row in enumerate(rows))]
+    marks = [grid_x(x, head, bottom, x_label), *(_bounded(row, x, head + i * 46 + 32) for i, row in enumerate(rows))]
     return Drawing(title=title, height=bottom + 42, marks=tuple(marks))
 
 

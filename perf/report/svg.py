@@ -43,8 +43,8 @@ def group(tip: str, *marks: Markup) -> Markup:
     return element("g", element("title", tip), *marks)
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "") -> Markup:
-    return element("text", words, class_=css, x=x, y=y, text_anchor=anchor)
+def text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "") -> Markup:
+    return element("text", label, class_=css, x=x, y=y, text_anchor=anchor)
 
 
 def dot(x: float, y: float, css: str, radius: float = 4.0) -> Markup:
@@ -61,8 +61,8 @@ def bar(css: str, x: tuple[float, float], y: tuple[float, float], radius: float)
     return element("rect", class_=css, x=x[0], y=y[0], width=x[1] - x[0], height=y[1] - y[0], rx=radius)
 
 
-def path(css: str, way: str) -> Markup:
-    return element("path", class_=css, d=way)
+def path(css: str, path_data: str) -> Markup:
+    return element("path", class_=css, d=path_data)
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> Markup:
@@ -83,13 +83,13 @@ def grid_y(y: Scale, left: float, right: float, unit: str) -> Markup:
     return Markup("").join([*parts, text(right, 13, unit, anchor="end")])
 
 
-def grid_x(x: Scale, top: float, bottom: float, across: str) -> Markup:
+def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
     """A line and a label for each tick, what the axis shows below."""
     parts = []
     for tick in x.ticks:
         place = x.at(tick)
         parts += [line("grid", (place, place), (top, bottom)), text(place, bottom + 16, short(tick), anchor="middle")]
-    return Markup("").join([*parts, text((x.start + x.end) / 2, bottom + 35, across, anchor="middle")])
+    return Markup("").join([*parts, text((x.start + x.end) / 2, bottom + 35, x_label, anchor="middle")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,16 +191,18 @@ JUDGED_COLUMNS: tuple[tuple[str, Callable[[SiteLine], float | None]], ...] = (
 
 def sites(content: Content) -> Table:
     """Widths and residuals of every site; those on held-out images and of the residual stream where there are any."""
-    judged = [(name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in content.sites)]
+    judged_columns = [
+        (name, get) for name, get in JUDGED_COLUMNS if any(get(line) is not None for line in content.sites)
+    ]
     return Table(
         key="sites",
         title="Sites",
-        columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged)),
+        columns=(*(name for name, _ in SITE_COLUMNS), *(name for name, _ in judged_columns)),
         rows=tuple(
-            (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged))
+            (*(show(line) for _, show in SITE_COLUMNS), *(error(get(line)) for _, get in judged_columns))
             for line in content.sites
         ),
-        note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
+        note="An error on held-out images well above the one beside it is over-fitting." if judged_columns else "",
     )
 
 

@@ -117,7 +117,7 @@ class DecoderRunner:
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         places = range(self.length)
-        each = [self._told(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
+        each = [self._describe_binding(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
         return {LOGITS: np.concatenate(each, axis=1)}
 
     def bind(self, feeds: Feeds) -> HostBound:
@@ -125,7 +125,7 @@ class DecoderRunner:
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         if self.cached:
-            self._told(self._prepared(ids_BN[:, : self.cached], 0, cache))
+            self._describe_binding(self._prepared(ids_BN[:, : self.cached], 0, cache))
         binding = self._prepared(ids_BN[:, self.cached :], self.cached, cache)
         session = self._session
 
@@ -133,8 +133,8 @@ class DecoderRunner:
             session.run_with_iobinding(binding)
             return binding
 
-        self._told(binding)  # what the graph can't do is said here, in our words
-        return HostBound(call, outputs=lambda done: {LOGITS: _logits(done)})
+        self._describe_binding(binding)  # what the graph can't do is said here, in our words
+        return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -155,8 +155,8 @@ class DecoderRunner:
         """Raise BadInput for a graph that is no such decoder, or has another cache."""
         inputs = {node.name: node for node in self._session.get_inputs()}
         outputs = {node.name for node in self._session.get_outputs()}
-        wanted = {LOGITS, *(name.replace(_PAST, _PRESENT) for name in self._past)}
-        if inputs.keys() != {IDS, MASK, *self._past} or outputs != wanted:
+        expected_outputs = {LOGITS, *(name.replace(_PAST, _PRESENT) for name in self._past)}
+        if inputs.keys() != {IDS, MASK, *self._past} or outputs != expected_outputs:
             raise BadInput(
                 f"{self.path}: takes {', '.join(list(inputs)[:4])}, expected a decoder's graph of {self.cache.layers} "
                 f"layers: {IDS}, {MASK} and {_PAST}*, to {LOGITS} and {_PRESENT}*; write one by export-decoder"
@@ -186,7 +186,7 @@ class DecoderRunner:
         binding.bind_output(LOGITS, self.provider)
         return binding
 
-    def _told(self, binding: Any) -> NDArray[np.float32]:
+    def _describe_binding(self, binding: Any) -> NDArray[np.float32]:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # with buffers bound, ONNX Runtime raises its own errors or a bare RuntimeError

@@ -213,13 +213,13 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     sources = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
     sinks = [name for name in names if name not in sources]
-    known = {trt.float32: "float32", trt.int64: "int64", trt.int32: "int32", trt.bool: "bool", trt.uint8: "uint8"}
-    dtypes = {name: known.get(engine.get_tensor_dtype(name)) for name in names}
+    supported = {trt.float32: "float32", trt.int64: "int64", trt.int32: "int32", trt.bool: "bool", trt.uint8: "uint8"}
+    dtypes = {name: supported.get(engine.get_tensor_dtype(name)) for name in names}
     if not sources or not sinks or None in dtypes.values() or {dtypes[name] for name in sinks} != {"float32"}:
-        got = ", ".join(f"{name}: {engine.get_tensor_dtype(name)}" for name in names)
+        received = ", ".join(f"{name}: {engine.get_tensor_dtype(name)}" for name in names)
         raise BadInput(
-            f"{path}: expected inputs of {', '.join(known.values())} and float32 outputs, found {got}; export the "
-            "graph with a float32 border"
+            f"{path}: expected inputs of {', '.join(supported.values())} and float32 outputs, found {received}; export "
+            "the graph with float32 inputs and outputs"
         )
     inputs = tuple(
         Port(name=name, shape=tuple(engine.get_tensor_shape(name))[1:], dtype=str(dtypes[name])) for name in sources

@@ -77,9 +77,9 @@ class ModuleRunner:
         """Every call is made in inference mode, which changes nothing in an eval-mode module."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        there = {tensor.device.type for tensor in tensors} <= {self.device}
+        is_on_device = {tensor.device.type for tensor in tensors} <= {self.device}
         training = any(module.training for module in self.module.modules())
-        return self.mode == "eager" and there and floats <= {DTYPES[self.precision]} and not training
+        return self.mode == "eager" and is_on_device and floats <= {DTYPES[self.precision]} and not training
 
     def _copied(self) -> Any:
         module = copy.deepcopy(self.module).eval().requires_grad_(False).to(self.device, DTYPES[self.precision])
@@ -92,7 +92,7 @@ class ModuleRunner:
 
     def __call__(self, feeds: Feeds) -> Outputs:
         with torch.inference_mode():
-            return self._named(self._first(self._tensors(self._checked(feeds))))
+            return self._outputs_by_name(self._first(self._tensors(self._checked(feeds))))
 
     def bind(self, feeds: Feeds) -> Bound:
         if self.device == "cuda":
@@ -105,7 +105,7 @@ class ModuleRunner:
             with torch.inference_mode():
                 return self._forward(batch)
 
-        return HostBound(call, outputs=self._named)
+        return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.device == "cpu" else TorchAllocator()
@@ -133,7 +133,7 @@ class ModuleRunner:
     def _tensors(self, feeds: Feeds) -> Tensors:
         return tuple(torch.from_numpy(array).to(self.device) for array in feeds.values())
 
-    def _named(self, tensors: Tensors) -> Outputs:
+    def _outputs_by_name(self, tensors: Tensors) -> Outputs:
         return {
             port.name: np.asarray(tensor.cpu().numpy(), dtype=np.float32)
             for port, tensor in zip(self.outputs, tensors, strict=True)
@@ -175,7 +175,7 @@ def tensors_of_ports(answer: object, ports: Sequence[OutputPort], *, where: str)
     """What a module gave, one tensor for each port. Raises BadInput for anything else."""
     tensors = (answer,) if isinstance(answer, torch.Tensor) else answer
     if not isinstance(tensors, tuple) or [isinstance(each, torch.Tensor) for each in tensors] != [True] * len(ports):
-        got = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"
+        received = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"
         names = ", ".join(port.name for port in ports)
-        raise BadInput(f"{where}: gives {got}, expected {len(ports)} tensors in a tuple, or one bare: {names}")
+        raise BadInput(f"{where}: gives {received}, expected {len(ports)} tensors in a tuple, or one bare: {names}")
     return tensors

@@ -12,12 +12,22 @@ from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port, is_fusion_break
-from ground.precision import BFLOAT16, BY_ONNX, FLOAT8, FLOAT32, HALVES, QUANTISED, FloatType, mixed_of, type_of_word
+from ground.precision import (
+    BFLOAT16,
+    BY_ONNX,
+    FLOAT8,
+    FLOAT32,
+    HALVES,
+    QUANTISED,
+    FloatType,
+    mixed_with_float32,
+    type_by_name,
+)
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
-from .graph_borders import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
+from .graph_io import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
 from .memory import DeviceMemory, Gauge, resident_gauge
 from .protocol import HostBound
 
@@ -125,7 +135,7 @@ class OnnxRunner:
             staging, launch = self._staged(checked)
             return staging.run(launch)
         try:
-            return self._named(self._session.run(self._asked(), dict(checked)))
+            return self._outputs_by_name(self._session.run(self._output_names(), dict(checked)))
         except ort_errors(onnxruntime_here()) as error:
             if is_out_of_memory(error):
                 raise
@@ -140,8 +150,8 @@ class OnnxRunner:
         if self.provider != "cpu":
             return self._bind_cuda(checked)
         run = self._session.run
-        asked = self._asked()
-        return HostBound(lambda: run(asked, checked), outputs=self._named)
+        output_names = self._output_names()
+        return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge() if self.provider == "cpu" else DeviceMemory()
@@ -161,10 +171,10 @@ class OnnxRunner:
         """The feeds, if they have the types and the sizes that the graph fixes."""
         return checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
 
-    def _asked(self) -> list[str]:
+    def _output_names(self) -> list[str]:
         return [port.name for port in self.outputs]
 
-    def _named(self, arrays: Sequence[Any]) -> Outputs:
+    def _outputs_by_name(self, arrays: Sequence[Any]) -> Outputs:
         return {
             port.name: np.asarray(array, dtype=np.float32) for port, array in zip(self.outputs, arrays, strict=True)
         }
@@ -172,8 +182,8 @@ class OnnxRunner:
     def _input_ports(self) -> tuple[Port, ...]:
         nodes = self._session.get_inputs()
         if not nodes or any(_dtype(node.type) not in FED or not node.shape for node in nodes):
-            got = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
-            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {got}")
+            received = ", ".join(f"{node.name}: {node.type} {node.shape}" for node in nodes) or "none"
+            raise BadInput(f"{self.path}: expected inputs with a batch in front, of {', '.join(FED)}; found {received}")
         return tuple(Port(name=node.name, shape=_sizes(node.shape[1:]), dtype=_dtype(node.type)) for node in nodes)
 
     def _output_ports(self) -> tuple[OutputPort, ...]:
@@ -220,8 +230,8 @@ class OnnxRunner:
         return staging, launch
 
     def _output_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        asked = self._asked()
-        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in asked}
+        output_names = self._output_names()
+        shapes = {node.name: tuple(node.shape) for node in self._session.get_outputs() if node.name in output_names}
         for name, shape in shapes.items():
             if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
                 raise BadInput(
@@ -266,9 +276,9 @@ def onnx_precision(path: Path) -> str:
     """
     sizes: Counter[FloatType] = Counter()
     for tensor in read_onnx(path, weights=False).graph.initializer:
-        held_in = BY_ONNX.get(tensor.data_type)
-        if held_in is not None:
-            sizes[held_in] += held_in.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
+        float_type = BY_ONNX.get(tensor.data_type)
+        if float_type is not None:
+            sizes[float_type] += float_type.size_bytes * int(np.prod(tensor.dims, dtype=np.int64))
     if not sizes:
         return "unknown"
     quantised = [word for word, each in QUANTISED.items() if sizes[each] > 0.01 * sizes.total()]
@@ -276,18 +286,18 @@ def onnx_precision(path: Path) -> str:
         return quantised[0]
     most, size = sizes.most_common(1)[0]
     if size >= 0.99 * sizes.total():
-        return "fp32" if most is FLOAT32 else mixed_of(most).pure
-    return mixed_of(max(HALVES, key=lambda each: sizes[each])).name
+        return "fp32" if most is FLOAT32 else mixed_with_float32(most).pure
+    return mixed_with_float32(max(HALVES, key=lambda each: sizes[each])).name
 
 
 def _refuse_untyped(path: Path, precision: str) -> None:
     """What a CPU would do with such a graph is no run of it."""
-    held_in = type_of_word(precision)
-    if held_in in (BFLOAT16, FLOAT8):
+    float_type = type_by_name(precision)
+    if float_type in (BFLOAT16, FLOAT8):
         raise BadInput(
-            f"{path}: a {held_in.shown} graph, and ONNX Runtime's CPU kernels have no arithmetic in {held_in.name}: "
-            "(a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify rounds as it is typed "
-            "by itself"
+            f"{path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
+            f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
+            "rounds it by itself, as it is typed"
         )
 
 

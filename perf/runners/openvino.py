@@ -15,12 +15,12 @@ import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, Outputs, checked_feeds
-from ground.onnx_file import invalidity
+from ground.onnx_file import checker_error
 from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_borders import GraphBorders, borders_of_onnx
+from .graph_io import GraphIO, io_of_onnx
 from .memory import Gauge, resident_gauge
 from .onnx import onnx_precision
 from .protocol import HostBound
@@ -48,7 +48,7 @@ class OpenVinoRunner:
     path: Path
     arithmetic: Arithmetic | None = None
     threads: int | None = None
-    _borders: GraphBorders | None = field(default=None, init=False, repr=False)
+    _io: GraphIO | None = field(default=None, init=False, repr=False)
     _compiled: Any = field(default=None, init=False, repr=False)
     _describe: Flat = field(default_factory=dict, init=False, repr=False)
 
@@ -57,27 +57,29 @@ class OpenVinoRunner:
             raise BadInput(f"threads: at least 1, got {self.threads}")
 
     def __enter__(self) -> Self:
-        openvino, core = require_openvino(), the_core()
-        self._borders = borders_of_onnx(self.path)
-        if reason := invalidity(self.path):  # which may end the process there
+        openvino, core = require_openvino(), shared_core()
+        self._io = io_of_onnx(self.path)
+        if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
-        self._compiled = self._refused(lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it")
-        told, precision = Told.by(self._compiled), onnx_precision(self.path)
-        told.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
+        self._compiled = self._or_bad_input(
+            lambda: core.compile_model(str(self.path), "CPU", self._settings()), "load it"
+        )
+        settings, precision = CompiledSettings.of_model(self._compiled), onnx_precision(self.path)
+        settings.require("fp32" if self.arithmetic is None and precision == "fp32" else self.arithmetic, self.threads)
         self._describe = {
             "backend": "openvino",
             "version": openvino.__version__,
             "device": "cpu",
             "precision": precision,
-            "computed_in": "+".join(told.products),
-            "inference_precision": told.hint,
-            "execution_mode": told.execution_mode,
+            "computed_in": "+".join(settings.products),
+            "inference_precision": settings.hint,
+            "execution_mode": settings.execution_mode,
             "mode": "session",
             "cuda_graph": False,
             "flush_l2": False,
-            "threads": told.threads,
-            "openvino_streams": told.streams,
-            "pinning": told.pinning,
+            "threads": settings.threads,
+            "openvino_streams": settings.streams,
+            "pinning": settings.pinning,
             "clock": "host",
             "model": self.path.name,
         }
@@ -102,33 +104,33 @@ class OpenVinoRunner:
 
     @property
     def inputs(self) -> tuple[Port, ...]:
-        return self._entered.inputs
+        return self._entered_io.inputs
 
     @property
     def outputs(self) -> tuple[OutputPort, ...]:
-        return self._entered.outputs
+        return self._entered_io.outputs
 
     @property
     def fixed_batch(self) -> int | None:
         """The batch size that the graph fixes, None where it leaves it free."""
-        return self._entered.batch
+        return self._entered_io.batch
 
     @property
-    def _entered(self) -> GraphBorders:
-        assert self._borders is not None, "asked before the runner was entered"
-        return self._borders
+    def _entered_io(self) -> GraphIO:
+        assert self._io is not None, "asked before the runner was entered"
+        return self._io
 
     def __call__(self, feeds: Feeds) -> Outputs:
         request, _ = self._request(feeds)
-        self._refused(request.infer, "run it")
-        return self._answers(request)
+        self._or_bad_input(request.infer, "run it")
+        return self._outputs_of(request)
 
     def bind(self, feeds: Feeds) -> Bound:
-        request, held = self._request(feeds)
+        request, tensors = self._request(feeds)
 
         def answers(_: object) -> Outputs:
-            assert held  # what the request reads has to outlive it
-            return self._answers(request)
+            assert tensors  # what the request reads has to outlive it
+            return self._outputs_of(request)
 
         return HostBound(request.infer, outputs=answers)
 
@@ -143,28 +145,28 @@ class OpenVinoRunner:
         checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
         read = {name for port in self._compiled.inputs for name in port.names}
         openvino, request = require_openvino(), self._compiled.create_infer_request()
-        held = []
+        tensors = []
         for name, array in checked.items():
             if name in read:
-                held.append(openvino.Tensor(np.ascontiguousarray(array), shared_memory=True))
-                request.set_tensor(name, held[-1])
-        return request, held
+                tensors.append(openvino.Tensor(np.ascontiguousarray(array), shared_memory=True))
+                request.set_tensor(name, tensors[-1])
+        return request, tensors
 
-    def _answers(self, request: Any) -> Outputs:
+    def _outputs_of(self, request: Any) -> Outputs:
         return {port.name: np.array(request.get_tensor(port.name).data, dtype=np.float32) for port in self.outputs}
 
-    def _refused(self, work: Callable[[], Any], what: str) -> Any:
+    def _or_bad_input(self, work: Callable[[], Any], step: str) -> Any:
         try:
             return work()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).split())[-300:]
-            raise BadInput(f"{self.path}: OpenVINO cannot {what}: {reason}") from error
+            raise BadInput(f"{self.path}: OpenVINO cannot {step}: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class CompiledSettings:
     """What a compiled model says of how it runs; `products`: the types of its products of matrices."""
 
     products: tuple[str, ...]
@@ -175,7 +177,7 @@ class Told:
     pinning: bool
 
     @classmethod
-    def by(cls, compiled: Any) -> Self:
+    def of_model(cls, compiled: Any) -> Self:
         hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         layers = [layer.get_rt_info() for layer in compiled.get_runtime_model().get_ordered_ops()]
         types = {
@@ -201,8 +203,9 @@ class Told:
                     f"or for fp32, or run it on a CPU with instructions for {arithmetic}"
                 )
             raise Missing(
-                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
-                f"graph is typed: export the graph in fp32, or leave {arithmetic} away to run it as it is typed"
+                f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as "
+                f"the graph is typed: export the graph in fp32, or leave out {arithmetic} to run it in the graph's "
+                "types"
             )
         if threads is not None and self.threads != threads:
             raise Missing(
@@ -230,7 +233,7 @@ def require_openvino() -> Any:
 
 
 @cache
-def the_core() -> Any:
+def shared_core() -> Any:
     """One for the process, which is never given back: each gives this thread a stack for its signals and, when it goes,
     puts back the one that it found. Of two, that may be one that was freed meanwhile, and the next signal (that of a
     data loader's process that ended) ends the process. Raises Missing where OpenVINO is not installed.

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ground.errors import BadInput, is_out_of_memory
-from ground.feeds import Feeds, Outputs, checked_feeds, noise_of_ports
+from ground.feeds import Feeds, Outputs, checked_feeds, random_feeds
 from ground.ports import OutputPort, Port
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .graph_borders import role_of_rank
+from .graph_io import role_of_rank
 from .memory import Gauge, resident_gauge
 from .protocol import HostBound
 
@@ -68,7 +68,7 @@ class PackageRunner:
                 f"{self.path}: torch {torch.__version__} cannot load this package: {_short(error)}"
             ) from error
         if not self.outputs:
-            answer = self._run(self._tensors(noise_of_ports(self.inputs, 1, seed=0)))
+            answer = self._run(self._tensors(random_feeds(self.inputs, 1, seed=0)))
             self.outputs = tuple(
                 OutputPort(name=f"output_{index}", role=role_of_rank(tensor.ndim))
                 for index, tensor in enumerate(_each(answer))
@@ -85,7 +85,7 @@ class PackageRunner:
 
     def __call__(self, feeds: Feeds) -> Outputs:
         batch = self._tensors(feeds)
-        return self._named(self._run(batch))
+        return self._outputs_by_name(self._run(batch))
 
     def bind(self, feeds: Feeds) -> Bound:
         batch = self._tensors(feeds)
@@ -96,7 +96,7 @@ class PackageRunner:
             with torch.inference_mode():
                 return compiled(*batch)
 
-        return HostBound(call, outputs=self._named)
+        return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> Gauge | None:
         return resident_gauge()
@@ -143,7 +143,7 @@ class PackageRunner:
                 )
         return answer
 
-    def _named(self, answer: Any) -> Outputs:
+    def _outputs_by_name(self, answer: Any) -> Outputs:
         arrays = [np.asarray(tensor.float().numpy(), dtype=np.float32) for tensor in _each(answer)]
         return dict(zip([port.name for port in self.outputs], arrays, strict=True))
 

@@ -127,7 +127,7 @@ def _change(ratio: Interval | None) -> Change:
 
 
 def _line(row: ComparedRow) -> str:
-    ratio = "-" if row.ratio is None else row.ratio.words(".3f")
+    ratio = "-" if row.ratio is None else row.ratio.describe(".3f")
     figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
     return f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |"
 

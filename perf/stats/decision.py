@@ -24,20 +24,22 @@ def decide(low: float, high: float, breaks: Callable[[float], bool]) -> Decision
     return "FAIL" if True in broken else "PASS"
 
 
-def confidence_in_words(confidence: float) -> str:
+def confidence_text(confidence: float) -> str:
     return f"at {100 * confidence:.6g} % confidence"
 
 
-def held_against(figure: Interval, limit: str | None, confidence: float | None, number: Callable[[float], str]) -> str:
+def compared_with_limit(
+    figure: Interval, limit: str | None, confidence: float | None, number: Callable[[float], str]
+) -> str:
     """Such as: 98.44 % (91.67 % to 99.72 % at 95 % confidence), limit 98 %. No confidence for what is known exactly."""
-    words = number(figure.value)
+    sentence = number(figure.value)
     if confidence and figure.low < figure.high:
-        words += f" ({number(figure.low)} to {number(figure.high)} {confidence_in_words(confidence)})"
-    words += "" if limit is None else f", limit {limit}"
-    return f"{words} (the point alone decides)" if confidence == 0 and limit is not None else words
+        sentence += f" ({number(figure.low)} to {number(figure.high)} {confidence_text(confidence)})"
+    sentence += "" if limit is None else f", limit {limit}"
+    return f"{sentence} (the point alone decides)" if confidence == 0 and limit is not None else sentence
 
 
-def limit_in_percent(limit: float) -> str:
+def percent_limit(limit: float) -> str:
     return f"{100 * limit:.6g} %"
 
 
@@ -49,13 +51,13 @@ def share_against(share: float, least: float, *, count: int, noun: str, confiden
         return decide(ends.low, ends.high, lambda end: end < least)
 
     interval = share_interval(share, count, confidence)
-    words = held_against(interval, limit_in_percent(least), confidence, percent)
+    sentence = compared_with_limit(interval, percent_limit(least), confidence, percent)
     if (decision := decided(count)) != "INCONCLUSIVE":
-        return decision, words
-    return decision, f"{words}: {more_to_share(lambda other: decided(other) != 'INCONCLUSIVE', count, noun)}"
+        return decision, sentence
+    return decision, f"{sentence}: {samples_for_share(lambda other: decided(other) != 'INCONCLUSIVE', count, noun)}"
 
 
-def more_to_share(decides: Callable[[int], bool], count: int, noun: str) -> str:
+def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> str:
     """How many would decide about a share where `count` don't; `decides` tells it of any number."""
     needed = fewest(decides, count)
     if needed is None:
@@ -63,7 +65,7 @@ def more_to_share(decides: Callable[[int], bool], count: int, noun: str) -> str:
     return f"{STRADDLES}; about {needed:,} {noun} would decide if the share stays; these are {count:,}"
 
 
-def times_as_many(gap: float, width: float) -> float:
+def data_factor(gap: float, width: float) -> float:
     """How many times as much data takes an interval off a limit that its figure is `gap` away from and its end `width`:
     widths shrink with the square root of it; infinite where nobody measures so much.
     """
@@ -71,9 +73,9 @@ def times_as_many(gap: float, width: float) -> float:
     return times if times <= 1 + MOST_TIMES else math.inf
 
 
-def more_by_root(gap: float, width: float, count: int, noun: str) -> str:
+def samples_for_interval(gap: float, width: float, count: int, noun: str) -> str:
     """The same of a figure whose interval is drawn over `count`."""
-    times = times_as_many(gap, width)
+    times = data_factor(gap, width)
     if not math.isfinite(times):
         return f"the figure lies on the limit; these are {count:,} {noun} and many more would not decide"
     return f"{STRADDLES}; about {max(math.ceil(times * count), count + 1):,} {noun} would decide; these are {count:,}"

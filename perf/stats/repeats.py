@@ -18,7 +18,7 @@ def gain_on_repeats(row: Row, subject: str) -> Interval | None:
     return ratio_of_medians(slow, fast) if len(slow) and len(slow) == len(fast) else None
 
 
-def remembered(row: Row) -> Iterator[tuple[str, str]]:
+def cached_subjects(row: Row) -> Iterator[tuple[str, str]]:
     """The subjects that win by knowing their input, each with a sentence: the whole interval is above what passes."""
     for subject in row.repeat_blocks:
         gain = gain_on_repeats(row, subject)

@@ -43,7 +43,7 @@ def fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
     return high
 
 
-def fewest_that_show(least: float, confidence: float = DEFAULT_CONFIDENCE) -> int | None:
+def fewest_for_share(least: float, confidence: float = DEFAULT_CONFIDENCE) -> int | None:
     """How many have to agree, all of them, before the whole interval is at `least` or above; None where none do."""
     return fewest(lambda count: share_interval(1.0, count, confidence).low >= least)
 

@@ -7,7 +7,7 @@ import numpy as np
 from perf.record.runs import OUT_OF_TIME, Block, Row
 
 from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
-from .repeats import remembered
+from .repeats import cached_subjects
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
@@ -40,7 +40,7 @@ def _row_warnings(row: Row) -> Iterator[str]:
         elif not trial.warm_up_flat:
             yield f"{name}: the warm-up reached its time limit before the times were flat"
         yield from (f"{name}: {text}" for text in _block_warnings(row.blocks, name))
-    yield from (f"{name}: {text}" for name, text in remembered(row))
+    yield from (f"{name}: {text}" for name, text in cached_subjects(row))
     yield from (f"{name}: no memory to try it on varied batches" for name, own in row.repeat_blocks.items() if not own)
     yield from row.left_out
     yield from _left_out(row.blocks)
@@ -48,13 +48,13 @@ def _row_warnings(row: Row) -> Iterator[str]:
 
 
 def _left_out(blocks: Sequence[Block]) -> Iterator[str]:
-    total, whole = len({block.round for block in blocks}), len(whole_rounds(blocks))
+    total, complete = len({block.round for block in blocks}), len(whole_rounds(blocks))
     interrupted = interrupted_share(blocks)
-    if 0 < whole < MIN_ROUNDS:
-        yield f"{whole} rounds are too few for an interval, {MIN_ROUNDS} make one; give a longer --time-limit"
-    if whole < total:
+    if 0 < complete < MIN_ROUNDS:
+        yield f"{complete} rounds are too few for an interval, {MIN_ROUNDS} make one; give a longer --time-limit"
+    if complete < total:
         reasons = sorted({block.dropped for block in blocks if block.dropped})
-        yield f"{total - whole} of {total} rounds left out: {'; '.join(reasons)}"
+        yield f"{total - complete} of {total} rounds left out: {'; '.join(reasons)}"
     if is_disturbed(blocks):
         yield (
             f"disturbed: other programs took the CPU from {100 * interrupted:.0f} % of the calls, or there are more "

@@ -56,7 +56,7 @@ class Interval:
         """Value, low and high for records of figures, which have no infinity."""
         return (self.value, self.low, self.high) if self.is_bounded else (self.value, None, None)
 
-    def words(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
+    def describe(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
         """Such as 1.25 (1.20 to 1.31), each number in this format; without bounds it says so."""
         shown = bounds.format(format(self.low, form), format(self.high, form)) if self.is_bounded else f" ({UNBOUNDED})"
         return format(self.value, form) + shown
@@ -228,11 +228,11 @@ def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int6
     pooled, owner = np.concatenate(rounds), np.repeat(np.arange(len(rounds)), [len(times) for times in rounds])
     order = np.argsort(pooled)
     pooled, owner = pooled[order], owner[order]
-    drawn = np.empty(len(drawn_DR))
+    percentiles = np.empty(len(drawn_DR))
     for index, row in enumerate(drawn_DR):
-        reached = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
-        drawn[index] = pooled[np.searchsorted(reached, percent / 100 * reached[-1] - 1e-9)]
-    return drawn
+        cumulative = np.cumsum(np.bincount(row, minlength=len(rounds))[owner])
+        percentiles[index] = pooled[np.searchsorted(cumulative, percent / 100 * cumulative[-1] - 1e-9)]
+    return percentiles
 
 
 def _log_binomial(count: int, hits: int, share: float) -> float:

@@ -106,13 +106,15 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
     but for those of `repeats`, which are held to a limit of their own.
     """
     rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
-    apart = any(block.end_to_end_ms is not None for row in bench.rows for block in row.blocks)
+    has_end_to_end = any(block.end_to_end_ms is not None for row in bench.rows for block in row.blocks)
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
     return Summary(
         reference=bench.reference.name,
         candidate=bench.candidate.name,
         rows=rows,
-        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in bench.rows) if apart else (),
+        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in bench.rows)
+        if has_end_to_end
+        else (),
         knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
@@ -160,7 +162,7 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     faster = speedup(row.blocks, reference, candidate, measure, confidence)
     again = f"{reference} again"
     disturbed = is_disturbed(row.blocks)
-    rounds, whole = {block.round for block in row.blocks}, whole_rounds(row.blocks)
+    rounds, complete = {block.round for block in row.blocks}, whole_rounds(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
@@ -168,8 +170,8 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
         speedup=faster,
         noise=speedup(row.noise_blocks, reference, again, measure, confidence) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
-        rounds=len(whole if disturbed else quiet_spans(row.blocks)),
-        dropped_rounds=len(rounds) - len(whole),
+        rounds=len(complete if disturbed else quiet_spans(row.blocks)),
+        dropped_rounds=len(rounds) - len(complete),
         disturbed=disturbed,
         stop=row.stop,
         repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},

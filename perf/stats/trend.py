@@ -101,8 +101,8 @@ def trend_of(history: History, newest: Release) -> Trend:
 
 def latency_values(series: Series) -> tuple[list[int], list[float]]:
     """Releases that have a figure, and the figure as something that grows with the time."""
-    known = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
-    places, values = [place for place, _ in known], [value for _, value in known]
+    measured = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
+    places, values = [place for place, _ in measured], [value for _, value in measured]
     return places, [1 / value for value in values] if series.unit == "x" else values
 
 

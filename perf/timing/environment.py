@@ -56,8 +56,8 @@ def cpu_name() -> str:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:

@@ -49,14 +49,14 @@ def lost_time(
     if not accounts:
         yield None
         return
-    seen, waited = switches(), _waited_ns(accounts)
+    last_switches, waited = switches(), _waited_ns(accounts)
 
     def lost_ns() -> int:
-        nonlocal seen, waited
+        nonlocal last_switches, waited
         now = switches()
-        if now == seen:
+        if now == last_switches:
             return 0
-        seen, before = now, waited
+        last_switches, before = now, waited
         waited = _waited_ns(accounts)
         return max(waited - before, 0)
 

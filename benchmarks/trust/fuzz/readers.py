@@ -37,7 +37,7 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.rounding import round_file
-from perf.runners.graph_borders import borders_of_onnx
+from perf.runners.graph_io import io_of_onnx
 
 from .content import (
     GRAPH,
@@ -252,7 +252,7 @@ def readers(home: Path) -> Readers:
         "ONNX graphs": [
             Format(name=f"{name}.onnx", whole=graphs, read=read, values=GRAPH)
             for name, read in {
-                "checked": _read_graph, "facts": facts_of_onnx, "borders": borders_of_onnx, "rounded": _round_graph,
+                "checked": _read_graph, "facts": facts_of_onnx, "borders": io_of_onnx, "rounded": _round_graph,
             }.items()
         ],
         "images": [

@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def list_of_engines() -> Path:
+def engine_list_path() -> Path:
     """Where the list stands, or will."""
-    told = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (told if told.is_absolute() else Path.home() / ".local" / "state") / "corp-deploy" / "engines"
+    state_home = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "corp-deploy" / "engines"
 
 
-def note_built(sha256: str) -> None:
+def record_built_engine(sha256: str) -> None:
     """Add an engine. Where the list can't be written, it will count as one from elsewhere."""
     with suppress(OSError, RuntimeError):
-        path = list_of_engines()
+        path = engine_list_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -28,10 +28,10 @@ def note_built(sha256: str) -> None:
             os.close(handle)
 
 
-def was_built_here(sha256: str) -> bool:
+def is_built_here(sha256: str) -> bool:
     """Whether it is in the list."""
     try:
-        with list_of_engines().open("rb") as lines:
+        with engine_list_path().open("rb") as lines:
             return any(line.strip() == sha256.encode() for line in lines)
     except (OSError, RuntimeError):
         return False

@@ -20,7 +20,7 @@ READ = (*FED, "float16", "float64", "int8", "int16", "uint16", "uint32", "uint64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphBorders:
+class GraphIO:
     """Its inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that it fixes."""
 
     inputs: tuple[Port, ...]
@@ -28,19 +28,19 @@ class GraphBorders:
     batch: int | None
 
 
-def borders_of_onnx(path: Path) -> GraphBorders:
+def io_of_onnx(path: Path) -> GraphIO:
     """Raises BadInput for what is no graph, for inputs of types that nothing here feeds, and for no outputs or those of
     types that nothing here reads.
     """
     proto = read_onnx(path, weights=False)
-    held = {tensor.name for tensor in proto.graph.initializer}
-    values = [value for value in proto.graph.input if value.name not in held]
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    values = [value for value in proto.graph.input if value.name not in initializers]
     answers = [value for value in proto.graph.output if not is_fusion_break(value.name)]
     require_read({value.name: dtype_of(value) for value in answers}, path)
     note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
     roles = roles_of_note(note, path)
     sizes = [_sizes(value) for value in values]
-    return GraphBorders(
+    return GraphIO(
         inputs=_input_ports(path, values, sizes),
         outputs=tuple(
             OutputPort(name=value.name, role=roles.get(value.name, role_of_rank(len(_sizes(value)))))
@@ -53,8 +53,8 @@ def borders_of_onnx(path: Path) -> GraphBorders:
 def require_read(types: Mapping[str, str], path: Path) -> None:
     """Raise BadInput for no outputs, and for those whose types answers can't be read of."""
     if not types or not all(each in READ for each in types.values()):
-        got = ", ".join(f"{name}: {each}" for name, each in types.items())
-        raise BadInput(f"{path}: expected outputs that are tensors of {', '.join(READ)}; found {got or 'none'}")
+        received = ", ".join(f"{name}: {each}" for name, each in types.items())
+        raise BadInput(f"{path}: expected outputs that are tensors of {', '.join(READ)}; found {received or 'none'}")
 
 
 def roles_of_note(note: str, path: Path) -> dict[str, Role]:
@@ -78,9 +78,9 @@ def _input_ports(path: Path, values: Sequence[Any], sizes: Sequence[tuple[int, .
     types = [dtype_of(value) for value in values]
     if not values or not all(each in FED for each in types) or not all(sizes):
         pairs = zip(values, types, sizes, strict=True)
-        got = ", ".join(f"{value.name}: {each} {list(shape)}" for value, each, shape in pairs)
+        received = ", ".join(f"{value.name}: {each} {list(shape)}" for value, each, shape in pairs)
         expected = f"expected inputs with a batch in front, of {', '.join(FED)}"
-        raise BadInput(f"{path}: {expected}; found {got or 'none'}")
+        raise BadInput(f"{path}: {expected}; found {received or 'none'}")
     return tuple(
         Port(name=value.name, shape=shape[1:], dtype=each)
         for value, each, shape in zip(values, types, sizes, strict=True)

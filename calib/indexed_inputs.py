@@ -9,7 +9,7 @@ from ground.errors import BadInput
 from .input_set import Batch
 
 
-class InOrder:
+class IndexedInputs:
     """What has `ids` [count] and gives the tensors of any positions."""
 
     __slots__ = ()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ground.errors import BadInput, Missing, is_out_of_memory
-from ground.feeds import Feeds, batch_of, batch_size, checked_answers, feeds_of_ports
+from ground.feeds import Feeds, batch_of, batch_size, checked_outputs, feeds_of_ports
 from perf.parity.structure import StructuralTest, timed_run
 from perf.record.runs import BenchTrial
 from perf.runners.memory import Ledger
@@ -46,12 +46,12 @@ class Sample:
             return None
         batch = batch_size(self.feeds)
         where = f"{name} ({self.runner.describe().get('model', 'in memory')})"
-        timed = checked_answers(self.bound.outputs(self._answer), batch, where=where)
+        timed = checked_outputs(self.bound.outputs(self._answer), batch, where=where)
         return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class BoundSubject:
     """How a subject fared so far at a batch size, all its calls being warm-up; `bound` is None where it can't run."""
 
     trial: BenchTrial = field(default_factory=lambda: BenchTrial(status="ok"))
@@ -73,7 +73,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
+class OpenedSubject:
     """Its runners, as many as streams, the memory booked on them, and what was bound lately."""
 
     name: str
@@ -96,14 +96,14 @@ class Station:
     def tests(self) -> list[StructuralTest]:
         """What was timed on all that was bound, against plain calls; it is let go of."""
         tests = [sample.test(self.name) for sample in self._samples]
-        self.leave()
+        self.release()
         return [test for test in tests if test is not None]
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let go of what was bound."""
         self._samples.clear()
 
-    def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> Ready:
+    def first_call(self, feeds: Feeds, batch: int, plan: Plan, limit: TimeLimit) -> BoundSubject:
         """The batch gathered, bound, and called once if there is time left."""
 
         def work() -> tuple[Bound, WarmUp]:
@@ -111,15 +111,15 @@ class Station:
             late = limit.left_s <= 0
             return bound, WarmUp(samples_ms=(), flat=False) if late else warm_up(bound, plan, limit.clock, limit_s=0.0)
 
-        return self._tried(Ready(), work)
+        return self._tried(BoundSubject(), work)
 
-    def warmed(self, ready: Ready, plan: Plan, limit: TimeLimit, limit_s: float) -> Ready:
+    def warmed(self, ready: BoundSubject, plan: Plan, limit: TimeLimit, limit_s: float) -> BoundSubject:
         """Called until the times are flat, or for so many seconds: one call more at least."""
         bound, begun = ready.bound, ready.trial.warm_up_samples_ms
         assert bound is not None, self.name
         return self._tried(ready, lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
 
-    def _tried(self, before: Ready, work: Callable[[], tuple[Bound, WarmUp]]) -> Ready:
+    def _tried(self, before: BoundSubject, work: Callable[[], tuple[Bound, WarmUp]]) -> BoundSubject:
         """To run out of memory or to fail is a finding about a batch size, not the sweep's end."""
         try:
             (bound, warmed), peak = (work(), None) if self.ledger is None else self.ledger.phase(work)
@@ -127,7 +127,9 @@ class Station:
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}"[:500]
-            return Ready(trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message))
+            return BoundSubject(
+                trial=BenchTrial(status="oom" if is_out_of_memory(error) else "failed", message=message)
+            )
         trial = replace(
             before.trial,
             warm_up_samples_ms=warmed.samples_ms,
@@ -135,4 +137,4 @@ class Station:
             peak_memory_bytes=peak if peak is None else max(peak, before.trial.peak_memory_bytes or 0),
             peak_memory_method=None if self.ledger is None else self.ledger.gauge.method,
         )
-        return Ready(trial=trial, bound=bound)
+        return BoundSubject(trial=trial, bound=bound)

@@ -14,62 +14,62 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from .errors import BadInput
-from .files import below, leaves, regular, settle, temporary_beside, text_from_file
+from .files import escapes_directory, flush_to_disk, path_inside, regular_file, temporary_beside, text_from_file
 
 FORMER = ".former"
 _ABSENT = ".absent.json"
 
 
 @contextmanager
-def replacing_all(directory: Path, names: Sequence[str], *, gone: Sequence[str] = ()) -> Iterator[list[Path]]:
+def replacing_files(directory: Path, names: Sequence[str], *, removed: Sequence[str] = ()) -> Iterator[list[Path]]:
     """Temporary paths for files of one directory, which all appear there when the body ends well, and those called
-    `gone` go; or nothing changes. Processes that write there come one after the other.
+    `removed` go; or nothing changes. Processes that write there come one after the other.
 
-    What a killed process left between two renames is put back by the next one, or by `put_back`. A directory that was
-    made for files that failed goes again.
+    What a killed process left between two renames is put back by the next one, or by `roll_back_interrupted`. A
+    directory that was created for files that failed is removed.
     """
     folders = {folder for name in names for folder in (directory / name).parents}
-    made = sorted((each for each in folders if not each.exists()), reverse=True)
+    created = sorted((each for each in folders if not each.exists()), reverse=True)
     try:
         with ExitStack() as stack:
             temporaries = [stack.enter_context(temporary_beside(directory / name)) for name in names]
             yield temporaries
-            install_all(directory, dict(zip(names, temporaries, strict=True)), gone=gone)
+            install_files(directory, dict(zip(names, temporaries, strict=True)), removed=removed)
     except BaseException:
-        for each in made:
+        for each in created:
             with suppress(OSError):
                 each.rmdir()
         raise
 
 
-def install_all(directory: Path, moves: Mapping[str, Path], *, gone: Sequence[str] = ()) -> None:
+def install_files(directory: Path, moves: Mapping[str, Path], *, removed: Sequence[str] = ()) -> None:
     """Move files, and folders to where nothing is, from elsewhere on this disk to these places below the directory,
-    all or none, as `replacing_all`. Raises BadInput for another thing in the way.
+    all or none, as `replacing_files`. Raises BadInput for another thing in the way.
     """
     for source in moves.values():
         for each in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if each.is_file():
-                settle(each)
-    with one_at_a_time(directory):
+                flush_to_disk(each)
+    with exclusive_access(directory):
         _roll_back(directory)
         for stale in directory.glob(f"{FORMER}-*"):
             shutil.rmtree(stale, ignore_errors=True)
         for name, source in moves.items():
             if source.is_dir() and os.path.lexists(directory / name):
                 raise BadInput(f"{directory / name}: in the way; remove it, or give another name")
-            regular(directory / name)
-        _install(directory, moves, gone)
+            regular_file(directory / name)
+        _install(directory, moves, removed)
 
 
-def put_back(directory: Path) -> None:
+def roll_back_interrupted(directory: Path) -> None:
     """What stood there before a process was killed in the midst of replacing it; nothing where none was."""
     if (directory / FORMER).is_dir():
-        with one_at_a_time(directory):
+        with exclusive_access(directory):
             _roll_back(directory)
 
 
 @contextmanager
-def one_at_a_time(directory: Path) -> Iterator[None]:
+def exclusive_access(directory: Path) -> Iterator[None]:
     """Others who ask for the same directory wait until the body or this process ends; where the file system knows no
     locks, nobody does.
     """
@@ -82,16 +82,16 @@ def one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _install(directory: Path, moves: Mapping[str, Path], gone: Sequence[str]) -> None:
+def _install(directory: Path, moves: Mapping[str, Path], removed: Sequence[str]) -> None:
     """Each to its place, all or none."""
     journal = directory / f"{FORMER}-{secrets.token_hex(4)}"
     try:
-        _write_journal(journal, directory, (*moves, *gone))
+        _write_journal(journal, directory, (*moves, *removed))
         journal.rename(directory / FORMER)
         for name, source in moves.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             source.replace(directory / name)
-        for name in gone:
+        for name in removed:
             (directory / name).unlink(missing_ok=True)
         (directory / FORMER).rename(journal)
     except BaseException:
@@ -113,7 +113,7 @@ def _write_journal(journal: Path, directory: Path, names: Sequence[str]) -> None
                 os.link(directory / name, journal / name)
             except OSError:  # a file system without hard links
                 shutil.copyfile(directory / name, journal / name)
-                settle(journal / name)
+                flush_to_disk(journal / name)
 
 
 def _first_absent(directory: Path, name: str) -> str:
@@ -128,7 +128,7 @@ def _absent(journal: Path) -> list[str]:
         names = msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
     except (msgspec.DecodeError, FileNotFoundError):
         names = [""]
-    if any(map(leaves, names)):
+    if any(map(escapes_directory, names)):
         raise BadInput(f"{journal}: not what this tool left there; look at it, and remove it")
     return names
 
@@ -152,8 +152,8 @@ def _roll_back(directory: Path) -> None:
     for path in sorted(journal.rglob("*")):
         if path.is_file() and path.name != _ABSENT:
             name = str(path.relative_to(journal))
-            below(journal, name, where=str(journal))
-            path.replace(below(directory, name, where=str(journal)))
+            path_inside(journal, name, where=str(journal))
+            path.replace(path_inside(directory, name, where=str(journal)))
     done = directory / f"{FORMER}-{secrets.token_hex(4)}"
     journal.rename(done)
     shutil.rmtree(done, ignore_errors=True)

@@ -22,7 +22,7 @@ _POOLED = ("logits", "embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
+class ExpectedPort:
     """What one input or output has to show. `rank` counts the batch, `sizes` do not; None where any will do.
 
     `pooled` says that it holds one vector for each input, so that a rank of 3 means vectors that were not pooled.
@@ -35,13 +35,13 @@ class Border:
     pooled: bool = False
 
 
-def border_reasons(
+def port_mismatches(
     proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
 ) -> Iterator[str]:
     """Every way in which the graph's borders are not these ports; None takes what the graph's own notes say."""
     try:
-        expected_inputs = _input_borders(noted_inputs(proto) if inputs is None else inputs)
-        expected_outputs = _output_borders(noted_outputs(proto) if outputs is None else outputs)
+        expected_inputs = _expected_inputs(noted_inputs(proto) if inputs is None else inputs)
+        expected_outputs = _expected_outputs(noted_outputs(proto) if outputs is None else outputs)
     except BadInput as error:
         yield str(error)
         return
@@ -52,39 +52,42 @@ def border_reasons(
         yield from _batch_reasons([*values_in, *proto.graph.output])
 
 
-def _input_borders(ports: Sequence[Port] | None) -> list[Border]:
+def _expected_inputs(ports: Sequence[Port] | None) -> list[ExpectedPort]:
     if ports is None:
-        return [Border(name="images", dtype="float32", rank=4)]
-    return [Border(name=port.name, dtype=port.dtype, rank=1 + len(port.shape), sizes=port.shape) for port in ports]
-
-
-def _output_borders(ports: Sequence[OutputPort]) -> list[Border]:
+        return [ExpectedPort(name="images", dtype="float32", rank=4)]
     return [
-        Border(name=port.name, dtype="float32", rank=_RANKS[port.role], pooled=port.role in _POOLED) for port in ports
+        ExpectedPort(name=port.name, dtype=port.dtype, rank=1 + len(port.shape), sizes=port.shape) for port in ports
     ]
 
 
-def _side_reasons(side: str, values: Sequence[ValueInfoProto], borders: Sequence[Border]) -> Iterator[str]:
-    names = [border.name for border in borders]
+def _expected_outputs(ports: Sequence[OutputPort]) -> list[ExpectedPort]:
+    return [
+        ExpectedPort(name=port.name, dtype="float32", rank=_RANKS[port.role], pooled=port.role in _POOLED)
+        for port in ports
+    ]
+
+
+def _side_reasons(side: str, values: Sequence[ValueInfoProto], ports: Sequence[ExpectedPort]) -> Iterator[str]:
+    names = [port.name for port in ports]
     if [value.name for value in values] != names:
         expected = f"one {side} named {names[0]!r}" if len(names) == 1 else f"the {side}s {', '.join(map(repr, names))}"
         yield f"expected {expected}, found {', '.join(value.name for value in values) or 'none'}"
         return
-    for value, border in zip(values, borders, strict=True):
-        yield from _tensor_reasons(value, border)
+    for value, port in zip(values, ports, strict=True):
+        yield from _tensor_reasons(value, port)
 
 
-def _tensor_reasons(value: ValueInfoProto, border: Border) -> Iterator[str]:
-    if dtype_of(value) != border.dtype:
-        yield f"{border.name} must be {border.dtype}, got {dtype_of(value)}"
+def _tensor_reasons(value: ValueInfoProto, port: ExpectedPort) -> Iterator[str]:
+    if dtype_of(value) != port.dtype:
+        yield f"{port.name} must be {port.dtype}, got {dtype_of(value)}"
     dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
     fixed = len(dims) > 1 and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
-    if not fixed or border.rank not in (None, len(dims)):
-        rank = "" if border.rank is None else f"rank {border.rank} with "
-        hint = "; export a model whose output is pooled" if border.pooled and len(dims) == 3 else ""
-        yield f"{border.name} must have {rank}a fixed size behind the batch, got {dims}{hint}"
-    elif border.sizes is not None and tuple(dims[1:]) != border.sizes:
-        yield f"{border.name} must have the sizes {list(border.sizes)} behind the batch, got {dims[1:]}"
+    if not fixed or port.rank not in (None, len(dims)):
+        rank = "" if port.rank is None else f"rank {port.rank} with "
+        hint = "; export a model whose output is pooled" if port.pooled and len(dims) == 3 else ""
+        yield f"{port.name} must have {rank}a fixed size behind the batch, got {dims}{hint}"
+    elif port.sizes is not None and tuple(dims[1:]) != port.sizes:
+        yield f"{port.name} must have the sizes {list(port.sizes)} behind the batch, got {dims[1:]}"
 
 
 def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:
@@ -95,6 +98,6 @@ def _batch_reasons(values: Sequence[ValueInfoProto]) -> Iterator[str]:
         yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
 
 
-def _listed(words: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """`a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
