@@ -261,7 +261,7 @@ def test_a_budget_is_used_and_kept_to(name: str) -> None:
     plan = planner.widths_at(share)
     used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
     assert share - 0.04 < used <= share
-    assert f"{used:.1%} of the dense macs used" in plan.said[0]
+    assert f"{used:.1%} of the dense macs used" in plan.decisions[0]
     least = planner.narrowest()
     assert least < 0.5
     narrowest = reduce(own.model, moments(name), asked, widths=planner.widths_at(least + 1e-9).widths).model

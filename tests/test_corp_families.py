@@ -92,7 +92,7 @@ def test_a_budget_holds_for_the_counted_number(family: str, share: float, curren
     plan = planner.widths_at(share)
     reduced = reduce(own.model, moments(family), best(), widths=plan.widths).model
     used = count(reduced) / count(own.model)
-    assert plan.said[0].startswith(f"budget: {used:.1%} of the dense {currency} used")
+    assert plan.decisions[0].startswith(f"budget: {used:.1%} of the dense {currency} used")
     assert used <= share
 
 

@@ -278,7 +278,7 @@ def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) ->
     assert [each.dtype for each in model.parameters()][:1] == [torch.float32]
     assert family_of(model).classes(model) == 0
     (site,) = sites_of(model).every
-    assert site.words() == words
+    assert site.describe() == words
     with torch.no_grad():
         for name, (*_, last) in mlps.items():
             model.get_parameter(f"{name}.{last}.weight".removeprefix("."))[:, ::2] = 0.0

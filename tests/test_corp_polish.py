@@ -151,8 +151,8 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(
             raise Stopped
 
     with pytest.raises(Stopped):
-        polished(dense, start, images, asked, state=state, done=interrupt)
-    again = polished(dense, start, images, asked, state=state, done=heard.append)
+        polished(dense, start, images, asked, state=state, on_progress=interrupt)
+    again = polished(dense, start, images, asked, state=state, on_progress=heard.append)
     assert_same(again.model, whole.model)
     steps = 48
     assert stop_at < len(heard) <= steps + stop_at

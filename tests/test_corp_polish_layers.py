@@ -66,7 +66,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
             )
             expected, lacking = ((ahead - behind) / 2e-5)[:, tokens], (pair.target - now)[:, tokens]
             torch.testing.assert_close(piece.tangent.along(change_RD), expected.flatten(0, 1), rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(piece.lacking_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(piece.residual_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
             assert (piece.weight_X is None) == (pair.sizes_BN is None)
             heaviest.append(0.0 if piece.weight_X is None else float(piece.weight_X.max()))
         looked_at.append(name)

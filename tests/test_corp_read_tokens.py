@@ -134,7 +134,7 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
     errors = {}
     for reads in (None, "all", "pooled"):
         reduction = reduce_by_closed_loop(model, images, HALF, loop=Loop(reads=reads))
-        assert any("only places that outputs read" in said for said in reduction.said) == (reads == "pooled")
+        assert any("only places that outputs read" in said for said in reduction.decisions) == (reads == "pooled")
         found = features(reduction.model)
         errors[reads] = relative_error(found[:, 1:], dense[:, 1:]), relative_error(found[:, :1], dense[:, :1])
     assert errors[None] == errors["all"]

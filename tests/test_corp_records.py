@@ -38,7 +38,7 @@ def test_an_option_is_one_of_the_command_and_of_python(name: str, option: Option
     parameter = inspect.signature(getattr(corp_deploy, name)).parameters[option.name]
     assert parameter.default == option.default
     assert f"`{option.name}`: " in (getattr(corp_deploy, name).__doc__ or "")
-    kept = option.taken(None)
+    kept = option.converted(None)
     assert kept is None or option.of.holds(kept)
 
 

@@ -128,8 +128,8 @@ def test_every_convolution_has_the_dense_means_and_variances(name: str, how: str
     assert farthest(plain.model, checkpoint(name).model) > 1e-2  # it can tell
     own = given_by(checkpoint(name).model, pixels(COUNT))
     assert len(own) == sum(isinstance(each, nn.Conv2d) for each in library(name).modules())
-    assert "means and variances" in rescaled.said[-1]
-    assert not any("means and variances" in said for said in plain.said)
+    assert "means and variances" in rescaled.decisions[-1]
+    assert not any("means and variances" in said for said in plain.decisions)
 
 
 @pytest.mark.parametrize("name", ["resnet18d", "small_efficientnet"])

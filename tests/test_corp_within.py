@@ -129,8 +129,8 @@ def test_bisection_ends_where_a_scan_of_all_budgets_does(
     assert measured_by_hand(home, result.model, limit.measure) == pytest.approx(by_hand[answer["share"]], rel=1e-6)
     assert answer["judged"]["low"] <= answer["judged"]["value"] <= answer["judged"]["high"]
     assert len(record["trials"]) <= 7
-    assert f"{len(record['trials'])} models were reduced and judged" in planned.said[0]
-    assert f"on {JUDGING} images that the calibration left out" in planned.said[0]
+    assert f"{len(record['trials'])} models were reduced and judged" in planned.decisions[0]
+    assert f"on {JUDGING} images that the calibration left out" in planned.decisions[0]
 
 
 class FakeModel(nn.Module):
@@ -154,7 +154,7 @@ class FakePlanner:
     probe = SimpleNamespace(model=None)
 
     def widths_at(self, share: float) -> WidthPlan:
-        return WidthPlan(method=METHOD, widths={}, said=(f"{share}",))
+        return WidthPlan(method=METHOD, widths={}, decisions=(f"{share}",))
 
     def narrowest(self) -> float:
         return 0.25
@@ -191,12 +191,12 @@ def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.M
     errors = {step / STEPS: float(0.4 * (1 - step / STEPS) + 0.05 * abs(noise[step])) for step in range(1, STEPS)}
 
     def as_planned(plan: WidthPlan) -> Reduction:
-        return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.said[0])])))
+        return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.decisions[0])])))
 
     judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
     request = WithinRequest(limit=Limit(measure="error", value=0.15))
     result, plan = smallest_within(request, cast(BudgetPlanner, FakePlanner()), judging, as_planned)
-    share = float(plan.said[1])
+    share = float(plan.decisions[1])
     assert cast(FakeModel, result.model).error == errors[share] <= 0.15
     assert share <= 0.26 or errors[round(share - 0.01, 2)] > 0.15
 
@@ -211,7 +211,7 @@ def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_noth
         return smallest_within(request, planner, judging, lambda plan: reduced(home, plan))
 
     _, plan = smallest("agreement 0.01")
-    assert "no widths are narrower" in plan.said[0]
+    assert "no widths are narrower" in plan.decisions[0]
     with pytest.raises(BadInput, match=r"out of reach on 40 images .* keeps 0\.99 of the dense macs and gives"):
         smallest("error 1e-9")
 

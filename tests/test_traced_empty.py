@@ -178,9 +178,9 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
 
 def test_what_can_go_whole_is_told() -> None:
     sites = [site for site in sites_of(dense().model).every if isinstance(site, TracedSite)]
-    whole = {site.name for site in sites if site.severed is not None}
+    whole = {site.name for site in sites if site.whole_removal is not None}
     assert {MLP, VALUES} <= whole
-    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.severed is not None)
+    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)
 
 
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])

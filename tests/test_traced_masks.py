@@ -49,7 +49,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
     checkpoint, texts = loaded(tmp_path, SHORT)
     model, (tokens, *_) = checkpoint.model, texts.batches(5)
     own = tracing(model)
-    at = [None, *(cut.node for cut in cuts(own.found)), None]
+    at = [None, *(cut.node for cut in cuts(own.analysis)), None]
     assert [node.name for node in along(own.program)] == ["attention_mask"]
     x, mask = named(tokens).values()
     assert not bool(mask.all())
@@ -59,7 +59,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
         torch.testing.assert_close(x, run_model(model, tokens))
     *blocks, pooling = own.segments
     assert [segment.name for segment in blocks] == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn", "mlp")]
-    assert pooling.held == {"blocks.1.norm2.weight", "blocks.1.norm2.bias"}
+    assert pooling.weights == {"blocks.1.norm2.weight", "blocks.1.norm2.bias"}
 
 
 def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
@@ -115,4 +115,4 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
             (piece,) = of_layer.linearised([pair])
             assert piece.weight_X is not None
             assert torch.equal(piece.weight_X, mask_BN.flatten())
-            torch.testing.assert_close(piece.lacking_XO, torch.zeros_like(piece.lacking_XO), atol=1e-5, rtol=0.0)
+            torch.testing.assert_close(piece.residual_XO, torch.zeros_like(piece.residual_XO), atol=1e-5, rtol=0.0)

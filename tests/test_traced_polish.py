@@ -184,7 +184,7 @@ def test_a_segment_is_linearised_as_it_is(
             along_XC = piece.tangent.along(change_RD)
             torch.testing.assert_close(along_XC, expected_XC, rtol=1e-6, atol=1e-6)
             lacking_XC = (dense_BNC - passage(x_BNC))[:, tokens].flatten(0, 1)
-            torch.testing.assert_close(piece.lacking_XO, lacking_XC, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(piece.residual_XO, lacking_XC, rtol=1e-9, atol=1e-9)
             back_RD = piece.tangent.sensitivity(lacking_XC).mT @ piece.tangent.entering_XD
             torch.testing.assert_close((back_RD * change_RD).sum(), (lacking_XC * along_XC).sum(), rtol=1e-8, atol=1e-8)
 

@@ -81,7 +81,7 @@ def needed(found: Tracing) -> int:
     bounds.
     """
     counts = [CALIBRATION]
-    for node_name, layer in found.heard[1].items():
+    for node_name, layer in found.hooked[1].items():
         node = found.by_node[node_name]
         places = sizes_at_one(node)[2:] if layer.weight.dim() > 2 else sizes_at_one(node)[:-1]
         counts.append(math.ceil(1.5 * layer.weight[0].numel() / math.prod(places)))

@@ -67,8 +67,8 @@ def averages(cluster_H: Tensor, count: int) -> Tensor:
 
 def grouped(maps: Iterable[Tensor]) -> Tensor:
     """Maps of the heads of each group, in turn, as one block-diagonal map of all heads."""
-    whole: Tensor = torch.block_diag(*maps)
-    return whole
+    block_diagonal: Tensor = torch.block_diag(*maps)
+    return block_diagonal
 
 
 def _fitted(

@@ -25,7 +25,7 @@ EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE,
 @dense_options
 @record_options("inputs", GivenInputs, "text", "tokens", "samples", "seed")
 @click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
-@record_options("asked", LanguageOptions)
+@record_options("options", LanguageOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
 @output_options
 @click.pass_context
@@ -35,7 +35,7 @@ def perplexity(
     candidates: tuple[Path, ...],
     inputs: GivenInputs,
     batch: int,
-    asked: LanguageOptions,
+    options: LanguageOptions,
     output: Path | None,
     out: Output,
 ) -> None:
@@ -55,7 +55,7 @@ def perplexity(
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
-    limits, dense = LanguageLimits.from_options(asked.values), model.load(out)
+    limits, dense = LanguageLimits.from_options(options.values), model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     sequences = inputs.open(dense)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
@@ -63,8 +63,8 @@ def perplexity(
             f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: {LEAST_SEQUENCES} are "
             "needed, or --confidence 0, where the point alone decides"
         )
-    with out.progress("reading", sequences.count, unit=sequences.noun) as done:
-        proof = perplexities(dense, steps, sequences, limits, batch=batch, done=done)
+    with out.progress("reading", sequences.count, unit=sequences.noun) as bar:
+        proof = perplexities(dense, steps, sequences, limits, batch=batch, on_progress=bar)
     if proof.fitted is not None and proof.fitted.found:
         out.warn(proof.fitted.warning)
     record = proof.as_json()

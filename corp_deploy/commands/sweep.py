@@ -151,13 +151,13 @@ def sweep_command(
             command=tuple(words_again()),
         )
         alone = nullcontext() if ranks.rank else sweep_folder(output)
-        with alone, out.progress("sweeping", len(requests), unit="trials") as done:
+        with alone, out.progress("sweeping", len(requests), unit="trials") as bar:
 
-            def told(phase: str, count: int) -> None:
-                done.renamed(phase, count, len(requests), "trials")
+            def show_progress(phase: str, count: int) -> None:
+                bar.renamed(phase, count, len(requests), "trials")
 
-            size = _size(swept, requests, trials.held_out, done)
-            points = sweep_of(swept, requests, replace(run, done=told))
+            size = _size(swept, requests, trials.held_out, bar)
+            points = sweep_of(swept, requests, replace(run, on_progress=show_progress))
     if ranks.rank:
         return
     _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
@@ -215,7 +215,7 @@ def _tell(
 
 
 def _size(
-    swept: "Swept", requests: "list[SweepRequest]", held_out: Path | None, done: "Bar"
+    swept: "Swept", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
     """How many images are enough, by the sweep's narrowest model: the one that asks most of a fit."""
     from calib.store import load
@@ -233,7 +233,7 @@ def _size(
         held_out=None if held_out is None else load(held_out),
         scored=swept.scored,
         calibration=swept.calibration,
-        done=lambda judged: done.renamed("judging numbers of images", judged, count, "numbers"),
+        on_progress=lambda judged: bar.renamed("judging numbers of images", judged, count, "numbers"),
     )
 
 

@@ -113,7 +113,7 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         else:
             inputs.require()
             first = artefact_from_path(reference)
-            elsewhere = Commands(inputs=inputs.words, output=str(output)).elsewhere(reference, candidates)
+            elsewhere = Commands(inputs=inputs.describe, output=str(output)).elsewhere(reference, candidates)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
             golden = _answered(first, inputs, _sizes([first, *steps], self.batches), elsewhere)
@@ -138,7 +138,7 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         from corp_deploy.proof.golden import read_golden
 
         if inputs.way != "none":
-            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.words} out")
+            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.describe} out")
         return read_golden(directory)
 
     def _keep(
@@ -189,14 +189,14 @@ def _compared(
 
     for sentence in limits.unreachable(golden.images):
         out.warn(sentence)
-    with out.progress("verifying", len(steps), unit="engines") as done:
+    with out.progress("verifying", len(steps), unit="engines") as bar:
         proof = compare(
             golden,
             steps,
             batches=batches,
             limits=limits,
             elsewhere=elsewhere,
-            done=done,
+            on_progress=bar,
             answered=meter.measure,
         )
     proof = meter.beside(proof)

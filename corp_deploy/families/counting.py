@@ -89,11 +89,11 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return func(*args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     key = func, structure, *(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-    known = _OUTCOMES.get(key)
-    if known is not None:
-        kinds, shape = known
-        made = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
-        return tree_unflatten(made, shape)
+    cached = _OUTCOMES.get(key)
+    if cached is not None:
+        kinds, shape = cached
+        empty_tensors = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
+        return tree_unflatten(empty_tensors, shape)
     out = func(*args, **kwargs)
     tensors, shape = tree_flatten(out)
     if all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):

@@ -45,10 +45,10 @@ def build(architecture: Architecture) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
     if (spec := images_of(model)) is not None:
-        known = known_of(model)
-        assert known.facts is not None, model
-        asked = architecture.preprocessing.spread(spec.shape[0]).settings
-        known.facts = replace(known.facts, spec=replace(spec, config={**spec.config, **asked}))
+        state = known_of(model)
+        assert state.facts is not None, model
+        settings = architecture.preprocessing.spread(spec.shape[0]).settings
+        state.facts = replace(state.facts, spec=replace(spec, config={**spec.config, **settings}))
     return model.eval().requires_grad_(False)
 
 

@@ -28,8 +28,8 @@ def classes(model: nn.Module) -> int:
 
 def facts_of(model: nn.Module) -> Facts:
     """All that is known beside the program."""
-    known = known_of(model).facts
-    return known or Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
+    facts = known_of(model).facts
+    return facts or Facts(spec=input_spec(model), outputs=output_ports(model), classes=classes(model))
 
 
 def tracing(model: nn.Module) -> Tracing:

@@ -15,14 +15,14 @@ from .token_merging import TokenMerge, unmerged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_fewer`; its `sizes` and
+    """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_merged`; its `sizes` and
     `sources` are told then. Between the two tokens are merged by `merge`, which compares by `compared`, None for the
     stream itself, or unmerged.
     """
 
     raw: fx.Node
     node: fx.Node
-    is_fewer: bool = False
+    is_merged: bool = False
     sizes: fx.Node | None = None
     sources: fx.Node | None = None
     merge: TokenMerge | None = None
@@ -30,7 +30,7 @@ class Crossing:
     compared: fx.Node | None = None
 
     @property
-    def told(self) -> tuple[fx.Node, ...]:
+    def token_state(self) -> tuple[fx.Node, ...]:
         """Beside the stream."""
         return tuple(each for each in (self.sizes, self.sources) if each is not None)
 
@@ -55,7 +55,7 @@ class Fewer:
     def crossing(self, node: fx.Node) -> Crossing:
         """What stands where one of the other program's nodes does."""
         stands = self.stands[node.name]
-        told = self.sizes_at.get(node.name), self.sources_at.get(node.name)
+        sizes_and_sources = self.sizes_at.get(node.name), self.sources_at.get(node.name)
         raw, merge, name = stands, None, ""
         compared: fx.Node | None = None
         call = stands.args[0] if stands.target is operator.getitem else None
@@ -68,9 +68,9 @@ class Fewer:
         return Crossing(
             raw=raw,
             node=stands,
-            is_fewer=node.name in self.merge_at,
-            sizes=told[0],
-            sources=told[1],
+            is_merged=node.name in self.merge_at,
+            sizes=sizes_and_sources[0],
+            sources=sizes_and_sources[1],
             merge=merge,
             name=name,
             compared=compared,

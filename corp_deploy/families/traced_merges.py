@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
-from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
+from corp_deploy.traced.programs.attended import SDPA, SOFTMAX
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
@@ -51,7 +51,7 @@ class Merges:
     def program(self) -> Program:
         return self.nodes.program
 
-    def made(self) -> Fewer:
+    def merged_program(self) -> Fewer:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
         attentions = by_node([each for block in self.blocks for each in block.attentions])
         out = ways_out(self.program)
@@ -105,16 +105,16 @@ class Merges:
     def _tell(self, node: fx.Node) -> None:
         """What is known of the tokens of a node behind a merge."""
         self.merge_at[node.name] = list(self.merges.values())[-1]
-        for known, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
+        for nodes_by_name, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
             if of_tokens is not None:
-                known[node.name] = of_tokens
+                nodes_by_name[node.name] = of_tokens
 
     # Attentions.
 
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
         """A key counts as often as tokens stand in it."""
         is_softmax = operation(node) in SOFTMAX
-        if not is_softmax and operation(node) != WHOLE:
+        if not is_softmax and operation(node) != SDPA:
             return
         _refuse_layout(attention)
         scored = new.all_input_nodes[0]
@@ -183,8 +183,8 @@ class Merges:
         if node in self.nodes.units:
             self.nodes.nodes[node] = self._new(unmerged, self.nodes.nodes[node], self.sources, like=node)
             self.nodes.end_(node)
-            for told in (self.merge_at, self.sizes_at, self.sources_at):
-                told.pop(node.name)
+            for nodes_by_name in (self.merge_at, self.sizes_at, self.sources_at):
+                nodes_by_name.pop(node.name)
             self.sizes = self.sources = None
 
 
@@ -215,9 +215,9 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
     return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
-def _free(name: str, program: Program, taken: Mapping[str, nn.Module]) -> str:
+def _free(name: str, program: Program, used_names: Mapping[str, nn.Module]) -> str:
     """A name that no other merge has, nor a module of the program."""
-    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(taken)
+    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(used_names)
     while any(each == name or each.startswith(f"{name}.") for each in used):
         name += "_"
     return name
@@ -228,17 +228,17 @@ def by_node(attentions: Sequence[Attention]) -> dict[fx.Node, Attention]:
     return {
         node: each
         for each in attentions
-        for node in (each.product, each.whole, *(() if each.scores is None else each.scores.users))
+        for node in (each.product, each.output, *(() if each.scores is None else each.scores.users))
     }
 
 
-def sized(made: FewerNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
+def sized(nodes: FewerNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
     """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
-    program = made.program
-    made.graph.set_codegen(copy(program.graph.graph._codegen))
+    program = nodes.program
+    nodes.graph.set_codegen(copy(program.graph.graph._codegen))
     root: dict[str, Any] = dict(merges)
-    root |= {str(node.target): program.tensor(str(node.target)) for node in made.graph.nodes if node.op == "get_attr"}
-    graph = fx.GraphModule(root, made.graph).eval()
+    root |= {str(node.target): program.tensor(str(node.target)) for node in nodes.graph.nodes if node.op == "get_attr"}
+    graph = fx.GraphModule(root, nodes.graph).eval()
     if not dead:
         graph.graph.eliminate_dead_code()
         graph.recompile()

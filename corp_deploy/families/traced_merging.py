@@ -105,18 +105,18 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """
     (entering,) = (node for node in piece.nodes if node.op == "placeholder")
     size_(piece.graph, [entering.meta["val"]], any_batch=True)
-    made, attentions = FewerNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
+    nodes, attentions = FewerNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
     try:
         for node in piece.nodes:
-            if node.op == "output" or operation(node) == "sym_size" or not made.is_behind(node):
-                made.copy_(node)
+            if node.op == "output" or operation(node) == "sym_size" or not nodes.is_behind(node):
+                nodes.copy_(node)
             else:
-                made.behind_(node, attentions.get(node))
+                nodes.behind_(node, attentions.get(node))
             if node is entering:
-                made.begin_(node, tokens)
+                nodes.begin_(node, tokens)
     except Stands as reason:
         raise BadInput(f"{piece.model}: {reason}, so that it can't be timed with fewer") from None
-    return sized(made, {}, [made.values[entering]], dead=False)
+    return sized(nodes, {}, [nodes.values[entering]], dead=False)
 
 
 def _made(
@@ -128,7 +128,7 @@ def _made(
     follows: bool,
 ) -> Fewer:
     nodes = FewerNodes(program=program, protected=protected, as_before=merging.how == "drop")
-    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).made()
+    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).merged_program()
 
 
 def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:

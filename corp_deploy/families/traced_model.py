@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from calib.inputs import Inputs, named
 from corp_deploy.traced.finding.attentions import blocks_of
 from corp_deploy.traced.narrowing.severing import filled_
-from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
+from corp_deploy.traced.programs.attended import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
 from corp_deploy.traced.programs.padding import has_uneven, padded
 from corp_deploy.traced.programs.program import operation
@@ -94,7 +94,7 @@ def sites(model: nn.Module) -> Sites:
 
 def listened(model: nn.Module) -> nn.Module:
     """What hears the model's sites while it runs."""
-    return tracing(model).heard[0]
+    return tracing(model).hooked[0]
 
 
 def known_numbers(model: nn.Module) -> dict[str, int]:
@@ -121,8 +121,12 @@ def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
 def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
     """The names of the sites that stand in each segment, in order."""
     own = tracing(model)
-    held = {name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()}
-    return {each: tuple(name for name in held if not held[name].isdisjoint(each.held)) for each in own.segments}
+    tensors = {
+        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
+    }
+    return {
+        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
+    }
 
 
 def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
@@ -146,14 +150,14 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
     """With the sites that stand in them."""
     own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
-        if inside or own.given or segment is not own.segments[-1]:
+        if inside or own.cut_outputs or segment is not own.segments[-1]:
             yield segment, inside
 
 
 def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
     """A segment and what is done at the cut behind it."""
     rows, start, end = ByRows(segment, image), segment.start, segment.end
-    if start.is_fewer and not end.is_fewer and end.raw is end.node:
+    if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)
     yield Passage(
         module=rows,
@@ -170,7 +174,7 @@ def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...])
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     """With an outlet where outputs are of a stream in front of the last."""
-    outlets = {given.before: given.name for given in tracing(model).given[:-1]}
+    outlets = {cut_output.before: cut_output.name for cut_output in tracing(model).cut_outputs[:-1]}
     for segment, inside in _followed(model):
         yield from _steps_of(segment, inside, input_spec(model).shape)
         if (name := outlets.get(segment.end.node)) is not None:
@@ -180,14 +184,14 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
 def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
     own, image, (_, *others) = tracing(model), input_spec(model).shape, named(inputs).values()
-    if not own.given:
+    if not own.cut_outputs:
         return (finished(model, walk.tokens.x, inputs),)
-    at = {**dict(walk.kept), own.given[-1].name: walk.tokens}
+    at = {**dict(walk.kept), own.cut_outputs[-1].name: walk.tokens}
     by_number = {
         key: each
-        for given in own.given
-        if given.name in at
-        for key, each in given(at[given.name], image, others).items()
+        for cut_output in own.cut_outputs
+        if cut_output.name in at
+        for key, each in cut_output(at[cut_output.name], image, others).items()
     }
     return tuple(by_number[number] for number in sorted(by_number))
 
@@ -251,8 +255,8 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     if merging is not None and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
             raise BadInput(
-                f"merging: {named.words()} have a vector for each patch, and those that were dropped have none; merge "
-                "instead"
+                f"merging: {named.describe()} have a vector for each patch, and those that were dropped have none; "
+                "merge instead"
             )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
     program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
@@ -279,7 +283,7 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     is_own = known_of(model).facts is None
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
-    has_attention = any(operation(node) in (WHOLE, *SOFTMAX) for node in program.nodes)
+    has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
     if is_own and not (program.folded and has_attention):
         return None
     graph = copy.deepcopy(padded(program) if is_padded else program.graph)
@@ -297,8 +301,8 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
     reduced one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
-    known = known_of(model)
-    graph = _program(model, is_padded=known.cut is not None and geometry != "ragged", is_exported=True)
+    state = known_of(model)
+    graph = _program(model, is_padded=state.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
     spelled_out_(graph)
@@ -307,18 +311,18 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     return tree(graph, graph.graph).requires_grad_(False)
 
 
-def beside(model: nn.Module) -> Mapping[str, str]:
+def extra_files(model: nn.Module) -> Mapping[str, str]:
     """The tokenizer of a model that takes texts."""
     spec = input_spec(model)
     return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec | SequenceSpec) else {}
 
 
-def take_beside_(model: nn.Module, directory: Path) -> None:
+def load_extra_files_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
-    known, spec = known_of(model), input_spec(model)
-    if known.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
+    state, spec = known_of(model), input_spec(model)
+    if state.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
-        known.facts = replace(known.facts, spec=replace(spec, tokenizer_json=content))
+        state.facts = replace(state.facts, spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

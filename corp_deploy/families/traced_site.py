@@ -102,7 +102,7 @@ class Reading:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSite:
     """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all.
-    `severed`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
+    `whole_removal`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
     nobody says.
     """
 
@@ -113,7 +113,7 @@ class TracedSite:
     program: Program
     macs_now: int
     parameters_now: int
-    severed: Severed | None = None
+    whole_removal: Severed | None = None
     multiple: int = 1
 
     @property
@@ -159,11 +159,11 @@ class TracedSite:
         """To every layer that reads the groups."""
         return tuple(each.tap for each in self.readings)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         of_parts = f", {self.width // self.parts} in each of {self.parts}" if self.parts > 1 else ""
         return f"{self.groups.kind} {self.width}{of_parts}"
 
-    def outline(self, geometry: HeadGeometry) -> str:
+    def cost_signature(self, geometry: HeadGeometry) -> str:
         return f"{self.groups.kind} of {self.width}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:

@@ -41,13 +41,13 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
     for name, groups in named.items():
         kind = _CLASSES[groups.kind]
         if kind is TracedPairs:
-            made: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
+            site: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
-            made = _site(tracing, named, name, kind)
-        if isinstance(made, TracedSite):
-            every.append(made)
+            site = _site(tracing, named, name, kind)
+        if isinstance(site, TracedSite):
+            every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
+            refused.append(Refusal(name=name, reason=site, sites={name: kind.kind}))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
@@ -67,8 +67,8 @@ def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> st
     """The node of the layer that reads the values of the same attention, or what alone is made of these."""
     values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
     readers = () if values is None else (span.reader for span in values.listening)
-    heard = next((reader for reader in readers if reader in tracing.heard[1]), "")
-    return heard or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
+    hooked_reader = next((reader for reader in readers if reader in tracing.hooked[1]), "")
+    return hooked_reader or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
 
 
 def _layer_behind(node: fx.Node | None) -> str:
@@ -81,7 +81,7 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
     count: Counter[str] = Counter()
     named: dict[str, Groups] = {}
-    for groups in tracing.found.sites:
+    for groups in tracing.analysis.sites:
         path = groups.name.partition("#")[0] + _SUFFIXES.get(groups.kind, "")
         count[path] += 1
         named[path if count[path] == 1 else f"{path}#{count[path]}"] = groups
@@ -164,7 +164,7 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not is_heard(node, source):
         return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
-    layer = tracing.heard[1].get(node.name)
+    layer = tracing.hooked[1].get(node.name)
     if layer is None:
         return f"{operation(node)} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node

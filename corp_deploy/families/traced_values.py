@@ -78,7 +78,7 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
     @cache
     def with_heads() -> Mapping[str, Index] | str:
-        of_key = beside(tracing.found, groups)
+        of_key = beside(tracing.analysis, groups)
         return (
             of_key
             if isinstance(of_key, str)
@@ -87,9 +87,9 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
     @cache
     def units() -> Units | str:
-        others = beside(tracing.found, groups)
+        others = beside(tracing.analysis, groups)
         span = next(each for each in groups.listening if each.name == readings[0].source)
-        return others if isinstance(others, str) else head_units(tracing.found, groups, others, groups_HV, span)
+        return others if isinstance(others, str) else head_units(tracing.analysis, groups, others, groups_HV, span)
 
     return TracedValues(
         **own,
@@ -106,8 +106,8 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
 def _queries_mixed(tracing: Tracing, reading: Reading) -> str:
     """What mixes all dimensions of an attention's queries, or nothing that is known."""
-    whole, flow = moved_from(tracing.by_node[reading.source]), tracing.found.flow
-    queries = next((each.queries for each in attentions_of(tracing.program) if each.whole is whole), None)
+    output, flow = moved_from(tracing.by_node[reading.source]), tracing.analysis.flow
+    queries = next((each.queries for each in attentions_of(tracing.program) if each.output is output), None)
     marks = None if queries is None else flow.values.get(queries)
     if not isinstance(marks, Marks) or marks.labels is None:
         return marks.why if isinstance(marks, Marks) else ""
@@ -122,5 +122,5 @@ def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:
         return None
     writers = {layer.node: layer for layer in layers(tracing.program)}
     touched = {span.name for span in groups.spans}
-    known = (rows_of(node, writers) for node in product.all_input_nodes)
-    return next((each for each in known if each and touched <= {each.weight, each.bias, reading.weight}), None)
+    rows = (rows_of(node, writers) for node in product.all_input_nodes)
+    return next((each for each in rows if each and touched <= {each.weight, each.bias, reading.weight}), None)

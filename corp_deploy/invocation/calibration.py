@@ -141,7 +141,7 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_ignored(self.asked)
+        self.refuse_ignored(self.non_default)
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         CALIBRATE.refuse([("", self.device)], options)

@@ -45,11 +45,11 @@ class Invocation:
         return {name: self.options[name] for name in options}
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def argv(self) -> tuple[str, ...]:
         return (PROGRAM, self.command, *self.arguments, *words_of(self.options))
 
     def __str__(self) -> str:
-        return shlex.join(self.words)
+        return shlex.join(self.argv)
 
 
 def path_from(directory: Path, path: Path | None) -> str | None:

@@ -58,6 +58,6 @@ class EngineOptions(Record, heading="Engine"):
 
     def of_engine(self, command: str) -> BuildOptions:
         """As the room of export takes them; the command goes into the record."""
-        asked = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
-        named = {ENGINE_OPTIONS.get(name, name): value for name, value in asked.items() if name != "device"}
+        options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
+        named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)

@@ -68,7 +68,7 @@ class Parted(Record, heading="Inputs"):
         if self.groups is not None and self.hold_out is None:
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
-    def parted(self, inputs: Inputs, seed: int) -> "Parts[Inputs]":
+    def split(self, inputs: Inputs, seed: int) -> "Parts[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
         from calib.parts import parts_of
 
@@ -76,7 +76,7 @@ class Parted(Record, heading="Inputs"):
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Those that a model is proved on: what is held out, or all."""
-        parts = self.parted(inputs, seed)
+        parts = self.split(inputs, seed)
         return parts.fitted if parts.held_out is None else parts.held_out
 
 
@@ -102,8 +102,8 @@ class InputOptions(Parted, Decoded, Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self._given) > 1:
-            first, second = map(spelled, list(self._given)[:2])
+        if len(self._chosen_paths) > 1:
+            first, second = map(spelled, list(self._chosen_paths)[:2])
             raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
@@ -111,17 +111,17 @@ class InputOptions(Parted, Decoded, Drawn):
             INPUTS.refuse([("", "text" if self.arrays is None else "arrays")], options)
 
     @property
-    def _given(self) -> dict[str, Path]:
+    def _chosen_paths(self) -> dict[str, Path]:
         return {name: path for name in KINDS if (path := self.values[name]) is not None}
 
     @property
     def path(self) -> Path | None:
-        return next(iter(self._given.values()), None)
+        return next(iter(self._chosen_paths.values()), None)
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """The option by which they were given, as a command line has it."""
-        return f"{spelled(next(iter(self._given), 'images'))} {shlex.quote(str(self.path))}"
+        return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint") -> "InputSet":
         """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""

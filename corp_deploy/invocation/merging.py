@@ -72,8 +72,8 @@ class MergedStatistics(Record, heading="Merged tokens"):
         MERGING.refuse([("", self.merges)], options)
 
     @property
-    def said(self) -> dict[str, Any]:
-        return MERGING.honoured(self.merges, super().said)
+    def command_options(self) -> dict[str, Any]:
+        return MERGING.supported(self.merges, super().command_options)
 
     @property
     def of_statistics(self) -> "MergedStatistics":

@@ -34,7 +34,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
     allow_partial: bool = option(default=False, help="Go on where sites that were asked for can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
         OneOf((*LOOPS, "none"), on="asymmetric", off="none"),
-        alone="asymmetric",
+        flag_value="asymmetric",
         help="Block by block on the model as reduced so far: alone or asymmetric, fitted to what the dense model's "
         f"stream has, {cost(CLOSED_LOOP)}; symmetric, as GRAIL publishes it, to what the dense weights would do there.",
     )
@@ -82,7 +82,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        self.refuse_ignored(self.asked)
+        self.refuse_ignored(self.non_default)
         super().__post_init__()
         narrows = self.allocates or any(each is not None for each in self.sparsities)
         if not narrows and self.merge_tokens is None and not self.sparse:
@@ -142,8 +142,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     def polish_options(self, *, seed: int) -> PolishOptions | None:
         """As the polish takes them, its inputs drawn by the seed; None where there is none."""
-        asked = PolishOptions(how=self.polishing, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
-        return None if self.polishing == "none" else asked
+        options = PolishOptions(how=self.polishing, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
+        return None if self.polishing == "none" else options
 
     @property
     def method_asked(self) -> Method:

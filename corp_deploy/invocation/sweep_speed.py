@@ -18,14 +18,14 @@ _TIMED: Mapping[str, Values] = dict.fromkeys(("batch", "time_limit", "half_width
 
 
 def _way(words: str, ask: str, **honours: Values) -> Way:
-    return Way(words=words, ask=ask, honours={**_TIMED, **honours})
+    return Way(label=words, how=ask, supported={**_TIMED, **honours})
 
 
 BENCH = Axis(
     command="sweep",
-    ways={
-        "none": Way(words="a sweep that times nothing", ask="no --bench", honours={}),
-        "built": Way(words="a sweep that builds engines", ask="--engine tensorrt-rtx", honours={"batch": ANY}),
+    variants={
+        "none": Way(label="a sweep that times nothing", how="no --bench", supported={}),
+        "built": Way(label="a sweep that builds engines", how="--engine tensorrt-rtx", supported={"batch": ANY}),
         "onnxruntime": _way("ONNX Runtime", "--bench onnxruntime", threads=ANY, device=ANY, precision=("fp32", "fp16")),
         "openvino": _way("OpenVINO", "--bench openvino", threads=ANY, device=("cpu",), precision=ANY),
         "torch": _way("torch", "--bench torch", threads=ANY, device=ANY, precision=ANY),

@@ -19,9 +19,9 @@ def _onnxruntime(provider: str) -> Way:
     own: dict[str, Values] = {"mode": ("eager", "cuda_graph"), "flush_l2": ANY} if on_gpu else {"threads": ANY}
     where = {"cpu": "on the CPU", "cuda": "on a GPU", "tensorrt": "through TensorRT"}[provider]
     return Way(
-        words=f"ONNX Runtime {where}",
-        ask=f"{GRAPH}, --provider {provider}",
-        honours={
+        label=f"ONNX Runtime {where}",
+        how=f"{GRAPH}, --provider {provider}",
+        supported={
             "backend": ("onnxruntime",),
             "provider": (provider,),
             "device": ("cuda" if on_gpu else "cpu",),
@@ -34,9 +34,9 @@ def _onnxruntime(provider: str) -> Way:
 
 
 OPENVINO = Way(
-    words="OpenVINO on the CPU",
-    ask=f"{GRAPH}, --backend openvino",
-    honours={
+    label="OpenVINO on the CPU",
+    how=f"{GRAPH}, --backend openvino",
+    supported={
         "backend": ("openvino",),
         "device": ("cpu",),
         "dtype": ANY,
@@ -51,11 +51,11 @@ OPENVINO = Way(
 BENCH = Axis(
     command="bench",
     picks=frozenset({"backend", "provider"}),
-    ways={
+    variants={
         "torch-cpu": Way(
-            words="torch on the CPU",
-            ask="a model directory, --backend torch",
-            honours={
+            label="torch on the CPU",
+            how="a model directory, --backend torch",
+            supported={
                 "backend": ("torch",),
                 "device": ("cpu",),
                 "dtype": ANY,
@@ -65,9 +65,9 @@ BENCH = Axis(
             },
         ),
         "torch-cuda": Way(
-            words="torch on a GPU",
-            ask="a model directory, --backend torch --device cuda",
-            honours={
+            label="torch on a GPU",
+            how="a model directory, --backend torch --device cuda",
+            supported={
                 "backend": ("torch",),
                 "device": ("cuda",),
                 "dtype": ANY,
@@ -77,9 +77,9 @@ BENCH = Axis(
             },
         ),
         "aotinductor": Way(
-            words="a package of AOTInductor",
-            ask="a model directory, --backend aotinductor",
-            honours={
+            label="a package of AOTInductor",
+            how="a model directory, --backend aotinductor",
+            supported={
                 "backend": ("aotinductor",),
                 "device": ("cpu",),
                 "dtype": ANY,
@@ -90,9 +90,9 @@ BENCH = Axis(
             instead={"mode": "it is compiled in any case", "device": "packages are compiled for the CPU here"},
         ),
         "aotinductor-file": Way(
-            words="a package that is handed over",
-            ask="a .pt2 of AOTInductor, --trust-code",
-            honours={
+            label="a package that is handed over",
+            how="a .pt2 of AOTInductor, --trust-code",
+            supported={
                 "backend": ("aotinductor",),
                 "device": ("cpu",),
                 "mode": ("eager",),
@@ -106,12 +106,12 @@ BENCH = Axis(
         "onnxruntime-tensorrt": _onnxruntime("tensorrt"),
         "openvino": OPENVINO,
         "tensorrt": Way(
-            words="TensorRT", ask="a .plan of build --backend tensorrt", honours=ENGINE, instead={"dtype": OF_ENGINES}
+            label="TensorRT", how="a .plan of build --backend tensorrt", supported=ENGINE, instead={"dtype": OF_ENGINES}
         ),
         "tensorrt-rtx": Way(
-            words="TensorRT-RTX",
-            ask="a .plan of build --backend tensorrt-rtx",
-            honours=ENGINE,
+            label="TensorRT-RTX",
+            how="a .plan of build --backend tensorrt-rtx",
+            supported=ENGINE,
             instead={"dtype": OF_ENGINES},
         ),
     },
@@ -120,17 +120,17 @@ BENCH = Axis(
 # By what is timed; how models are run is above.
 BENCH_OF = Axis(
     command="bench",
-    ways={
+    variants={
         "models": Way(
-            words="models",
-            ask="graphs, engines and directories of corp-deploy",
-            honours=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
+            label="models",
+            how="graphs, engines and directories of corp-deploy",
+            supported=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
             | dict.fromkeys(("names", "images", "text"), ANY),
         ),
         "decoders": Way(
-            words="graphs of decoders",
-            ask="directories of export-decoder",
-            honours={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
+            label="graphs of decoders",
+            how="directories of export-decoder",
+            supported={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
             instead={"device": "ONNX Runtime runs on a GPU with --provider cuda"},
         ),
     },
@@ -151,9 +151,9 @@ ENGINE_OPTIONS = {
 def _engine_builder(backend: str, words: str) -> Way:
     refused = REFUSALS[backend]
     return Way(
-        words=words,
-        ask=f"--backend {backend}",
-        honours={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
+        label=words,
+        how=f"--backend {backend}",
+        supported={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
         | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
         instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
         | {"device": "an engine is built for a GPU in any case"},
@@ -164,9 +164,9 @@ def _graph_optimiser(device: str, words: str) -> Way:
     # The CPU's kernels compute FP16 graphs in float32, and BF16 ones not at all.
     precision = WORDS[:1] if device == "cpu" else EVERY_WORD
     return Way(
-        words=words,
-        ask=f"--backend onnxruntime --device {device}",
-        honours={"precision": precision, "device": (device,)},
+        label=words,
+        how=f"--backend onnxruntime --device {device}",
+        supported={"precision": precision, "device": (device,)},
         instead=dict.fromkeys(
             (*ENGINE_OPTIONS, "compatibility"), "the rest shapes engines, and an optimised graph takes any batch"
         ),
@@ -175,7 +175,7 @@ def _graph_optimiser(device: str, words: str) -> Way:
 
 BUILD = Axis(
     command="build",
-    ways={
+    variants={
         "tensorrt": _engine_builder("tensorrt", "TensorRT"),
         "tensorrt-rtx": _engine_builder("tensorrt-rtx", "TensorRT-RTX"),
         "onnxruntime-cpu": _graph_optimiser("cpu", "ONNX Runtime on the CPU"),
@@ -185,28 +185,28 @@ BUILD = Axis(
 
 AUDIT = Axis(
     command="audit",
-    ways={
+    variants={
         "tensorrt": Way(
-            words="TensorRT", ask="--backend tensorrt", honours={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
+            label="TensorRT", how="--backend tensorrt", supported={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
         ),
-        "tensorrt-rtx": Way(words="TensorRT-RTX", ask="--backend tensorrt-rtx", honours={"sm": ANY}),
+        "tensorrt-rtx": Way(label="TensorRT-RTX", how="--backend tensorrt-rtx", supported={"sm": ANY}),
     },
 )
 
 
 def _mixed(name: str) -> Way:
     return Way(
-        words=f"precision {name} with its sites named",
-        ask=f"--precision {name} without --auto",
-        honours={"keep_fp32": ANY},
+        label=f"precision {name} with its sites named",
+        how=f"--precision {name} without --auto",
+        supported={"keep_fp32": ANY},
     )
 
 
 def _mixed_by_search(name: str) -> Way:
     return Way(
-        words=f"precision {name} that finds its sites",
-        ask=f"--precision {name} --auto --images P",
-        honours=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
+        label=f"precision {name} that finds its sites",
+        how=f"--precision {name} --auto --images P",
+        supported=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
     )
 
 
@@ -220,9 +220,9 @@ _OF_INT8: dict[str, Values] = {"weight_bits": ANY}
 def _quantised(name: str, **more: Values) -> Way:
     search = "auto" in more
     return Way(
-        words=f"precision {name}{' that finds its sites' * search}",
-        ask=f"--precision {name}{' --auto' * search} --images P",
-        honours={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
+        label=f"precision {name}{' that finds its sites' * search}",
+        how=f"--precision {name}{' --auto' * search} --images P",
+        supported={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
     )
 
 
@@ -230,9 +230,9 @@ def _quantised(name: str, **more: Values) -> Way:
 EXPORT = Axis(
     command="export",
     picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES, *_OF_INT8}),
-    ways={
+    variants={
         **{
-            name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})
+            name: Way(label=f"precision {name}", how=f"--precision {name}", supported={})
             for name, each in PRECISIONS.items()
             if not each.mixed
         },
@@ -246,24 +246,24 @@ EXPORT = Axis(
 # By the head geometry of the model itself.
 EXPORT_HEADS = Axis(
     command="export",
-    ways={
-        "even": Way(words="a model whose queries and values have one width", ask="as trained, or square", honours={}),
+    variants={
+        "even": Way(label="a model whose queries and values have one width", how="as trained, or square", supported={}),
         "uneven": Way(
-            words="a model with queries narrower than its values", ask="reduce --attn", honours={"heads": ANY}
+            label="a model with queries narrower than its values", how="reduce --attn", supported={"heads": ANY}
         ),
     },
 )
 
 VERIFY = Axis(
     command="verify",
-    ways={
+    variants={
         "images": Way(
-            words="real images",
-            ask="--images P or --text FILE",
-            honours=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
+            label="real images",
+            how="--images P or --text FILE",
+            supported=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
         ),
-        "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
-        "none": Way(words="the inputs of a golden directory", ask="verify golden B.plan", honours={}),
+        "random": Way(label="random inputs", how="--random N", supported={"seed": ANY}),
+        "none": Way(label="the inputs of a golden directory", how="verify golden B.plan", supported={}),
     },
 )
 
@@ -288,21 +288,21 @@ _OF_MODELS = (
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(
     command="verify",
-    ways={
+    variants={
         "model": Way(
-            words="a model as REFERENCE",
-            ask="verify DIR",
-            honours=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
+            label="a model as REFERENCE",
+            how="verify DIR",
+            supported=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
         ),
         "engine": Way(
-            words="an engine, a graph or a golden directory as REFERENCE",
-            ask="verify A.plan B.plan",
-            honours={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
+            label="an engine, a graph or a golden directory as REFERENCE",
+            how="verify A.plan B.plan",
+            supported={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
         ),
         "decoder": Way(
-            words="a decoder's graph as CANDIDATES",
-            ask="verify DIR GRAPH --random 2, with a directory of export-decoder",
-            honours={"length": ANY, "provider": ANY},
+            label="a decoder's graph as CANDIDATES",
+            how="verify DIR GRAPH --random 2, with a directory of export-decoder",
+            supported={"length": ANY, "provider": ANY},
         ),
     },
 )
@@ -310,35 +310,35 @@ VERIFY_REFERENCE = Axis(
 _OF_MAPS: dict[str, Values] = {"map_threshold": ANY, "max_map_error": ANY, "min_iou": ANY, "min_pixels": ANY}
 VERIFY_HEADS = Axis(
     command="verify",
-    ways={
-        "none": Way(words="no head", ask="no --head", honours={}),
-        "some": Way(words="a head", ask="--head HEAD.onnx", honours=_OF_MAPS),
+    variants={
+        "none": Way(label="no head", how="no --head", supported={}),
+        "some": Way(label="a head", how="--head HEAD.onnx", supported=_OF_MAPS),
     },
 )
 
 CALIBRATE = Axis(
     command="calibrate",
-    ways={
-        "cpu": Way(words="the CPU", ask="--device cpu", honours={"dtype": ("float32", "bfloat16")}),
-        "cuda": Way(words="a GPU", ask="--device cuda", honours={"dtype": ("float32", "bfloat16", "tf32")}),
+    variants={
+        "cpu": Way(label="the CPU", how="--device cpu", supported={"dtype": ("float32", "bfloat16")}),
+        "cuda": Way(label="a GPU", how="--device cuda", supported={"dtype": ("float32", "bfloat16", "tf32")}),
     },
 )
 
 # By how much of the model is held.
 CALIBRATE_BY = Axis(
     command="calibrate",
-    ways={
+    variants={
         "whole": Way(
-            words="a model run whole",
-            ask="no --sequential",
-            honours=dict.fromkeys(
+            label="a model run whole",
+            how="no --sequential",
+            supported=dict.fromkeys(
                 ("checkpoint_every", "snapshots", "groups", "attn", "align", "residual", "patch_memory"), ANY
             ),
         ),
         "blocks": Way(
-            words="--sequential",
-            ask="--sequential",
-            honours={},
+            label="--sequential",
+            how="--sequential",
+            supported={},
             instead={"checkpoint_every": "each block that is finished is kept"},
         ),
     },
@@ -347,14 +347,14 @@ CALIBRATE_BY = Axis(
 # By what the model takes.
 INPUTS = Axis(
     command="calibrate",
-    ways={
+    variants={
         "images": Way(
-            words="images",
-            ask="--images P",
-            honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
+            label="images",
+            how="--images P",
+            supported={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
-        "text": Way(words="text", ask="--text FILE", honours={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
-        "arrays": Way(words="arrays", ask="--arrays FILE", honours={"arrays": ANY}),
+        "text": Way(label="text", how="--text FILE", supported={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
+        "arrays": Way(label="arrays", how="--arrays FILE", supported={"arrays": ANY}),
     },
 )
 

@@ -42,11 +42,11 @@ def _of_groups(images: InputSet, moments: Moments) -> list[int]:
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
-    wanted = min(IMAGES, images.count // 4)
+    target_count = min(IMAGES, images.count // 4)
     chosen: set[int] = set()
     # Every so many groups, then those next to them, until there are images enough.
     for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
-        if sum(group in chosen for group in groups) >= wanted or len(chosen) + 1 >= len(names):
+        if sum(group in chosen for group in groups) >= target_count or len(chosen) + 1 >= len(names):
             break
         chosen.add(name)
     return [place for place, group in enumerate(groups) if group in chosen]

@@ -27,7 +27,7 @@ class Polishing:
 
     ranks: Ranks = ALONE
     state: Path | None = None
-    done: Callable[[Progress], None] | None = None
+    on_progress: Callable[[Progress], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,19 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
     if not len(moments.group_ids):
         return None
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
-    known = [group_of.get(each) for each in images.ids.tolist()]
-    return None if None in known else torch.tensor(known, dtype=torch.int64)
+    group_ids = [group_of.get(each) for each in images.ids.tolist()]
+    return None if None in group_ids else torch.tensor(group_ids, dtype=torch.int64)
 
 
-def given_to_polish(
-    asked: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
+def inputs_to_polish(
+    request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
 ) -> Given | None:
     """The inputs of a polish, None where none is asked for.
 
     Those that calibration left out (--hold-out) judge; a closed form errs less on inputs that it was fitted to, and so
     would seem better than what follows it. With a limit they judge that, and nothing else.
     """
-    if asked.polish is None or images is None:
+    if request.polish is None or images is None:
         return None
     if judges is not None:
         fitted, _ = judges.apart(images, moments)
@@ -76,20 +76,26 @@ def given_to_polish(
 
 
 def with_polish(
-    dense: nn.Module, reduction: Reduction, options: PolishOptions, given: Given, how: Polishing, *, reads: Reads | None
+    dense: nn.Module,
+    reduction: Reduction,
+    options: PolishOptions,
+    inputs: Given,
+    how: Polishing,
+    *,
+    reads: Reads | None,
 ) -> Reduction:
     """The reduction with its model polished, the report in it."""
     result = polished(
         dense,
         reduction.model,
-        given.fitted,
+        inputs.fitted,
         options,
-        groups_B=given.groups_B,
-        judges=given.judges,
+        groups_B=inputs.groups_B,
+        judges=inputs.judges,
         reads=reads,
         state=how.state,
         ranks=how.ranks,
-        done=how.done,
+        on_progress=how.on_progress,
     )
-    said = (*reduction.said, result.report.line)
-    return replace(reduction, model=result.model, said=said, polish=result.report.as_json())
+    decisions = (*reduction.decisions, result.report.line)
+    return replace(reduction, model=result.model, decisions=decisions, polish=result.report.as_json())

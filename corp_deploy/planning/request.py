@@ -73,13 +73,13 @@ class ReductionRequest:
         )
 
 
-def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:
+def loop_of(request: ReductionRequest, moments: Moments) -> Loop | None:
     """The closed loop that fits to the dense stream as it is asked for; None where none is. The moments' half, where
     they have one, is the loop's too.
     """
-    if asked.closed_loop != "asymmetric":
+    if request.closed_loop != "asymmetric":
         return None
-    return Loop(reads=asked.reads, half_ids=None if moments.half is None else moments.half.image_ids)
+    return Loop(reads=request.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
 def _target(choice: BudgetChoice) -> LatencyTarget | None:

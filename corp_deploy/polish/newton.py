@@ -175,7 +175,7 @@ class Sweeps:
         position: Position,
         *,
         save: Callable[[Position], None] | None = None,
-        done: Callable[[Position], None] | None = None,
+        on_progress: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way."""
         for matrix, value in zip(self.matrices, position.values, strict=True):
@@ -189,7 +189,7 @@ class Sweeps:
             position.values, position.best_error = [matrix.values_OK for matrix in self.matrices], error
             position.best = position.values
             position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
-            for hear in (save, done):
+            for hear in (save, on_progress):
                 if hear is not None:
                     hear(position)
 

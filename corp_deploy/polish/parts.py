@@ -45,7 +45,7 @@ class Fit(Protocol):
         position: Position,
         *,
         save: Callable[[Position], None] | None = None,
-        done: Callable[[Position], None] | None = None,
+        on_progress: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way, and leave the matrices at the best that was met."""
         ...
@@ -63,10 +63,10 @@ class Parts:
         options: PolishOptions,
         ranks: Ranks,
         file: StateFile | None,
-        done: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
         where: torch.device,
     ) -> None:
-        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, done, where
+        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, on_progress, where
         self._reached = None if file is None else file.load(where)
         self.reports: list[PartReport] = [] if self._reached is None else list(self._reached.finished)
         self._left = {} if self._reached is None else dict(self._reached.matrices)
@@ -111,6 +111,6 @@ class Parts:
         reached, self._reached = self._reached, None
         with tf32(self.where):
             position = fit.start() if reached is None else reached.position
-            fit.run(position, save=self._save, done=lambda now: self._hear(part, fit, now, of))
+            fit.run(position, save=self._save, on_progress=lambda now: self._hear(part, fit, now, of))
         self.reports.append(fit.report(part, position))
         self._left |= {matrix.name: matrix.values_OK for matrix in fit.matrices}

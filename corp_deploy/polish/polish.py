@@ -118,11 +118,11 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
     """
     steps = family_of(reduced).steps(reduced)
     walked = {name for step in steps if isinstance(step, Passage) for name in step.sites}
-    whole = [name for name in reduced_sites(dense, reduced) if name not in walked]
-    if whole and options.how != "model":
+    opaque = [name for name in reduced_sites(dense, reduced) if name not in walked]
+    if opaque and options.how != "model":
         raise BadInput(
-            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
-            "leave --polish away"
+            f"polish {options.how}: {', '.join(opaque[:4])} stand in blocks that can't be taken apart; polish model, "
+            "or leave --polish away"
         )
     own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
     if own != dense_own:
@@ -169,7 +169,7 @@ def polished(
     reads: Reads | None = None,
     state: Path | None = None,
     ranks: Ranks = ALONE,
-    done: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Polished:
     """The reduced model fitted to the dense one, without labels; neither of those given is changed.
 
@@ -194,7 +194,7 @@ def polished(
         subject = Subject(dense=dense, model=model, inputs=inputs, options=options, judge=judge, ranks=ranks, read=read)
         before = judge.error(Student(model))
         file = None if state is None else _state_file(state, subject)
-        parts = Parts(options, ranks, file, done, device(model))
+        parts = Parts(options, ranks, file, on_progress, device(model))
         _POLISH[options.how](subject, parts)
         after = judge.error(Student(model))
     report = PolishReport(

@@ -28,7 +28,7 @@ from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
-from corp_deploy.traced.programs.attended import unread
+from corp_deploy.traced.programs.attended import unread_queries
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
@@ -99,10 +99,10 @@ def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
 def _read(own: Tracing, segment: Segment, module: ByRows) -> Tensor | None:
     """The tokens behind the segment that go anywhere, None for all."""
     is_last_axis = module.leaving.axis == len(module.leaving.sizes)
-    gone = unread(own.program, segment.cut) if is_last_axis else None
+    gone = unread_queries(own.program, segment.cut) if is_last_axis else None
     read_N = None if gone is None else ~gone.flatten()
-    if own.fewer is not None:
-        read_N = own.fewer.read_of(segment.after, read_N)
+    if own.merged is not None:
+        read_N = own.merged.read_of(segment.after, read_N)
     return None if read_N is None else read_N.nonzero()[:, 0]
 
 
@@ -128,21 +128,21 @@ class _Way:
 
     def behind(self) -> Iterator[fx.Node]:
         """What is made of what the layers give."""
-        made = {each.node for each in self.called}
+        layer_nodes = {each.node for each in self.called}
         for node in self.nodes:
-            if node not in made and not made.isdisjoint(node.all_input_nodes):
-                made.add(node)
+            if node not in layer_nodes and not layer_nodes.isdisjoint(node.all_input_nodes):
+                layer_nodes.add(node)
                 yield node
 
     def through(self, values: Values, given_XR: Tensor) -> Tensor:
         """What counts of the stream behind the segment where the layers give this."""
         behind, nodes = list(self.behind()), [each.node for each in self.called]
         parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
-        given = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
+        outputs = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
-            end = run(self.program, behind, before | beside | given)[self.segment.after]
+            end = run(self.program, behind, before | beside | outputs)[self.segment.after]
         return self.read(self.step.leaving.rows(end))
 
 
@@ -166,6 +166,6 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
     return Lacking(
         tangent=tangent,
-        lacking_XO=way.read(pair.target) - tangent.out_XO.detach(),
+        residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
         weight_X=None if pair.present_BN is None else weight_X,
     )

@@ -69,9 +69,9 @@ class StateFile:
         tensors = {f"matrices/{name}": tensor for name, tensor in reached.matrices.items()}
         for name in _LISTS:
             tensors |= {f"{name}/{index}": tensor for index, tensor in enumerate(getattr(position, name))}
-        whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        cpu_tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         with replacing(self.path) as temporary:
-            save_file(whole, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
+            save_file(cpu_tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
 
     def load(self, device: torch.device) -> Reached | None:
         """What was saved, or None without a file. Raises BadInput for what is no state, or that of another run."""

@@ -38,8 +38,8 @@ def view(image_CHW: Tensor, seed: int, number: int) -> Tensor:
     tall, wide = max(1, round(height * side)), max(1, round(width * side))
     top, left = int(down * (height - tall + 1)), int(right * (width - wide + 1))
     part = image_CHW[:, top : top + tall, left : left + wide]
-    whole = F.interpolate(part.unsqueeze(0), size=(height, width), mode="bilinear", align_corners=False)[0]
-    return whole.flip(-1) if mirror < 0.5 else whole
+    resized = F.interpolate(part.unsqueeze(0), size=(height, width), mode="bilinear", align_corners=False)[0]
+    return resized.flip(-1) if mirror < 0.5 else resized
 
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form

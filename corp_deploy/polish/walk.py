@@ -24,8 +24,8 @@ class Block:
 
     def holds(self, site: str) -> bool:
         """Whether a site of this name stands in it: one that a step says, else one named behind the block."""
-        said = {name for step in self.steps if isinstance(step, Passage) for name in step.sites}
-        return site in said if said else f"{site}.".startswith(f"{self.name}.")
+        named_sites = {name for step in self.steps if isinstance(step, Passage) for name in step.sites}
+        return site in named_sites if named_sites else f"{site}.".startswith(f"{self.name}.")
 
     def __call__(self, walk: Walk) -> Walk:
         """Behind all of them."""

@@ -53,15 +53,15 @@ def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tup
     """
     if not passes(sites):
         return None
-    needed: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
     left = list(sites)
-    while not passes(needed):
+    while not passes(chosen):
         low, high = 1, len(left)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if passes((*left[:middle], *needed)) else (middle + 1, high)
-        needed, left = (left[low - 1], *needed), left[: low - 1]
-    return needed
+            low, high = (low, middle) if passes((*left[:middle], *chosen)) else (middle + 1, high)
+        chosen, left = (left[low - 1], *chosen), left[: low - 1]
+    return chosen
 
 
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
@@ -125,11 +125,11 @@ class _Trial:
         key = frozenset(breaks), frozenset(kept)
         if key not in self.known:
             self._write(self.graph, breaks, kept)
-            given = self._answers(self.graph)
+            answers = self._answers(self.graph)
             self.known[key] = {
                 port.name: measures(
                     self._reference[port.name],
-                    given[port.name],
+                    answers[port.name],
                     role=port.role,
                     margin_noise=self._bounds[port.name].margin_noise,
                 )

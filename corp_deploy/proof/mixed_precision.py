@@ -130,10 +130,10 @@ def mended_mixed(
     """
     mixed, ports = mixed_of(held_in), output_ports(checkpoint.model)
 
-    def write(path: Path, tried: Sequence[str], kept: Sequence[str]) -> None:
-        precision, every = mixed.name if kept else mixed.pure, (*breaks, *tried)
-        asked: dict[str, Any] = {"opset": opset, "geometry": geometry, "keep_fp32": kept, "breaks": every}
-        export_checkpoint(checkpoint, path, precision=precision, **asked)
+    def write(path: Path, sites: Sequence[str], kept: Sequence[str]) -> None:
+        precision, every = mixed.name if kept else mixed.pure, (*breaks, *sites)
+        export_options: dict[str, Any] = {"opset": opset, "geometry": geometry, "keep_fp32": kept, "breaks": every}
+        export_checkpoint(checkpoint, path, precision=precision, **export_options)
 
     with tempfile.TemporaryDirectory() as scratch:
         fp32 = Path(scratch) / "fp32.onnx"

@@ -23,11 +23,11 @@ def second_half(images: InputSet, groups_B: Tensor, *, seed: int) -> Tensor:
 
 def of_halves(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """The moments of all images, from those of both halves of them."""
-    whole = merge(first, second)
+    merged = merge(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
-    groups = torch.tensor([group_of[each] for each in whole.image_ids.tolist()], dtype=torch.int64)
-    lineage = {**whole.lineage, "images": images.digest}
-    return replace(whole, lineage=lineage, group_ids=groups, half=second)
+    groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
+    lineage = {**merged.lineage, "images": images.digest}
+    return replace(merged, lineage=lineage, group_ids=groups, half=second)
 
 
 def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:

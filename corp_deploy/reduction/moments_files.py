@@ -71,7 +71,7 @@ class CalibrationRequest:
 
 @contextmanager
 def _no_progress(title: str, images: int) -> Iterator[Callable[[int], None]]:
-    yield lambda done: None
+    yield lambda count: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +79,16 @@ class CalibrationRun:
     """By which processes, and who hears what.
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
-    The moments of the first `snapshots` images, ascending, are written beside those of all.
-    `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not;
-    `smaller` hears of each batch size that is taken instead, where memory ran out in a larger one.
+    The moments of the first `snapshots` images, ascending, are written beside those of all. `on_bytes_needed` hears the
+    bytes that the sums will take; `fitting` words the least sparsity that fits where all does not; `smaller` hears of
+    each batch size that is taken instead, where memory ran out in a larger one.
     """
 
     ranks: Ranks = ALONE
     unfinished: Path
     save_every: int | None = None
     snapshots: tuple[int, ...] = ()
-    needed: Callable[[int], None] = lambda size: None
+    on_bytes_needed: Callable[[int], None] = lambda size: None
     progress: Progress = _no_progress
     fitting: Callable[[float], str]
     smaller: Callable[[int], None] = lambda size: None
@@ -131,12 +131,12 @@ def _refuse_too_large(
 ) -> None:
     """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
     sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
-    needed = {
+    bytes_needed = {
         name: copies * size for name, size in memory_needed(checkpoint, sites, request.statistics, widths).items()
     }
-    run.needed(sum(needed.values()))
+    run.on_bytes_needed(sum(bytes_needed.values()))
     try:
-        memory.refuse_too_large(needed, available)
+        memory.refuse_too_large(bytes_needed, available)
     except BadInput as error:
         if request.statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
             raise BadInput(f"{error}, (d) {FEWER_PATCHES.format(0.9 * available / copies / 1e9)}") from None
@@ -166,7 +166,7 @@ def _take(
     size = request.batch_size
     while True:
         try:
-            with run.progress(title, len(run.ranks.share(images.count))) as done:
+            with run.progress(title, len(run.ranks.share(images.count))) as on_progress:
                 return calibrate(
                     checkpoint,
                     images,
@@ -176,7 +176,7 @@ def _take(
                     saved=saved if size == request.batch_size else None,
                     ranks=run.ranks,
                     snapshots=snapshots,
-                    done=done,
+                    on_progress=on_progress,
                 )
         except Exception as error:
             if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:

@@ -85,7 +85,7 @@ def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[
     assert halves is not None, site.name
     chosen, shares = kind.chosen(site, own, _METHOD, width), list[tuple[float, float]]()
     for half, other in (halves, halves[::-1]):
-        (report,) = kind.reduced(site, half, _METHOD, width, known=chosen, held_out=other).reports
+        (report,) = kind.reduced(site, half, _METHOD, width, cached=chosen, held_out=other).reports
         assert report.held_out is not None, site.name
         shares.append((report.error / report.energy, report.held_out.error / report.held_out.energy))
     return fmean(fitted for fitted, _ in shares), fmean(held_out for _, held_out in shares)

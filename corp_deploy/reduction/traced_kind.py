@@ -145,7 +145,7 @@ class TracedKind(Generic[OfSite]):
         return (site.width,) if stays else self._with_none(site, method)
 
     def _with_none(self, site: OfSite, method: Method) -> tuple[int, ...]:
-        return (0,) * (method.empties and site.severed is not None) + self.widths(site, method)
+        return (0,) * (method.empties and site.whole_removal is not None) + self.widths(site, method)
 
     def refusal(self, site: OfSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
@@ -164,12 +164,12 @@ class TracedKind(Generic[OfSite]):
         moments: tuple[Read, ...],
         method: Method,
         width: int,
-        known: Elimination | None = None,
+        cached: Elimination | None = None,
     ) -> Chosen | None:
-        return self._choice(site, moments, method, width, known)
+        return self._choice(site, moments, method, width, cached)
 
     def _choice(
-        self, site: OfSite, moments: tuple[Read, ...], method: Method, width: int, known: Elimination | None
+        self, site: OfSite, moments: tuple[Read, ...], method: Method, width: int, cached: Elimination | None
     ) -> Chosen:
         _, _, selection, _ = self._said(method)
         part_C = _parts(site, moments)
@@ -177,7 +177,7 @@ class TracedKind(Generic[OfSite]):
             return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
         if selection != "obs":
             return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
-        kept_K = (known or self._order(site, moments, method)).kept(width)
+        kept_K = (cached or self._order(site, moments, method)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
         return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
 
@@ -188,11 +188,11 @@ class TracedKind(Generic[OfSite]):
         method: Method,
         width: int,
         *,
-        known: Elimination | Chosen | None = None,
+        cached: Elimination | Chosen | None = None,
         held_out: tuple[Read, ...] | None = None,
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
-        chosen = known if isinstance(known, Chosen) else self._choice(site, moments, method, width, known)
+        chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
         recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
         if width and halves is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
@@ -240,12 +240,12 @@ class TracedKind(Generic[OfSite]):
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def curves(
-        self, site: OfSite, moments: tuple[Read, ...], method: Method, known: Elimination | None
+        self, site: OfSite, moments: tuple[Read, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         widths = self.offers(site, method)
         if len(widths) == 1:
             return []
-        order = known or self._order(site, moments, method)
+        order = cached or self._order(site, moments, method)
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
 

@@ -37,7 +37,7 @@ class Halved:
     fit: SiteMoments | None
     held_out: SiteMoments | None
 
-    def whole(self, name: str) -> SiteMoments:
+    def combined(self, name: str) -> SiteMoments:
         """Over all inputs."""
         if self.fit is None or self.held_out is None:
             both = self.fit or self.held_out
@@ -83,7 +83,7 @@ class _OfRows:
         else:
             there_X = _both(there_X, lacking.counts)
             fitted_X = _both(there_X, lacking.read)
-            lacking_XO = lacking.lacking.flatten(0, -2)
+            lacking_XO = lacking.residual.flatten(0, -2)
             self.sums.add(_at(x_XK, fitted_X), _at(lacking_XO, fitted_X), counted(fitted_X))
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
@@ -115,7 +115,7 @@ class _OfPatches:
 
     def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
         self.sums.add("x", x)
-        self.sums.add("y", self.layer(x) if lacking is None else lacking.lacking)
+        self.sums.add("y", self.layer(x) if lacking is None else lacking.residual)
 
     @property
     def is_empty(self) -> bool:
@@ -172,7 +172,7 @@ class LayerSums:
         (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
             self.gain_O = lacking.gain_O
-            wanted_XO = rows_of(lacking.wanted, layer.node)
+            wanted_XO = rows_of(lacking.target, layer.node)
             is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
             counted = None if weights_BN is None or not is_of_tokens else _at(weights_BN.reshape(-1, 1), lacking.read)
             self.energy.add(_at(wanted_XO, lacking.read), counted)
@@ -202,16 +202,16 @@ def layer_sums(
         for layer, target in targets.items()
     }
     reading = {layer: layer.node.all_input_nodes[0] for layer in targets}
-    known = [target for target in targets.values() if target is not None]
-    dense_nodes = segment.up_to([end for target in known for end in target.dense_ends])
-    nodes = segment.up_to([*reading.values(), *(end for target in known for end in target.student_ends)])
+    targets_set = [target for target in targets.values() if target is not None]
+    dense_nodes = segment.up_to([end for target in targets_set for end in target.dense_ends])
+    nodes = segment.up_to([*reading.values(), *(end for target in targets_set for end in target.student_ends)])
     for piece in pieces:
         student = segment.run_student(piece, nodes)
-        dense: Values = segment.run_dense(piece, dense_nodes) if known else {}
+        dense: Values = segment.run_dense(piece, dense_nodes) if targets_set else {}
         for layer, target in targets.items():
             lacking = None
             if target is not None:
-                lacking = target.lacking(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
+                lacking = target.residual(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
             sizes_BN = segment.sizes_of(student, layer.node)
             weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
@@ -249,7 +249,7 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
 
         with listening([taps], hear):
             for name in site.sources:
-                tracing.heard[2][name](values[tracing.by_node[name]])
+                tracing.hooked[2][name](values[tracing.by_node[name]])
         own.flush()
     fit, held_out = (
         on_device(sums[each].moments(), segment.student.where) if each in filled else None for each in (False, True)

@@ -115,7 +115,7 @@ class Read:
         """Variance of what the layer makes of the site."""
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
-    def is_whole(self, kept_K: Tensor) -> bool:
+    def has_all_patches(self, kept_K: Tensor) -> bool:
         """Whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
@@ -220,8 +220,8 @@ def rest_of(own: Read, half: Read) -> Read:
     """Without the images of `half`, some of its own."""
     tokens = own.tokens - half.tokens
 
-    def left(whole: Tensor, part: Tensor) -> Tensor:
-        return (whole * own.tokens - part * half.tokens) / tokens
+    def left(full: Tensor, part: Tensor) -> Tensor:
+        return (full * own.tokens - part * half.tokens) / tokens
 
     stats = PatchStatistics(
         mean_U=left(own.stats.mean_U, half.stats.mean_U),
@@ -264,8 +264,8 @@ def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: floa
         )
     if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
         return _by_portions(stacked, part_C, ridge_rel)
-    seen = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
-    covariances, weights, joined = zip(*seen, strict=True)
+    sets = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
+    covariances, weights, joined = zip(*sets, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
 
 
@@ -356,7 +356,7 @@ def _fitted(read: Read, recovery: str, kept_K: Tensor, ridge_rel: float) -> Chan
     """To what the layer gave."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
-    if read.is_whole(kept_K):
+    if read.has_all_patches(kept_K):
         return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
         every = len(read.reading.columns_GM)
@@ -376,7 +376,7 @@ def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: Read) -> float:
     """E||y - y'||^2 of a recovered layer on other statistics of what it read. Raises BadInput where those have no
     patches of what is kept.
     """
-    if other.target is not None and other.is_whole(kept_K):
+    if other.target is not None and other.has_all_patches(kept_K):
         return 0.0
     if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:
         raise BadInput(

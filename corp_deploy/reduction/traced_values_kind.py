@@ -170,9 +170,9 @@ class TracedValuesKind(TracedKind[TracedValues]):
         stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
         return (site.width,) if stays else self._with_none(site, method)
 
-    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, known: Any = None) -> Chosen | None:
+    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Chosen | None:
         is_chosen = site.rows is None and not method.heads_sparsity
-        return super().chosen(site, moments, method, width, known) if is_chosen else None
+        return super().chosen(site, moments, method, width, cached) if is_chosen else None
 
     def reduced(
         self,
@@ -181,7 +181,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         method: Method,
         width: int,
         *,
-        known: Elimination | Chosen | None = None,
+        cached: Elimination | Chosen | None = None,
         held_out: tuple[Read, ...] | None = None,
         halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
     ) -> TracedReduced:
@@ -197,19 +197,19 @@ class TracedValuesKind(TracedKind[TracedValues]):
             if site.rows is not None:
                 return _mixed(site, of, method, each)
             return super(TracedValuesKind, self).reduced(
-                site, moments, method, width, known=of.chosen(method, each), **others
+                site, moments, method, width, cached=of.chosen(method, each), **others
             )
 
         if heads == left == site.parts and site.rows is None:
-            return super().reduced(site, moments, method, width, known=known, **others)
-        whole = _heads(site, moments, held_out, halves)
+            return super().reduced(site, moments, method, width, cached=cached, **others)
+        full = _heads(site, moments, held_out, halves)
         if left == heads:
-            return with_dims(whole)
-        kept_M = kept_groups(whole.own.weight_OC, whole.own, method, heads, left)
+            return with_dims(full)
+        kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
         recovery, report = projected(
-            site.name, heads, whole.own.projection, whole.own, method, kept_M, whole.held_out, whole.halves
+            site.name, heads, full.own.projection, full.own, method, kept_M, full.held_out, full.halves
         )
-        fewer = whole.fewer(kept_M, recovery)
+        fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
@@ -217,10 +217,10 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return None if site.rows is not None else super().elimination(site, moments, method)
 
     def curves(
-        self, site: TracedValues, moments: tuple[Read, ...], method: Method, known: Elimination | None
+        self, site: TracedValues, moments: tuple[Read, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         if site.rows is None:
-            return super().curves(site, moments, method, known)
+            return super().curves(site, moments, method, cached)
         own, widths = _given(site, moments), self.offers(site, method)
         lost_H = values.lowrank_spectrum(own.z_mean_C, own.z_second_CC, own.weight_OC, len(site.groups_HV))
         errors = tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in widths)

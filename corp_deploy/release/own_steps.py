@@ -130,8 +130,8 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
-    asked = trusted_metrics(recipe.parity.metrics(dirs.root))
-    meter = Meter(asked, named_samples(inputs, dirs.root) if asked else inputs, below=dirs.root)
+    metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
+    meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(
         dense,

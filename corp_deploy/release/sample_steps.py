@@ -48,8 +48,8 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
         names=tuple(source.name(place) for place in range(count)) if recipe.parity.metric else (),
         labels=None if labels is None else SAMPLE_LABELS,
     )
-    told = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
-    write_json(dirs.into / SAMPLES_RECORD, told)
+    entries = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
+    write_json(dirs.into / SAMPLES_RECORD, entries)
 
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:

@@ -26,24 +26,24 @@ def contraction(flow: Flow, call: Call) -> Value:
         Factor(node=node, marks=call.values[node], letters=letters)
         for node, letters in zip(equation.nodes, equation.letters, strict=True)
     )
-    given = product(flow, call, one, other, equation.out)
+    result = product(flow, call, one, other, equation.out)
     if call.op in ("addmm", "baddbmm"):
         bias = call["self"]
         if not bias.constant or len(bias.shape) > 1:
-            return combined(flow, call, [given, bias])
-    return biased(flow, call, given, bias, len(given.shape) - 1)
+            return combined(flow, call, [result, bias])
+    return biased(flow, call, result, bias, len(result.shape) - 1)
 
 
-def biased(flow: Flow, call: Call, given: Marks, bias: Marks | None, dim: int) -> Value:
+def biased(flow: Flow, call: Call, result: Marks, bias: Marks | None, dim: int) -> Value:
     """A bias goes with the rows."""
-    if bias is not None and dim in given.dims:
-        rows = flow.across(given, (dim,), f"{call.where} adds a bias")
+    if bias is not None and dim in result.dims:
+        rows = flow.across(result, (dim,), f"{call.where} adds a bias")
         if bias.constant:
             flow.use(call.node, bias.constant, (0,), rows, "writes")
         else:
             flow.stay(rows, f"{call.where} adds a computed bias")
             flow.stay(bias.labels, f"{call.where} adds it as a bias")
-    return given
+    return result
 
 
 def convolution(flow: Flow, call: Call) -> Value:
@@ -58,8 +58,8 @@ def convolution(flow: Flow, call: Call) -> Value:
     if groups > 1:
         return _in_groups(flow, call, first, weight, groups)
     letters = ("CO" if is_transposed else "OC") + _KERNEL[: len(places)]
-    given = product(flow, call, factor(call, "input", f"NC{places}"), factor(call, "weight", letters), f"NO{places}")
-    return biased(flow, call, given, call["bias"], 1)
+    result = product(flow, call, factor(call, "input", f"NC{places}"), factor(call, "weight", letters), f"NO{places}")
+    return biased(flow, call, result, call["bias"], 1)
 
 
 def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Value:

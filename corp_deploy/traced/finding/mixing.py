@@ -17,8 +17,8 @@ def over(flow: Flow, call: Call) -> Any:
     """Along the axes of `dim`, or all; the larger of two tensors is element by element."""
     if torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
         return pointwise(flow, call)
-    first, asked = call.tensors[0], call["dim"]
-    dims = range(len(first.shape)) if asked in (None, [], ()) else [asked] if isinstance(asked, int) else asked
+    first, along = call.tensors[0], call["dim"]
+    dims = range(len(first.shape)) if along in (None, [], ()) else [along] if isinstance(along, int) else along
     return mixed(flow, call, first, dims)
 
 

@@ -266,8 +266,8 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
         stays = groups[~units[groups]]
         if len(stays):
             reasons = flow.groups.reason_of(stays)
-            held = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
-            reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else held
+            why = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
+            reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else why
             yield Stay(name=name, count=len(stays), reason=reason)
 
 

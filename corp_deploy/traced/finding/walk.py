@@ -20,8 +20,8 @@ def walked(program: Program, *, keeps_all: bool = False) -> Flow:
         flow.times_used[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     for node in program.nodes:
         if node.op == "output":
-            for given in node.all_input_nodes:
-                value = flow.values[given]
+            for source in node.all_input_nodes:
+                value = flow.values[source]
                 flow.stay(value.labels if isinstance(value, Marks) else None, "it is what the model gives")
         else:
             flow.values[node] = value_of(flow, node)
@@ -36,8 +36,8 @@ def value_of(flow: Flow, node: fx.Node) -> Any:
     if node.op == "placeholder":
         shape = sizes_at_one(node)
         return None if shape is None else fixed(shape, f"it comes from the model's input {node.name}")
-    given = node.meta.get("val")
-    if not isinstance(given, Tensor | list | tuple):
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor | list | tuple):
         return _number(flow, node)
     for each in node.all_input_nodes:
         flow.values[each] = flow.renewed(flow.values[each])

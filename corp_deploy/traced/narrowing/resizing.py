@@ -53,13 +53,13 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
 
 def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
     """The sizes that an axis is spread out to; -1 where it has its size before."""
-    asked, before = call.arguments["size"], call["self"].shape
+    new_sizes, before = call.arguments["size"], call["self"].shape
     missing = len(old) - len(before)
-    sizes = [each if was == now else now for each, was, now in zip(asked, old, new, strict=True)]
+    sizes = [each if was == now else now for each, was, now in zip(new_sizes, old, new, strict=True)]
     for dim, size in enumerate(sizes):
-        if size != asked[dim] and dim >= missing and before[dim - missing] == old[dim]:
+        if size != new_sizes[dim] and dim >= missing and before[dim - missing] == old[dim]:
             sizes[dim] = -1
-        elif size != asked[dim] and isinstance(asked[dim], fx.Node):
+        elif size != new_sizes[dim] and isinstance(new_sizes[dim], fx.Node):
             raise Uneven(f"the batch counts axis {dim} too")
     return sizes
 
@@ -95,4 +95,4 @@ def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: 
 
     result, new = target(**fx.map_arg(arguments, entering)), narrowed(value, gone)
     both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
-    return all(each.labels is None or torch.equal(got, each.labels) for got, each in both)
+    return all(each.labels is None or torch.equal(actual, each.labels) for actual, each in both)

@@ -29,8 +29,8 @@ class Between:
         sizes: tuple[int, ...] = sizes_at_one(self.layer.node)
         return sizes
 
-    def __call__(self, given: Tensor) -> Tensor:
-        every = run(self.program, self.nodes, {self.layer.node: given.double()}, torch.float64)
+    def __call__(self, x: Tensor) -> Tensor:
+        every = run(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
         result: Tensor = every[self.nodes[-1] if self.nodes else self.layer.node]
         return result
 
@@ -55,21 +55,21 @@ def run(
 
 def between(program: Program, source: fx.Node) -> Between | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
-    known = {each.node: each for each in layers(program)}
-    nodes, found = needed(program, source, known)
+    by_node = {each.node: each for each in layers(program)}
+    nodes, found = needed(program, source, by_node)
     if nodes is None or len(found) != 1:
         return None
-    return Between(program=program, layer=known[found.pop()], nodes=nodes)
+    return Between(program=program, layer=by_node[found.pop()], nodes=nodes)
 
 
 def needed(
-    program: Program, source: fx.Node, known: Collection[fx.Node]
+    program: Program, source: fx.Node, layer_nodes: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
     """What has to run for a node, in order, behind which ones of those known; None where inputs have to be."""
     every, found, front = set[fx.Node](), set[fx.Node](), [source]
     while front:
         node = front.pop()
-        if node in known:
+        if node in layer_nodes:
             found.add(node)
         elif node.op not in ("get_attr", "call_function"):
             return None, found

@@ -56,7 +56,7 @@ def _made(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, nam
         raise OtherwiseAtOtherBatch(f"{len(first.calls)} calls and {len(other.calls)}")
     if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
         raise OtherwiseAtOtherBatch("other constants")
-    return _Graph(model, first, other).made(inputs, names)
+    return _Graph(model, first, other).build(inputs, names)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -80,15 +80,15 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
     """By a twin of the model."""
     args, kwargs = inputs
-    given: dict[str, Any] = {}
+    named_leaves: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         leaves = tree_leaves(value)
-        given |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
-    known = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
+    tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
     own = {f".{name}": each for name, each in _held(running)}
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
-    recorder = Recorder({**own, **known}, stack, on_meta=on_meta)
+    recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
     with (
         torch.no_grad(),
         _compiling(),
@@ -101,7 +101,7 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     return _Recorded(
         calls=recorder.calls,
         constants=recorder.constants,
-        inputs=given,
+        inputs=named_leaves,
         gives=tree_map_only(Tensor, recorder.ref, gives),
     )
 
@@ -140,9 +140,9 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
         if id(module) in paths:
             stack.pop()
 
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         for handle in (hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)):
-            held.callback(handle.remove)
+            exit_stack.callback(handle.remove)
         yield
 
 
@@ -171,7 +171,7 @@ class _Graph:
         self.numbers: dict[Counted, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
-    def made(self, inputs: Any, names: list[str]) -> fx.GraphModule:
+    def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             tell(node, value, self.other.inputs[name])

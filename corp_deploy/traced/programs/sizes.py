@@ -75,24 +75,24 @@ class _OnMeta(fx.Interpreter):
         return super().get_attr(target, args, kwargs).to("meta")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        given = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
-        return super().call_function(target, *given)
+        arguments = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
+        return super().call_function(target, *arguments)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.given[n] = given = super().run_node(n)
-        return given
+        self.values[n] = values = super().run_node(n)
+        return values
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.given: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
 
 
 def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
     """Tell every node what it gives, on meta, and of which sizes."""
-    given: list[Mapping[fx.Node, Any]] = []
+    values: list[Mapping[fx.Node, Any]] = []
     for batch in BATCHES if any_batch else (len(inputs[0]),) * 2:
         run = _OnMeta(graph)
         run.run(*at_batch(inputs, batch), enable_io_processing=False)
-        given.append(run.given)
+        values.append(run.values)
     for node in graph.graph.nodes:
-        tell(node, given[0][node], given[1][node])
+        tell(node, values[0][node], values[1][node])
