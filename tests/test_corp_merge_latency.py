@@ -17,13 +17,13 @@ from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning import merge_latency
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import LatencyTarget
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_latency import TOKENS, MergeLatencies, measure_merge_latencies, merge_costs_in_ns
 from corp_deploy.planning.merge_prices import prices_by_latencies
-from corp_deploy.planning.request import Budget, ReductionRequest, WithinRequest
+from corp_deploy.planning.request import Budget, LimitRequest, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
@@ -174,7 +174,7 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
 def test_a_limit_is_held_by_the_fastest(
     dense: Checkpoint, images: Images, moments: Moments, where: LatencyTarget
 ) -> None:
-    within = WithinRequest(limit=limit_from_text("error 0.6"), currency="latency", where=where)
+    within = LimitRequest(limit=limit_from_text("error 0.6"), currency="latency", where=where)
     fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
     request = replace(asked(0.9, where), budget=None, within=within)
     _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())

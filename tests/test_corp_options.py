@@ -14,7 +14,7 @@ from corp_deploy.commands.model_choice import ModelChoice
 from corp_deploy.commands.options import typed_name
 from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table
-from corp_deploy.invocation.honours import Axis, words_of
+from corp_deploy.invocation.option_support import Axis, words_of
 from corp_deploy.invocation.reduction_table import IMAGES, LOOP, POLISH, PRESET, WIDTHS
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY

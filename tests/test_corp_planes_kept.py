@@ -11,12 +11,12 @@ from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
 from corp_deploy.reduction.logits import system_of
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import halves_at
-from corp_deploy.reduction.turned import kept_planes
+from corp_deploy.reduction.rope_planes import kept_planes
+from corp_deploy.reduction.validation_split import in_halves
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 from tests.eva_models import checkpoint, moments

@@ -11,7 +11,7 @@ from click.testing import Result
 from calib.store import load as load_moments
 from corp_deploy.invocation.compositions import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.polishing import Polishing, inputs_to_polish
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.polish.options import PolishOptions

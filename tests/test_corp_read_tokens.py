@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from corp_deploy.cli import main
 from corp_deploy.families.family import family_of
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -94,7 +94,7 @@ def features(model: nn.Module) -> Tensor:
     """The last stream."""
     images, family = torch.from_numpy(tiny.images(64, seed=9)), family_of(model)
     with torch.inference_mode():
-        walk = Walk.of(family.embedded(model, images), None)
+        walk = StreamState.of(family.embedded(model, images), None)
         for step in family.steps(model):
             walk = walk.behind(step)
     return walk.tokens.x.double()

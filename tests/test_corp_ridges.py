@@ -19,10 +19,10 @@ from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import from_halves, overfitting
+from corp_deploy.reduction.validation_split import in_halves
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny

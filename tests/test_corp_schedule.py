@@ -14,8 +14,8 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import joint
 from corp_deploy.planning.budget import dense_cost
-from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint import ABOUT, Joint
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places

@@ -23,7 +23,7 @@ from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Widths
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

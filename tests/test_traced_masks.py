@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import named, run_model
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.families.traced_segments import ByRows
+from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
@@ -104,8 +104,8 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
     model = checkpoint.model
     mask_BN = (torch.arange(SHORT) < torch.tensor([[SHORT], [4]])).float()
     for step in steps(model):
-        assert isinstance(step, Passage)
-        assert isinstance(step.module, ByRows)
+        assert isinstance(step, SegmentStep)
+        assert isinstance(step.module, TokenRows)
         x_BNC: Tensor = torch.randn(2, SHORT, 32, generator=torch.Generator().manual_seed(0))
         if step.name == "blocks.0.attn":
             x_BNC = torch.ones(2, 1, SHORT, dtype=torch.int64)

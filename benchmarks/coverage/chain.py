@@ -17,7 +17,7 @@ from calib.input_set import InputSet
 from calib.inputs import named, pieces
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
+from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate

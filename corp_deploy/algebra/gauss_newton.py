@@ -36,7 +36,7 @@ class Tangent(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lacking:
+class Residuals:
     """Some tokens: the tangent there, what the outputs lack, and how much each token counts (None: all alike)."""
 
     tangent: Tangent
@@ -60,7 +60,7 @@ def _summed(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, tensors)
 
 
-def _curved(pieces: Iterable[Lacking], step_RD: Tensor, weight: float) -> Tensor:
+def _curved(pieces: Iterable[Residuals], step_RD: Tensor, weight: float) -> Tensor:
     """J'J S."""
     return _summed(piece.back(piece.tangent.along(step_RD)) for piece in pieces) / weight
 
@@ -77,7 +77,7 @@ class _Kronecker:
         return self.left_RR @ ((self.left_RR.mT @ step_RD @ self.right_DD) / self.value_RD) @ self.right_DD.mT
 
 
-def _second_moments(pieces: Iterable[Lacking], weight: float) -> tuple[Tensor, Tensor]:
+def _second_moments(pieces: Iterable[Residuals], weight: float) -> tuple[Tensor, Tensor]:
     """E[g g'] and E[u u'] in float64; the signs are always the same."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     g_RR, u_DD, tokens = torch.zeros(()), torch.zeros(()), 0
@@ -92,7 +92,7 @@ def _second_moments(pieces: Iterable[Lacking], weight: float) -> tuple[Tensor, T
 
 
 def _preconditioner(
-    pieces: Iterable[Lacking], weight: float, ridge_rel: float, like: Tensor
+    pieces: Iterable[Residuals], weight: float, ridge_rel: float, like: Tensor
 ) -> tuple[_Kronecker, float]:
     """With the ridge: ridge_rel * the mean of the diagonal of the Kronecker product."""
     g_RR, u_DD = _second_moments(pieces, weight)
@@ -104,7 +104,7 @@ def _preconditioner(
     return kronecker, ridge
 
 
-def gauss_newton(pieces: Iterable[Lacking], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
+def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
     """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain. The pieces are looked
     through twice, and once more in each iteration.
 

@@ -56,7 +56,7 @@ def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shifted:
+class RegularisedCovariance:
     """covariance + ridge * I and its lower Cholesky factor."""
 
     matrix_FF: Tensor
@@ -64,7 +64,7 @@ class Shifted:
     ridge: float
 
 
-def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> Shifted:
+def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> RegularisedCovariance:
     """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has.
 
     The ridge is relative to `scale`, by default the mean diagonal.
@@ -76,7 +76,7 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
         shifted_FF.diagonal().add_(ridge)
         factor_FF, failed = torch.linalg.cholesky_ex(shifted_FF)
         if int(failed) == 0:
-            return Shifted(matrix_FF=shifted_FF, factor_FF=factor_FF, ridge=ridge)
+            return RegularisedCovariance(matrix_FF=shifted_FF, factor_FF=factor_FF, ridge=ridge)
         ridge *= 10.0
         assert ridge < scale, (ridge, scale)
 
@@ -116,7 +116,7 @@ def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: i
     return picks_B, costs_B
 
 
-def _eliminate(shifted: Shifted, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
     target_OF = weight_OF @ shifted.matrix_FF

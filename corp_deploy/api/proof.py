@@ -10,7 +10,7 @@ from pathlib import Path
 from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
-from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
@@ -47,7 +47,7 @@ def _proof_inputs(dense: Checkpoint, input_set: InputSet, labels: PathLike | Arr
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCall(Parted, Drawn, ProofOptions):
+class VerifyCall(HoldOutOptions, Drawn, ProofOptions):
     """The options, with what is held against what, and on what."""
 
     reference: ModelLike = field(kw_only=False)

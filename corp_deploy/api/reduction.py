@@ -11,9 +11,9 @@ from torch import nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.reduction import ReduceOptions as ReduceOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
@@ -46,7 +46,7 @@ class Reduced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(Parted, Drawn, ReduceOptions):
+class ReduceCall(HoldOutOptions, Drawn, ReduceOptions):
     """The options, with what is reduced and what it looks at."""
 
     model: ModelLike = field(kw_only=False)

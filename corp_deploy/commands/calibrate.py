@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.calibration import CalibrateRun
-from corp_deploy.invocation.inputs import KINDS, GivenInputs
+from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.views.console import Output
 
 from .declared import record_options
@@ -21,14 +21,14 @@ from .stopwatch import keep_effort, stopwatch_on
     cls=Command, first="model weights images output samples attention-system hold-out batch-size device text"
 )
 @model_options
-@record_options("inputs", GivenInputs, *KINDS, "samples", "seed", "workers", "max_bad")
+@record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
 @record_options("options", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write what OUTPUT holds, with its digest, as JSON.")
 @output_options
 def calibrate(
     model: ModelChoice,
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     output: Path,
     options: CalibrateRun,
     summary: Path | None,

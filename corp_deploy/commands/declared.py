@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import click
 
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Option as Declared
 from corp_deploy.invocation.option import Record, options_of
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 
 from .help import under

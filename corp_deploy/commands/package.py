@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation import values
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.values import TEXT
 from corp_deploy.views.console import Output

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.inputs import GivenInputs
+from corp_deploy.invocation.inputs import RequiredInputs
 from corp_deploy.invocation.proof_limits import LanguageOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
@@ -23,7 +23,7 @@ EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE,
 @click.argument("model", metavar="DENSE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
-@record_options("inputs", GivenInputs, "text", "tokens", "samples", "seed")
+@record_options("inputs", RequiredInputs, "text", "tokens", "samples", "seed")
 @click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
 @record_options("options", LanguageOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
@@ -33,7 +33,7 @@ def perplexity(
     ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     batch: int,
     options: LanguageOptions,
     output: Path | None,

@@ -50,7 +50,7 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.carry_out import measured_speedup, reduce_checkpoint
+    from corp_deploy.planning.execution import measured_speedup, reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing

@@ -19,10 +19,10 @@ from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
+    from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
-    from corp_deploy.proof.own_metrics import Meter
 
     from .proof_input_choice import ProofInputChoice
 
@@ -122,8 +122,8 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         return _compared(golden, steps, output, _sizes(steps, self.batches), limits, elsewhere, meter, out)
 
     def _meter(self, golden: "Golden") -> "Meter":
+        from corp_deploy.proof.custom_metrics import Meter
         from corp_deploy.proof.inputs import ProofInputs
-        from corp_deploy.proof.own_metrics import Meter
 
         inputs = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
         return Meter(self.metrics, inputs, time_limit_s=self.metric_time_limit)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from corp_deploy.traced.programs.twins import twin
+from corp_deploy.traced.programs.module_copies import twin
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role, image_port
 

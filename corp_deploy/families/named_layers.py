@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.attended import factor
+from corp_deploy.traced.programs.attention_visibility import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
@@ -20,7 +20,7 @@ from .preprocessing import Preprocessing
 from .site import Site
 from .sites import Sites
 from .traced_facts import tracing
-from .traced_module import TracedModule, Tracing, known_of, traced_module
+from .traced_module import TracedModule, Tracing, traced_module, traced_state
 from .traced_pairs import TracedPairs
 from .traced_sites import names_of, traced_sites
 
@@ -51,7 +51,7 @@ def with_named_sites(
         found = _Found(traced, own, traced_sites(own), names_of(own))
         chosen = {name for path, layers in mlps.items() for name in found.of_mlp(path, layers)}
         chosen |= {name for path, entry in attentions.items() for name in found.of_attention(path, entry)}
-        known_of(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
+        traced_state(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
     return traced
 
 
@@ -157,7 +157,7 @@ def by_layers(model: TracedModule, sites: Container[str], state: Mapping[str, Te
     """Weights of version 0.1 by the names of the model's own layers: in place of named attentions, which are among
     these sites, stood modules with `qkv` and `proj` there.
     """
-    facts, renamed = known_of(model).facts, dict[str, str]()
+    facts, renamed = traced_state(model).facts, dict[str, str]()
     if facts is None or facts.sites is None:
         return state
     for name, groups in names_of(tracing(model)).items():

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.traced.programs.twins import without_memory
+from corp_deploy.traced.programs.module_copies import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
 from .maps import map_from_tokens, tokens_from_map
 from .outputs import Output, Outputs
-from .traced_module import Facts, TracedModule, known_of, traced_module
+from .traced_module import Facts, TracedModule, traced_module, traced_state
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
@@ -105,7 +105,7 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
     `block1_class`, `stage1_map`, or by timm's numbers, `feature1_map`; `stage1` for the map's places as tokens
     [B,HW,C]. Raises BadInput for what it hasn't got.
     """
-    state = known_of(model)
+    state = traced_state(model)
     if state.facts is not None or state.cut is not None:
         of = (
             "a reduced model: those are named where it is dense"

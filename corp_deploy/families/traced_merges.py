@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
-from corp_deploy.traced.programs.attended import SDPA, SOFTMAX
+from corp_deploy.traced.programs.attention_visibility import SDPA, SOFTMAX
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
@@ -22,8 +22,8 @@ from ground.errors import BadInput
 
 from .merging import Merging
 from .token_merging import TokenMerge, key_bias, unmerged
-from .traced_fewer import Fewer
-from .traced_fewer_nodes import FewerNodes, Stands
+from .traced_merged_nodes import MergedNodes, PositionDependent
+from .traced_merged_program import MergedProgram
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Merges:
     `outside`: nodes on the way to outputs in front of the last; `back`: what is given back to these.
     """
 
-    nodes: FewerNodes
+    nodes: MergedNodes
     blocks: Sequence[Block]
     merging: Merging
     unmerging: fx.Node | None
@@ -51,7 +51,7 @@ class Merges:
     def program(self) -> Program:
         return self.nodes.program
 
-    def merged_program(self) -> Fewer:
+    def merged_program(self) -> MergedProgram:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
         attentions = by_node([each for block in self.blocks for each in block.attentions])
         out = ways_out(self.program)
@@ -63,7 +63,7 @@ class Merges:
             if node is self.unmerging:
                 self._unmerge(node)
         inputs = [node.meta["val"] for node in self.nodes.graph.nodes if node.op == "placeholder"]
-        return Fewer(
+        return MergedProgram(
             program=sized(self.nodes, self.merges, inputs, dead=self.follows),
             stands={node.name: new for node, new in self.nodes.nodes.items()},
             merge_at=self.merge_at,
@@ -158,7 +158,9 @@ class Merges:
         if not self.merging.compares_attention:
             return stream
         if len(block.attentions) > 1 and self.merging.how == "drop":
-            raise Stands(block.added, "adds several attentions, which may keep other tokens each; merge instead")
+            raise PositionDependent(
+                block.added, "adds several attentions, which may keep other tokens each; merge instead"
+            )
         for each in block.attentions:
             _refuse_layout(each)
         if self.merging.how == "merge":
@@ -191,7 +193,9 @@ class Merges:
 def _refuse_layout(attention: Attention) -> None:
     queries = attention.queries
     if len(sizes_at_one(queries)) != 4 or batch_of(queries) != IN_FRONT:
-        raise Stands(attention.product, "has heads and images on one axis, so that sizes can't be added to scores")
+        raise PositionDependent(
+            attention.product, "has heads and images on one axis, so that sizes can't be added to scores"
+        )
 
 
 def _bias_like(sizes_BN: Tensor, scored: Tensor) -> Tensor:
@@ -232,7 +236,7 @@ def by_node(attentions: Sequence[Attention]) -> dict[fx.Node, Attention]:
     }
 
 
-def sized(nodes: FewerNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
+def sized(nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
     """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
     program = nodes.program
     nodes.graph.set_codegen(copy(program.graph.graph._codegen))

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, named
 from corp_deploy.traced.finding.attentions import blocks_of
-from corp_deploy.traced.narrowing.severing import filled_
-from corp_deploy.traced.programs.attended import SDPA, SOFTMAX
+from corp_deploy.traced.narrowing.whole_removal import filled_
+from corp_deploy.traced.programs.attention_visibility import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
 from corp_deploy.traced.programs.padding import has_uneven, padded
 from corp_deploy.traced.programs.program import operation
@@ -25,7 +25,7 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import bert, decoder, hf_classes, own_modules, timm_library, torchvision_models
+from . import bert, custom_modules, decoder, hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
@@ -33,7 +33,7 @@ from .module_facts import facts_of_module
 from .modules import replaced
 from .site import Site
 from .sites import Sites
-from .steps import Merge, Outlet, Passage, Step, Unmerge, Walk
+from .steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 from .traced_facts import classes as classes
@@ -42,9 +42,9 @@ from .traced_facts import input_spec as input_spec
 from .traced_facts import output_ports as output_ports
 from .traced_facts import tracing as tracing
 from .traced_merging import Mergeable
-from .traced_module import known_of, merging_module, traced_module
+from .traced_module import merging_module, traced_module, traced_state
 from .traced_narrowing import narrowed
-from .traced_segments import ByRows, Layout, Segment, layout_of
+from .traced_segments import Layout, Segment, TokenRows, layout_of
 from .traced_site import TracedSite
 from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
@@ -60,8 +60,8 @@ def build(architecture: Architecture) -> nn.Module:
     """What a user's code makes, a decoder, an encoder of BERT's kind, or a model of transformers or of torchvision.
     Raises BadInput for what these can't build, and for any other name.
     """
-    if architecture.family == own_modules.NAME:
-        return own_modules.build(architecture)
+    if architecture.family == custom_modules.NAME:
+        return custom_modules.build(architecture)
     if architecture.family == decoder.NAME:
         return decoder.build(architecture)
     if architecture.family == bert.NAME:
@@ -87,7 +87,7 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 def sites(model: nn.Module) -> Sites:
     """What is found in the program, dense or already reduced, or of that what its user named."""
-    own, facts = tracing(model), known_of(model).facts
+    own, facts = tracing(model), traced_state(model).facts
     own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
     return own.offered[0]
 
@@ -156,10 +156,10 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
 
 def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
     """A segment and what is done at the cut behind it."""
-    rows, start, end = ByRows(segment, image), segment.start, segment.end
+    rows, start, end = TokenRows(segment, image), segment.start, segment.end
     if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)
-    yield Passage(
+    yield SegmentStep(
         module=rows,
         name=segment.name,
         sites=inside,
@@ -178,10 +178,10 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     for segment, inside in _followed(model):
         yield from _steps_of(segment, inside, input_spec(model).shape)
         if (name := outlets.get(segment.end.node)) is not None:
-            yield Outlet(name=name)
+            yield OutputStep(name=name)
 
 
-def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
+def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
     own, image, (_, *others) = tracing(model), input_spec(model).shape, named(inputs).values()
     if not own.cut_outputs:
@@ -208,7 +208,7 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
     if not sites_by_segment(model)[last]:
-        x_BNC = ByRows(last, input_spec(model).shape)(x_BNC, token_weights(model, inputs))
+        x_BNC = TokenRows(last, input_spec(model).shape)(x_BNC, token_weights(model, inputs))
     return leaving.tensor(x_BNC)
 
 
@@ -228,7 +228,7 @@ def depth(model: nn.Module) -> int:
 
 def merging_of(model: nn.Module) -> Merging | None:
     """None for a model that merges nothing."""
-    return known_of(model).merging
+    return traced_state(model).merging
 
 
 def merging_refusal(model: nn.Module) -> str:
@@ -250,7 +250,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens away")
-    facts = known_of(model).facts
+    facts = traced_state(model).facts
     named = None if facts is None else facts.named
     if merging is not None and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
@@ -259,7 +259,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
                 "merge instead"
             )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
-    program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
+    program = replaced(model if traced_state(model).cut is not None else narrowed(model, {}, {}), {})
     return merging_module(program, merging).eval().requires_grad_(False)
 
 
@@ -280,7 +280,7 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
     compute anew for every batch what is a constant: engines fuse attention with constants alone.
     """
-    is_own = known_of(model).facts is None
+    is_own = traced_state(model).facts is None
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
     has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
@@ -301,7 +301,7 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
     reduced one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
-    state = known_of(model)
+    state = traced_state(model)
     graph = _program(model, is_padded=state.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
@@ -319,7 +319,7 @@ def extra_files(model: nn.Module) -> Mapping[str, str]:
 
 def load_extra_files_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
-    state, spec = known_of(model), input_spec(model)
+    state, spec = traced_state(model), input_spec(model)
     if state.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
         state.facts = replace(state.facts, spec=replace(spec, tokenizer_json=content))
@@ -327,4 +327,4 @@ def load_extra_files_(model: nn.Module, directory: Path) -> None:
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    return timm_library.adapted_state(model, known_of(model).plain.__module__, state)
+    return timm_library.adapted_state(model, traced_state(model).plain.__module__, state)

@@ -17,8 +17,8 @@ from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
-from corp_deploy.traced.narrowing.severing import Severed, without_sites
-from corp_deploy.traced.programs.attended import unread_queries
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
+from corp_deploy.traced.programs.attention_visibility import unread_queries
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_
@@ -33,9 +33,9 @@ from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import SequenceSpec, TextSpec
-from .traced_fewer import Fewer
+from .traced_merged_program import MergedProgram
 from .traced_merging import Mergeable, mergeable, merged_graph
-from .traced_segments import Given, Segment, given_at_cuts, segments
+from .traced_segments import CutOutputs, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -91,9 +91,9 @@ class Tracing:
     offered: list[Sites] = field(default_factory=list)
     proved: list[Narrowed] = field(default_factory=list)
     merging: Merging | None = None
-    folded_to_constant: dict[tuple[Severed, ...], "Tracing"] = field(default_factory=dict, init=False)
+    folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
 
-    def without(self, places: tuple[Severed, ...], inputs: list[Tensor]) -> "Tracing":
+    def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
         """The program without these sites, made once."""
         if places not in self.folded_to_constant:
             program = without_sites(self.program, places, inputs)
@@ -112,7 +112,7 @@ class Tracing:
         return mergeable(self.program)
 
     @cached_property
-    def merged(self) -> Fewer | None:
+    def merged(self) -> MergedProgram | None:
         """What runs where tokens are merged, with the nodes of the program by their names."""
         if self.merging is None:
             return None
@@ -137,7 +137,7 @@ class Tracing:
         return segments(self.analysis, self.merged)
 
     @cached_property
-    def cut_outputs(self) -> tuple[Given, ...]:
+    def cut_outputs(self) -> tuple[CutOutputs, ...]:
         return given_at_cuts(self.analysis, self.merged)
 
     @cached_property
@@ -186,7 +186,7 @@ class Tracing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Known:
+class TracedState:
     """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
     tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it. `merging`:
     how tokens are merged, and `unmerged`, what it would run with all of them; None of one that merges nothing.
@@ -199,8 +199,10 @@ class Known:
     merging: Merging | None = None
     unmerged: fx.Graph | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Known":
-        return Known(plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, unmerged=self.unmerged)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TracedState":
+        return TracedState(
+            plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, unmerged=self.unmerged
+        )
 
 
 class TracedModule(nn.Module):
@@ -208,7 +210,7 @@ class TracedModule(nn.Module):
     that a user's module would have.
     """
 
-    known_to_corp_deploy: Known
+    known_to_corp_deploy: TracedState
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Constants of the program may be computed from the weights."""
@@ -221,7 +223,7 @@ class TracedModule(nn.Module):
         return self
 
 
-def known_of(model: nn.Module) -> Known:
+def traced_state(model: nn.Module) -> TracedState:
     """Of a traced module."""
     assert isinstance(model, TracedModule), type(model)
     return model.known_to_corp_deploy
@@ -233,13 +235,13 @@ def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut:
     kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), own)
     new = kind.__new__(kind)
     new.__dict__ |= vars(model)
-    new.__dict__["known_to_corp_deploy"] = Known(plain=plain, facts=facts, cut=cut)
+    new.__dict__["known_to_corp_deploy"] = TracedState(plain=plain, facts=facts, cut=cut)
     return new
 
 
 def traced_module(model: nn.Module, facts: Facts | None) -> TracedModule:
     """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
-    plain = known_of(model).plain if isinstance(model, TracedModule) else type(model)
+    plain = traced_state(model).plain if isinstance(model, TracedModule) else type(model)
     return _wearing(model.eval(), plain, facts, None)
 
 
@@ -257,20 +259,20 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | N
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
     """A narrowed module that shares its weights with one, but merges tokens so, or none."""
-    state = known_of(model)
+    state = traced_state(model)
     assert state.facts is not None, model
     own = tracing_of(model, state.facts.spec.ports)
     all_tokens = _all_tokens(model)
     graph = all_tokens if merging is None else merged_graph(own.program, own.added, merging)
     new = narrowed_module(graph, state.plain.__name__, state.facts, state.cut)
     if merging is not None:
-        known_of(new).merging, known_of(new).unmerged = merging, all_tokens.graph
+        traced_state(new).merging, traced_state(new).unmerged = merging, all_tokens.graph
     return new
 
 
 def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
     """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
-    state = known_of(model)
+    state = traced_state(model)
     if state.tracing is None:
         with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
             inputs = batch_of_ports(ports, EXAMPLES, device(model))
@@ -288,7 +290,7 @@ def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
 
 def _all_tokens(model: nn.Module) -> fx.GraphModule:
     """A copy of what a narrowed module runs, or would where no tokens are merged, with its own weights."""
-    return fx.GraphModule(model, copy.deepcopy(known_of(model).unmerged or model._graph))  # type: ignore[arg-type]
+    return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
 def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:

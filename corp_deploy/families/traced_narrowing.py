@@ -22,8 +22,8 @@ from ground.errors import BadInput
 from .array_inputs import random_batch
 from .modules import device
 from .traced_facts import facts_of, tracing
-from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, merging_module, narrowed_module
-from .traced_sites import names_of, severed
+from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, merging_module, narrowed_module, traced_state
+from .traced_sites import names_of, whole_removal
 from .widths import Widths
 
 VERSIONS = ("torch", "timm")
@@ -57,7 +57,7 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     for one that can't go whole.
     """
     own, named = tracing(model), names_of(tracing(model))
-    empty = {name: severed(own, named[name], name) for name, each in kept.items() if not len(each)}
+    empty = {name: whole_removal(own, named[name], name) for name, each in kept.items() if not len(each)}
     for name, place in empty.items():
         if place is None and empty.get(f"{name.removesuffix('.qk')}.v") is None:
             raise BadInput(f"{name}: it keeps nothing, and can't go whole; expected at least one of its groups")
@@ -73,7 +73,7 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
-    (own, rest), before = _left(model, kept), known_of(model).cut
+    (own, rest), before = _left(model, kept), traced_state(model).cut
     result = _narrow(own, rest)
     result.set_({name: each for name, each in tensors.items() if not _is_emptied(own, name)})
     graph = result.module
@@ -123,7 +123,9 @@ def with_groups(
     without_biases_(result.module, tuple(name for name in _added(result.module, own) if name not in biases))
     where = device(model)
     made_on_(result.module, torch.device("cpu") if where.type == "meta" else where)
-    return _module(model, result.module, _joined(known_of(model).cut, tracing(model), kept, biases)), result.unreduced
+    return _module(
+        model, result.module, _joined(traced_state(model).cut, tracing(model), kept, biases)
+    ), result.unreduced
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
@@ -147,7 +149,7 @@ def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
 
 
 def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
-    state = known_of(model)
+    state = traced_state(model)
     new = narrowed_module(graph, state.plain.__name__, facts_of(model), cut)
     return (new if state.merging is None else merging_module(new, state.merging)).eval().requires_grad_(False)
 
@@ -183,7 +185,7 @@ def _line(span: Span) -> list[Any]:
 
 def program_record(model: nn.Module) -> dict[str, Any] | None:
     """What says which program was narrowed; None of a dense model, and of one that isn't traced."""
-    cut = known_of(model).cut if isinstance(model, TracedModule) else None
+    cut = traced_state(model).cut if isinstance(model, TracedModule) else None
     if cut is None:
         return None
     versions = {name: version(name) for name in VERSIONS}
@@ -192,7 +194,7 @@ def program_record(model: nn.Module) -> dict[str, Any] | None:
 
 def sites_record(model: TracedModule) -> dict[str, Any]:
     """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
-    cut = known_of(model).cut
+    cut = traced_state(model).cut
     sizes = {name: groups.size for name, groups in names_of(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept
     return {

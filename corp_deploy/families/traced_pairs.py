@@ -13,8 +13,8 @@ from torch import Tensor
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.between import Between, between
 from corp_deploy.traced.programs.readers import Layer, as_module, layers
+from corp_deploy.traced.programs.subprogram import Subprogram, between
 
 from .traced_heads import BothHeads, Heads, both_heads
 from .traced_module import Tracing
@@ -175,7 +175,7 @@ def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
     return Repair(mixing="planes" if both.joined == 2 else "free", sides=tuple(sides))
 
 
-def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
+def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
     """The rows that elements are of, found by giving one row of every group at a time; None where the repair that
     follows from them isn't seen to be one.
     """
@@ -206,7 +206,7 @@ def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side
     return side if _holds(side, piece, heads, both, zeros.device) else None
 
 
-def _holds(side: Side, piece: Between, heads: Heads, both: BothHeads, where: torch.device) -> bool:
+def _holds(side: Side, piece: Subprogram, heads: Heads, both: BothHeads, where: torch.device) -> bool:
     """Whether rows that are mixed give dimensions that are: seen on random numbers."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]

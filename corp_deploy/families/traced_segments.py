@@ -20,7 +20,7 @@ from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .token_merging import Tokens
-from .traced_fewer import Crossing, Fewer
+from .traced_merged_program import CutState, MergedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Segment:
     """
 
     name: str
-    start: Crossing
-    end: Crossing
+    start: CutState
+    end: CutState
     cut: fx.Node
     module: fx.GraphModule
     weights: frozenset[str]
@@ -83,7 +83,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
+class CutOutputs:
     """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`, and of where its
     tokens are: a tuple.
     """
@@ -103,11 +103,11 @@ class Given:
         return dict(zip(self.numbers, self.module(x, *beside), strict=True))
 
 
-def _crossing(merged: Fewer | None, node: fx.Node) -> Crossing:
-    return Crossing(raw=node, node=node) if merged is None else merged.crossing(node)
+def _crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
+    return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
-def given_at_cuts(analysis: Found, merged: Fewer | None = None) -> tuple[Given, ...]:
+def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple[CutOutputs, ...]:
     """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
     a model of one, and where some output is of no stream at a cut. `merged`: what runs where tokens are merged.
     """
@@ -115,7 +115,7 @@ def given_at_cuts(analysis: Found, merged: Fewer | None = None) -> tuple[Given, 
     leaves, now = (tree_leaves(each.output.args[0]) for each in (program, running))
     if len(leaves) == 1 or not all(isinstance(leaf, fx.Node) for leaf in leaves):
         return ()
-    every, left, found_outputs = cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[Given]()
+    every, left, found_outputs = cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[CutOutputs]()
     for cut in reversed(every):
         behind, crossing = set(outputs_behind(program, cut.node)), _crossing(merged, cut.node)
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
@@ -126,7 +126,7 @@ def given_at_cuts(analysis: Found, merged: Fewer | None = None) -> tuple[Given, 
             module = between(running, crossing.node, None, beside=beside, outputs=outputs)
             found_outputs.insert(
                 0,
-                Given(
+                CutOutputs(
                     name=cut.name,
                     before=crossing.node,
                     takes_sources=bool(beside),
@@ -139,13 +139,13 @@ def given_at_cuts(analysis: Found, merged: Fewer | None = None) -> tuple[Given, 
     return tuple(found_outputs) if is_to_last and not left else ()
 
 
-def _taken(program: Program, at: Crossing, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
+def _taken(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
     """What is told of the tokens at a cut that anything of these ends takes."""
     nodes = needed(program, at.node, ends, beside=at.token_state)
     return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
 
 
-def segments(analysis: Found, merged: Fewer | None = None) -> tuple[Segment, ...]:
+def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
     where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
     behind it. `merged`: what runs where tokens are merged; none where that is at no cut.
@@ -181,7 +181,7 @@ def without_padding(program: Program, count: int, where: torch.device) -> dict[f
     }
 
 
-def _segments(analysis: Found, at: list[fx.Node], merged: Fewer | None) -> tuple[Segment, ...]:
+def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[Segment, ...]:
     running, crossings = (
         analysis.program if merged is None else merged.program,
         [_crossing(merged, node) for node in at],
@@ -203,7 +203,7 @@ def _segments(analysis: Found, at: list[fx.Node], merged: Fewer | None) -> tuple
     return () if merges else tuple(every)
 
 
-def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: Crossing) -> fx.GraphModule:
+def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: CutState) -> fx.GraphModule:
     if end.compared is not None:
         return between(program, before, None, beside=beside, outputs=[end.raw, end.compared])
     return between(program, before, None if end.raw is single_output(program) else end.raw, beside=beside)
@@ -216,7 +216,7 @@ def single_output(program: Program) -> fx.Node | None:
     return output.all_input_nodes[0] if is_one and sizes_at_one(output.all_input_nodes[0]) else None
 
 
-class ByRows(nn.Module):
+class TokenRows(nn.Module):
     """A segment of streams as rows [B,N,C], with weights of tokens [B,N] where it takes them: a mask, or sizes."""
 
     def __init__(self, segment: Segment, image: tuple[int, ...]) -> None:

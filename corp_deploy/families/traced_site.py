@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from calib.sites import ChannelTaps, PatchTaps
 from corp_deploy.traced.finding.site import Index, Span
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.narrowing.severing import Severed
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 from ground.errors import BadInput
@@ -41,7 +41,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class SiteReader:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
     `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
     `is_squeeze`: it reads the means of maps that others read; `is_biasless`: it gets no bias; `use`: which of a layer's
@@ -109,11 +109,11 @@ class TracedSite:
     kind: ClassVar[str]
     name: str
     groups: Groups
-    readings: tuple[Reading, ...]
+    readings: tuple[SiteReader, ...]
     program: Program
     macs_now: int
     parameters_now: int
-    whole_removal: Severed | None = None
+    whole_removal: WholeRemoval | None = None
     multiple: int = 1
 
     @property
@@ -213,7 +213,7 @@ class TracedChannels(TracedSite):
         return channel_units(self.program, self.groups, [each.source for each in self.readings])
 
 
-def _is_by_place(reading: Reading) -> bool:
+def _is_by_place(reading: SiteReader) -> bool:
     layer = reading.layer
     is_one = isinstance(layer, nn.Linear) or (layer.kernel_size, layer.stride, layer.groups) == ((1, 1), (1, 1), 1)
     return is_one and not reading.is_squeeze

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.traced.programs.attended import (
+from corp_deploy.traced.programs.attention_visibility import (
     PRODUCTS,
     SDPA,
     added_scores,

@@ -15,9 +15,9 @@ from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.between import run
 from corp_deploy.traced.programs.program import Program, number_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import with_tensors
+from corp_deploy.traced.programs.subprogram import run
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
 _EXACT = 1e-5

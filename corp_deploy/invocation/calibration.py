@@ -17,7 +17,7 @@ from .merging import MergedStatistics
 from .method_choice import MULTIPLES
 from .option import PathLike, Record, option
 from .table import CALIBRATE, CALIBRATE_BY
-from .values import FILE, ListOf, Repeated, Spelled
+from .values import FILE, ListOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from calib.input_set import InputSet
@@ -115,7 +115,7 @@ class PassOptions(Record, heading="The pass"):
         help="Leave N images out, drawn by --seed, and write theirs to OUTPUT's name with .held-out before its suffix.",
     )
     groups: str | None = option(
-        Spelled(span="TEXT", expected="a text", kind=str, read=str),
+        ParsedText(span="TEXT", expected="a text", kind=str, read=str),
         help="Which images belong together, as crops of one photograph do: image (each its own), folder, file (a tar "
         "shard is one), or a .json or .npy file with a label an image.",
     )

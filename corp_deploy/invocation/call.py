@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .honours import words_of
+from .option_support import words_of
 
 PROGRAM = "corp-deploy"
 

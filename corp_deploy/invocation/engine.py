@@ -10,9 +10,9 @@ from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .option import PathLike, Record, option
 from .table import BUILD, ENGINE_OPTIONS
-from .values import FILE, OneOf, Repeated, Spelled
+from .values import FILE, OneOf, ParsedText, Repeated
 
-PROFILE = Spelled(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
+PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
 
 
 @dataclass(frozen=True, kw_only=True)

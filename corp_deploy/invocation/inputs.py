@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ground.errors import BadInput
 from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
 
-from .honours import spelled
 from .option import Record, option
+from .option_support import spelled
 from .table import INPUTS
 from .values import FILE, PATH, TEXT
 
@@ -51,7 +51,7 @@ class Decoded(Record, heading="Inputs"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parted(Record, heading="Inputs"):
+class HoldOutOptions(Record, heading="Inputs"):
     """Which of them calibrate was told to hold out. Raises BadInput for groups of which none are."""
 
     hold_out: int | None = option(
@@ -81,7 +81,7 @@ class Parted(Record, heading="Inputs"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions(Parted, Decoded, Drawn):
+class InputOptions(HoldOutOptions, Decoded, Drawn):
     """Which inputs, one kind of them, or none. Raises BadInput for several."""
 
     images: Path | None = option(
@@ -148,7 +148,7 @@ class InputOptions(Parted, Decoded, Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenInputs(InputOptions):
+class RequiredInputs(InputOptions):
     """The same where there have to be some."""
 
     def __post_init__(self) -> None:

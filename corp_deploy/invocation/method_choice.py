@@ -22,8 +22,8 @@ from ground.errors import BadInput
 from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
 
 from .compositions import COMPOSITIONS, NAMES, method_of
-from .honours import Axis
 from .option import Record, option
+from .option_support import Axis
 from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 from ground.errors import BadInput
 
 from .call import Pairs
-from .honours import spelled
+from .option_support import spelled
 from .values import FLAG, TEXT, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]

@@ -15,10 +15,10 @@ from ground.quantities import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
 from .compositions import with_implied
-from .honours import Axis
 from .merging import MergingChoice
 from .method_choice import MethodChoice
 from .option import PathLike, Record, option
+from .option_support import Axis
 from .passes import CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice

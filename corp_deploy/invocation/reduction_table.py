@@ -3,13 +3,13 @@
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 
-from .honours import ANY, Axis, Values, Way
+from .option_support import ANY, Axis, Values, Variant
 
 # What presets that merge channels are fitted to, in a sweep.
 FITTED = ("calibration_images", "calibration_text")
 
 
-def preset_way(name: str, method: Method) -> Way:
+def preset_way(name: str, method: Method) -> Variant:
     """What a method does to attention and convolutions, and whether it has the curves that a budget follows."""
     heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
     attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads, "rotate": ANY}
@@ -20,7 +20,7 @@ def preset_way(name: str, method: Method) -> Way:
     parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
     budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if method.has_curves else {}
     fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
-    return Way(
+    return Variant(
         label=f"preset {name}",
         how=f"--preset {name}",
         supported={"mlp": ANY, "parts": parts, **attention, **whole_heads_option, **convolutions, **budgets, **fitted},
@@ -38,8 +38,8 @@ PRESET = Axis(
 ATTENTION = Axis(
     command="reduce",
     variants={
-        "kept": Way(label="a reduction that leaves attention alone", how="--mlp or --conv alone", supported={}),
-        "reduced": Way(
+        "kept": Variant(label="a reduction that leaves attention alone", how="--mlp or --conv alone", supported={}),
+        "reduced": Variant(
             label="a reduction of attention",
             how="--attn above 0, a budget, --within or --heads auto",
             supported={"heads": ANY, "rotate": ANY, "qk": ANY},
@@ -51,15 +51,15 @@ ATTENTION = Axis(
 WIDTHS = Axis(
     command="reduce",
     variants={
-        "sparsities": Way(label="--mlp, --attn and --conv", how="--mlp 0.5 --attn 0.5", supported={}),
-        "macs": Way(label="a budget of MACs", how="--macs 0.6", supported={}),
-        "params": Way(label="a budget of parameters", how="--params 0.6", supported={}),
-        "latency": Way(
+        "sparsities": Variant(label="--mlp, --attn and --conv", how="--mlp 0.5 --attn 0.5", supported={}),
+        "macs": Variant(label="a budget of MACs", how="--macs 0.6", supported={}),
+        "params": Variant(label="a budget of parameters", how="--params 0.6", supported={}),
+        "latency": Variant(
             label="a budget of latency",
             how="--latency 0.6 --latency-tables DIR",
             supported={"latency_tables": ANY, "batch": ANY},
         ),
-        "within": Way(
+        "within": Variant(
             label="a limit on what is lost",
             how="--within 'error 0.05'",
             supported={"latency_tables": ANY, "batch": ANY, "judge": ANY, "labels": ANY},
@@ -71,8 +71,8 @@ WIDTHS = Axis(
 IMAGES = Axis(
     command="reduce",
     variants={
-        "none": Way(label="a reduction from the moments alone", how="--mlp 0.5 --attn 0.5", supported={}),
-        "images": Way(
+        "none": Variant(label="a reduction from the moments alone", how="--mlp 0.5 --attn 0.5", supported={}),
+        "images": Variant(
             label="what looks at images",
             how="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is "
             "merged (presets grail-fold and fold, --select heads=fold)",
@@ -87,14 +87,14 @@ IMAGES = Axis(
 LOOP = Axis(
     command="reduce",
     variants={
-        "open": Way(label="the open loop", how="no --closed-loop", supported={"rescale": ANY}),
-        "asymmetric": Way(
+        "open": Variant(label="the open loop", how="no --closed-loop", supported={"rescale": ANY}),
+        "asymmetric": Variant(
             label="the closed loop",
             how="--closed-loop",
             supported={"reads": ("all", "pooled")},
             instead={"rescale": "it fits what convolutions give already"},
         ),
-        "symmetric": Way(
+        "symmetric": Variant(
             label="the symmetric closed loop",
             how="--closed-loop symmetric",
             supported={"rescale": ANY},
@@ -107,8 +107,8 @@ LOOP = Axis(
 SPARSE = Axis(
     command="reduce",
     variants={
-        "none": Way(label="a reduction that sets no weights to zero", how="no --sparse", supported={}),
-        "sparse": Way(
+        "none": Variant(label="a reduction that sets no weights to zero", how="no --sparse", supported={}),
+        "sparse": Variant(
             label="sparse weights",
             how="--sparse 2:4",
             supported={"sparse_pattern": ANY, "sparse_permute": ANY},
@@ -120,7 +120,7 @@ SPARSE = Axis(
 POLISH = Axis(
     command="reduce",
     variants={
-        name: Way(
+        name: Variant(
             label="a reduction that is not polished" if name == "none" else f"a polish of the {name}",
             how="no --polish" if name == "none" else f"--polish {name}",
             supported={} if name == "none" else {"polish_steps": ANY, "polish_time": ANY},
@@ -132,13 +132,13 @@ POLISH = Axis(
 MERGING = Axis(
     command="reduce",
     variants={
-        "none": Way(label="a model that keeps its tokens", how="no --merge-tokens", supported={}),
-        "merge": Way(
+        "none": Variant(label="a model that keeps its tokens", how="no --merge-tokens", supported={}),
+        "merge": Variant(
             label="merged tokens",
             how="--merge-tokens 12",
             supported={"merge_metric": ANY, "merge_how": ANY, "merge_outputs": ANY},
         ),
-        "drop": Way(
+        "drop": Variant(
             label="dropped tokens",
             how="--merge-tokens 12 --merge-how drop",
             supported={"merge_how": ANY},

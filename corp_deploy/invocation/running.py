@@ -12,7 +12,7 @@ from ground.quantity import BATCH
 
 from .option import Record, option
 from .table import BENCH
-from .values import FILE, ListOf, Spelled
+from .values import FILE, ListOf, ParsedText
 
 if TYPE_CHECKING:
     from perf.timing.laps import Plan
@@ -110,7 +110,7 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
 
     batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
     names: tuple[str, str] = option(
-        Spelled(span="name,name", expected="two names", kind=tuple, read=_two_names),
+        ParsedText(span="name,name", expected="two names", kind=tuple, read=_two_names),
         ("dense", "reduced"),
         help="What the two are called in the record, such as fp16,int8.",
     )

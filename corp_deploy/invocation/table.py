@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from export.engine.options import COMPATIBILITIES, REFUSALS
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS
 
-from .honours import ANY, Axis, Values, Way
+from .option_support import ANY, Axis, Values, Variant
 
 ON_GRAPHS = "a graph's precision is in its types: export it with --precision fp16 or bf16"
 OF_ENGINES = "an engine's precision is in its plan: export with --precision fp16 or bf16 and build that graph"
@@ -13,12 +13,12 @@ ENGINE: Mapping[str, Values] = {"device": ("cuda",), "mode": ("eager", "cuda_gra
 GRAPH = "an .onnx file or a model directory"
 
 
-def _onnxruntime(provider: str) -> Way:
+def _onnxruntime(provider: str) -> Variant:
     """ONNX Runtime by one of its execution providers."""
     on_gpu = provider != "cpu"
     own: dict[str, Values] = {"mode": ("eager", "cuda_graph"), "flush_l2": ANY} if on_gpu else {"threads": ANY}
     where = {"cpu": "on the CPU", "cuda": "on a GPU", "tensorrt": "through TensorRT"}[provider]
-    return Way(
+    return Variant(
         label=f"ONNX Runtime {where}",
         how=f"{GRAPH}, --provider {provider}",
         supported={
@@ -33,7 +33,7 @@ def _onnxruntime(provider: str) -> Way:
     )
 
 
-OPENVINO = Way(
+OPENVINO = Variant(
     label="OpenVINO on the CPU",
     how=f"{GRAPH}, --backend openvino",
     supported={
@@ -52,7 +52,7 @@ BENCH = Axis(
     command="bench",
     picks=frozenset({"backend", "provider"}),
     variants={
-        "torch-cpu": Way(
+        "torch-cpu": Variant(
             label="torch on the CPU",
             how="a model directory, --backend torch",
             supported={
@@ -64,7 +64,7 @@ BENCH = Axis(
                 "streams": ANY,
             },
         ),
-        "torch-cuda": Way(
+        "torch-cuda": Variant(
             label="torch on a GPU",
             how="a model directory, --backend torch --device cuda",
             supported={
@@ -76,7 +76,7 @@ BENCH = Axis(
                 "flush_l2": ANY,
             },
         ),
-        "aotinductor": Way(
+        "aotinductor": Variant(
             label="a package of AOTInductor",
             how="a model directory, --backend aotinductor",
             supported={
@@ -89,7 +89,7 @@ BENCH = Axis(
             },
             instead={"mode": "it is compiled in any case", "device": "packages are compiled for the CPU here"},
         ),
-        "aotinductor-file": Way(
+        "aotinductor-file": Variant(
             label="a package that is handed over",
             how="a .pt2 of AOTInductor, --trust-code",
             supported={
@@ -105,10 +105,10 @@ BENCH = Axis(
         "onnxruntime-cuda": _onnxruntime("cuda"),
         "onnxruntime-tensorrt": _onnxruntime("tensorrt"),
         "openvino": OPENVINO,
-        "tensorrt": Way(
+        "tensorrt": Variant(
             label="TensorRT", how="a .plan of build --backend tensorrt", supported=ENGINE, instead={"dtype": OF_ENGINES}
         ),
-        "tensorrt-rtx": Way(
+        "tensorrt-rtx": Variant(
             label="TensorRT-RTX",
             how="a .plan of build --backend tensorrt-rtx",
             supported=ENGINE,
@@ -121,13 +121,13 @@ BENCH = Axis(
 BENCH_OF = Axis(
     command="bench",
     variants={
-        "models": Way(
+        "models": Variant(
             label="models",
             how="graphs, engines and directories of corp-deploy",
             supported=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
             | dict.fromkeys(("names", "images", "text"), ANY),
         ),
-        "decoders": Way(
+        "decoders": Variant(
             label="graphs of decoders",
             how="directories of export-decoder",
             supported={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
@@ -148,9 +148,9 @@ ENGINE_OPTIONS = {
 }
 
 
-def _engine_builder(backend: str, words: str) -> Way:
+def _engine_builder(backend: str, words: str) -> Variant:
     refused = REFUSALS[backend]
-    return Way(
+    return Variant(
         label=words,
         how=f"--backend {backend}",
         supported={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
@@ -160,10 +160,10 @@ def _engine_builder(backend: str, words: str) -> Way:
     )
 
 
-def _graph_optimiser(device: str, words: str) -> Way:
+def _graph_optimiser(device: str, words: str) -> Variant:
     # The CPU's kernels compute FP16 graphs in float32, and BF16 ones not at all.
     precision = WORDS[:1] if device == "cpu" else EVERY_WORD
-    return Way(
+    return Variant(
         label=words,
         how=f"--backend onnxruntime --device {device}",
         supported={"precision": precision, "device": (device,)},
@@ -186,24 +186,24 @@ BUILD = Axis(
 AUDIT = Axis(
     command="audit",
     variants={
-        "tensorrt": Way(
+        "tensorrt": Variant(
             label="TensorRT", how="--backend tensorrt", supported={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
         ),
-        "tensorrt-rtx": Way(label="TensorRT-RTX", how="--backend tensorrt-rtx", supported={"sm": ANY}),
+        "tensorrt-rtx": Variant(label="TensorRT-RTX", how="--backend tensorrt-rtx", supported={"sm": ANY}),
     },
 )
 
 
-def _mixed(name: str) -> Way:
-    return Way(
+def _mixed(name: str) -> Variant:
+    return Variant(
         label=f"precision {name} with its sites named",
         how=f"--precision {name} without --auto",
         supported={"keep_fp32": ANY},
     )
 
 
-def _mixed_by_search(name: str) -> Way:
-    return Way(
+def _mixed_by_search(name: str) -> Variant:
+    return Variant(
         label=f"precision {name} that finds its sites",
         how=f"--precision {name} --auto --images P",
         supported=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
@@ -217,9 +217,9 @@ _OF_RANGES: dict[str, Values] = dict.fromkeys(("rest", "scales", "balance", "kee
 _OF_INT8: dict[str, Values] = {"weight_bits": ANY}
 
 
-def _quantised(name: str, **more: Values) -> Way:
+def _quantised(name: str, **more: Values) -> Variant:
     search = "auto" in more
-    return Way(
+    return Variant(
         label=f"precision {name}{' that finds its sites' * search}",
         how=f"--precision {name}{' --auto' * search} --images P",
         supported={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
@@ -232,7 +232,7 @@ EXPORT = Axis(
     picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES, *_OF_INT8}),
     variants={
         **{
-            name: Way(label=f"precision {name}", how=f"--precision {name}", supported={})
+            name: Variant(label=f"precision {name}", how=f"--precision {name}", supported={})
             for name, each in PRECISIONS.items()
             if not each.mixed
         },
@@ -247,8 +247,10 @@ EXPORT = Axis(
 EXPORT_HEADS = Axis(
     command="export",
     variants={
-        "even": Way(label="a model whose queries and values have one width", how="as trained, or square", supported={}),
-        "uneven": Way(
+        "even": Variant(
+            label="a model whose queries and values have one width", how="as trained, or square", supported={}
+        ),
+        "uneven": Variant(
             label="a model with queries narrower than its values", how="reduce --attn", supported={"heads": ANY}
         ),
     },
@@ -257,13 +259,13 @@ EXPORT_HEADS = Axis(
 VERIFY = Axis(
     command="verify",
     variants={
-        "images": Way(
+        "images": Variant(
             label="real images",
             how="--images P or --text FILE",
             supported=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
         ),
-        "random": Way(label="random inputs", how="--random N", supported={"seed": ANY}),
-        "none": Way(label="the inputs of a golden directory", how="verify golden B.plan", supported={}),
+        "random": Variant(label="random inputs", how="--random N", supported={"seed": ANY}),
+        "none": Variant(label="the inputs of a golden directory", how="verify golden B.plan", supported={}),
     },
 )
 
@@ -289,17 +291,17 @@ _OF_MODELS = (
 VERIFY_REFERENCE = Axis(
     command="verify",
     variants={
-        "model": Way(
+        "model": Variant(
             label="a model as REFERENCE",
             how="verify DIR",
             supported=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
         ),
-        "engine": Way(
+        "engine": Variant(
             label="an engine, a graph or a golden directory as REFERENCE",
             how="verify A.plan B.plan",
             supported={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
         ),
-        "decoder": Way(
+        "decoder": Variant(
             label="a decoder's graph as CANDIDATES",
             how="verify DIR GRAPH --random 2, with a directory of export-decoder",
             supported={"length": ANY, "provider": ANY},
@@ -311,16 +313,16 @@ _OF_MAPS: dict[str, Values] = {"map_threshold": ANY, "max_map_error": ANY, "min_
 VERIFY_HEADS = Axis(
     command="verify",
     variants={
-        "none": Way(label="no head", how="no --head", supported={}),
-        "some": Way(label="a head", how="--head HEAD.onnx", supported=_OF_MAPS),
+        "none": Variant(label="no head", how="no --head", supported={}),
+        "some": Variant(label="a head", how="--head HEAD.onnx", supported=_OF_MAPS),
     },
 )
 
 CALIBRATE = Axis(
     command="calibrate",
     variants={
-        "cpu": Way(label="the CPU", how="--device cpu", supported={"dtype": ("float32", "bfloat16")}),
-        "cuda": Way(label="a GPU", how="--device cuda", supported={"dtype": ("float32", "bfloat16", "tf32")}),
+        "cpu": Variant(label="the CPU", how="--device cpu", supported={"dtype": ("float32", "bfloat16")}),
+        "cuda": Variant(label="a GPU", how="--device cuda", supported={"dtype": ("float32", "bfloat16", "tf32")}),
     },
 )
 
@@ -328,14 +330,14 @@ CALIBRATE = Axis(
 CALIBRATE_BY = Axis(
     command="calibrate",
     variants={
-        "whole": Way(
+        "whole": Variant(
             label="a model run whole",
             how="no --sequential",
             supported=dict.fromkeys(
                 ("checkpoint_every", "snapshots", "groups", "attn", "align", "residual", "patch_memory"), ANY
             ),
         ),
-        "blocks": Way(
+        "blocks": Variant(
             label="--sequential",
             how="--sequential",
             supported={},
@@ -348,13 +350,15 @@ CALIBRATE_BY = Axis(
 INPUTS = Axis(
     command="calibrate",
     variants={
-        "images": Way(
+        "images": Variant(
             label="images",
             how="--images P",
             supported={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
-        "text": Way(label="text", how="--text FILE", supported={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
-        "arrays": Way(label="arrays", how="--arrays FILE", supported={"arrays": ANY}),
+        "text": Variant(
+            label="text", how="--text FILE", supported={"text": ANY, "tokens": ANY, "calibration_text": ANY}
+        ),
+        "arrays": Variant(label="arrays", how="--arrays FILE", supported={"arrays": ANY}),
     },
 )
 

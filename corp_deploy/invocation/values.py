@@ -53,7 +53,7 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelled:
+class ParsedText:
     """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves."""
 
     span: str
@@ -98,15 +98,15 @@ class Repeated:
         return (self.each.from_text(text) if self.each else text,)
 
 
-def text_of(span: str) -> Spelled:
+def text_of(span: str) -> ParsedText:
     """Any text, which help calls by this name."""
-    return Spelled(span=span, expected="a text that is not empty", kind=str, read=str)
+    return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
 
 
 TEXT = text_of("TEXT")
-FLAG = Spelled(span="", expected="true or false", kind=bool, read=_no_flag)
+FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
 FILE, DIRECTORY, PATH = (
-    Spelled(span=span, expected="a text that is not empty", kind=Path, read=Path)
+    ParsedText(span=span, expected="a text that is not empty", kind=Path, read=Path)
     for span in ("FILE", "DIRECTORY", "PATH")
 )
 

@@ -13,11 +13,11 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, turn
 
-from .apart import set_apart
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
 from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
+from .probe_split import set_apart
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12

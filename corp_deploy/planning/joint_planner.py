@@ -10,7 +10,6 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .apart import from_everywhere
 from .budget_planner import probe_of
 from .curves import cost_curves, site_curves
 from .joint import TRIED, Joint, JointAllocation
@@ -19,6 +18,7 @@ from .merge_curves import merge_curves
 from .merge_prices import prices_in_macs, prices_in_time
 from .merging import merging_of_schedule
 from .probe import Probe
+from .probe_split import from_everywhere
 from .request import ReductionRequest, loop_of
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 

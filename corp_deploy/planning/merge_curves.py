@@ -19,7 +19,7 @@ from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Merge, Passage, Unmerge
+from corp_deploy.families.steps import Merge, SegmentStep, Unmerge
 from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
@@ -52,7 +52,7 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     for place, following in zip(at, [*at[1:], end], strict=True):
         before, merge = steps[place - 1], steps[place]
         assert isinstance(merge, Merge), merge
-        behind = [step for step in steps[place + 1 : following] if isinstance(step, Passage)]
+        behind = [step for step in steps[place + 1 : following] if isinstance(step, SegmentStep)]
         places.append(
             MergePlace(
                 before=before.name,

@@ -16,7 +16,7 @@ from torch import nn
 
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import most_merged
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -131,7 +131,7 @@ def measure_merge_latencies(
 def _parts(model: nn.Module) -> tuple[str, ...]:
     """A site for each step, that stands in no other."""
     every = [site.name for site in sites_of(model).every]
-    steps = [step for step in family_of(model).steps(model) if isinstance(step, Passage)]
+    steps = [step for step in family_of(model).steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)
     own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)
     return tuple(names[0] for names in own if names)

@@ -31,7 +31,7 @@ class Polishing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PolishInputs:
     """The inputs of a polish: `reduced_on` is what the reduction before it may look at, `fitted` what is fitted to, in
     `groups_B` where they are known, `judges` what neither of them saw; None where some of those fitted have to judge.
     """
@@ -57,7 +57,7 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
 
 def inputs_to_polish(
     request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
-) -> Given | None:
+) -> PolishInputs | None:
     """The inputs of a polish, None where none is asked for.
 
     Those that calibration left out (--hold-out) judge; a closed form errs less on inputs that it was fitted to, and so
@@ -67,19 +67,19 @@ def inputs_to_polish(
         return None
     if judges is not None:
         fitted, _ = judges.apart(images, moments)
-        return Given(reduced_on=images, fitted=fitted, groups_B=_groups(fitted, moments), judges=None)
+        return PolishInputs(reduced_on=images, fitted=fitted, groups_B=_groups(fitted, moments), judges=None)
     was_seen_B = torch.isin(images.ids, moments.image_ids)
     if bool(was_seen_B.all()) or not bool(was_seen_B.any()):
-        return Given(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
+        return PolishInputs(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
     fitted, others = _positions(images, was_seen_B), _positions(images, ~was_seen_B)
-    return Given(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
+    return PolishInputs(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
 
 
 def with_polish(
     dense: nn.Module,
     reduction: Reduction,
     options: PolishOptions,
-    inputs: Given,
+    inputs: PolishInputs,
     how: Polishing,
     *,
     reads: Reads | None,

@@ -28,7 +28,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithinRequest:
+class LimitRequest:
     """What the smallest model must stay within, and what it is to be least in; `where` tells latency's."""
 
     limit: Limit
@@ -49,7 +49,7 @@ class ReductionRequest:
     preset: str
     method: Method
     budget: Budget | None = None
-    within: WithinRequest | None = None
+    within: LimitRequest | None = None
     auto_heads: bool = False
     closed_loop: LoopName | None = None
     allow_partial: bool = False
@@ -95,11 +95,11 @@ def _budget(choice: BudgetChoice) -> Budget | None:
     return Budget(currency=choice.currency, share=choice.share, where=_target(choice))
 
 
-def _within(choice: BudgetChoice) -> WithinRequest | None:
+def _within(choice: BudgetChoice) -> LimitRequest | None:
     if choice.limit is None:
         return None
     where = _target(choice)
-    return WithinRequest(limit=choice.limit, currency="macs" if where is None else "latency", where=where)
+    return LimitRequest(limit=choice.limit, currency="macs" if where is None else "latency", where=where)
 
 
 def request_from_choice(choice: ReduceOptions, *, seed: int = 0) -> ReductionRequest:

@@ -30,8 +30,8 @@ from perf.runners.memory import stopwatch
 from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
-from .carry_out import as_planned
 from .curves import eliminations
+from .execution import as_planned
 from .lineage import reduced_checkpoint
 from .request import Budget, ReductionRequest
 from .sweep_points import SweepPoint, with_fronts
@@ -45,7 +45,7 @@ TRIALS = "trials"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweepContext:
     """What a sweep is about: the dense model, its moments by file, the inputs that judge and those that merged channels
     and budgets look at.
     """
@@ -79,12 +79,12 @@ class Swept:
 
 
 @dataclass(slots=True)
-class Work:
+class SweepCache:
     """What the reductions of a sweep share: one elimination per MLP serves every width, one set of probes every budget
     of a geometry.
     """
 
-    swept: Swept
+    swept: SweepContext
     loaded: dict[int, Moments] = field(default_factory=dict)
     elimination_cache: dict[tuple[int, float], dict[str, Order]] = field(default_factory=dict)
     planners: dict[str, BudgetPlanner] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def _counts(reduction: Reduction) -> dict[str, int]:
     return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused)}
 
 
-def _point(swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
+def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
     """A reduced model, judged."""
     method, scored = request.method, swept.scored
     answers = outputs(reduced.model, scored.inputs, scored.batch_size)
@@ -177,7 +177,7 @@ class SweepRun:
             self.on_progress(phase, count)
 
 
-def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
+def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
     """Every trial, in the order asked for; those that stand in the folder already are not made again. Raises BadInput
     for moments of another model and budgets out of reach.
     """
@@ -199,7 +199,7 @@ def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None =
     return with_fronts([point for point in found if point is not None])
 
 
-def _folders(swept: Swept, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
+def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
     identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
     keys = [
         key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
@@ -218,10 +218,10 @@ def _mine(unfinished: Sequence[int], ranks: Ranks) -> list[int]:
 
 
 def _reduce_all(
-    swept: Swept, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
+    swept: SweepContext, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
 ) -> None:
     """Reduce, judge and build what is not there yet."""
-    work = Work(swept=swept)
+    work = SweepCache(swept=swept)
 
     def finished(folder: TrialFolder) -> bool:
         scored, timed = folder.scores() is not None, not bench.wants_timing(folder)
@@ -236,7 +236,7 @@ def _reduce_all(
         run.report_progress("reducing", len(folders) - len(left) + count)
 
 
-def _reduce_one(work: Work, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
+def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
     watch = stopwatch("cpu")
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:

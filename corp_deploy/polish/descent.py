@@ -82,7 +82,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StepBudget:
     """How far the way goes, in steps, in seconds, or in whichever is over first."""
 
     steps: int | None
@@ -108,7 +108,7 @@ class Descent:
     """One fit: a problem, the matrices that may change, and how far."""
 
     def __init__(
-        self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: Pace, ranks: Ranks
+        self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: StepBudget, ranks: Ranks
     ) -> None:
         self.problem, self.matrices, self.options, self.pace, self.ranks = problem, matrices, options, pace, ranks
 

@@ -17,7 +17,7 @@ _MOST = 64  # inputs held out: a relative error of more of them is hardly surer,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parted:
+class ValidationSplit:
     """The inputs that are fitted to and those that judge."""
 
     fitted: InputSet
@@ -37,7 +37,9 @@ def _thinned(images: InputSet, rows: list[int]) -> InputSet:
     return images.subset(chosen)
 
 
-def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None) -> Parted:
+def parted(
+    images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None
+) -> ValidationSplit:
     """All fitted to where there are `judges`; else each `every`-th input held out, or all inputs of each `every`-th
     group in the order in which groups come up.
 
@@ -45,7 +47,7 @@ def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges:
     left aside too. Raises BadInput where nothing is left on a side.
     """
     if judges is not None:
-        return Parted(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
+        return ValidationSplit(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
     groups_B = torch.arange(images.count) if groups_B is None else groups_B
     rows = _by_group(groups_B, every)
     aside = torch.isin(images.ids, images.ids[rows])
@@ -55,7 +57,7 @@ def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges:
             f"polish: {images.count} {images.noun} in {len(groups_B.unique())} different groups; expected two or more, "
             "because some are held out to judge by"
         )
-    return Parted(fitted=images.subset(fitted), held_out=_thinned(images, rows))
+    return ValidationSplit(fitted=images.subset(fitted), held_out=_thinned(images, rows))
 
 
 def mean_over(own: Sequence[tuple[float, int]], ranks: Ranks) -> float:

@@ -34,7 +34,7 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class RepairResult:
     """Where fusion is broken, which sites are kept in more bits, the engine's error then, and how many were built (0
     where none was asked).
     """
@@ -82,7 +82,7 @@ def mended(
     ports: Sequence[OutputPort],
     bounds: Mapping[str, Tolerance],
     scratch: Path,
-) -> Mended:
+) -> RepairResult:
     """The fewest breaks that let the engine pass `bounds` (by output) against `reference`; where no break helps, the
     fewest sites kept. `write` makes a graph (path, breaks, kept sites), `answers` what its engine says.
 
@@ -101,7 +101,7 @@ def mended(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
             f"{trial.error((), blocks):.2g}; export fp32, or build with another version"
         )
-    return Mended(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
+    return RepairResult(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
 
 
 class _Trial:

@@ -17,7 +17,7 @@ from export.graph.quantiser import Quantiser
 from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED, FloatType
 
-from .engine_search import Answers, Mended, engine_answers
+from .engine_search import Answers, RepairResult, engine_answers
 from .mixed_precision import mended_mixed, sites_to_keep
 from .pixels import fed_to_graph
 from .quantised_precision import bounds_of, mended_quantised, sites_to_leave
@@ -72,28 +72,28 @@ class Graphs:
         return engine_answers(backend, feeds, output_ports(self._checkpoint.model), self._command)
 
     @cached_property
-    def found(self) -> Mapping[str, Mended]:
+    def found(self) -> Mapping[str, RepairResult]:
         """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
         return {name: self._found(PRECISIONS[name].type) for name in self._options.mixed}
 
-    def _found(self, held_in: FloatType) -> Mended:
+    def _found(self, held_in: FloatType) -> RepairResult:
         options = self._options
         if not options.auto:
-            return Mended(kept=tuple(options.keep_fp32))
+            return RepairResult(kept=tuple(options.keep_fp32))
         how: dict[str, Any] = {"opset": options.opset, "geometry": options.heads, "held_in": held_in}
         both = self._checkpoint, self._dense, self._feeds
         if options.engine is None:
-            return Mended(kept=sites_to_keep(*both, **how).kept)
+            return RepairResult(kept=sites_to_keep(*both, **how).kept)
         return mended_mixed(*both, self._answers(options.engine, self._feeds), breaks=options.breaks, **how)
 
-    def _left(self, precision: str) -> Mended:
+    def _left(self, precision: str) -> RepairResult:
         """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
         if not self._options.auto:
-            return Mended()
+            return RepairResult()
         bounds = bounds_of(self._dense, precision, self._feeds)
         how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
         if self._options.engine is None:
-            return Mended(kept=sites_to_leave(*how, batch=self._options.batch).sites)
+            return RepairResult(kept=sites_to_leave(*how, batch=self._options.batch).sites)
         return mended_quantised(*how, self._answers(self._options.engine, self._fed), breaks=self._options.breaks)
 
     def paths(self, output: Path) -> dict[str, Path]:
@@ -128,11 +128,11 @@ class Graphs:
         )
         return found.kept
 
-    def _mended(self, name: str) -> Mended:
+    def _mended(self, name: str) -> RepairResult:
         """What was found for a precision, or for the mixed one in whose place it is written."""
         own = (
             found
             for mixed, found in self.found.items()
             if mixed == name or (not found.kept and PRECISIONS[mixed].pure == name)
         )
-        return next(own, Mended())
+        return next(own, RepairResult())

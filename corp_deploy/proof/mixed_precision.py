@@ -23,7 +23,7 @@ from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, Mended, mended
+from .engine_search import Answers, RepairResult, mended
 from .locate import dense_noise, worst_inputs
 
 BATCH = 16
@@ -124,7 +124,7 @@ def mended_mixed(
     factor: float = 4.0,
     held_in: FloatType = FLOAT16,
     breaks: Sequence[str] = (),
-) -> Mended:
+) -> RepairResult:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before FP32, beside those
     that are there in any case.
     """

@@ -27,7 +27,7 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, Mended, mended
+from .engine_search import Answers, RepairResult, mended
 
 BATCH = 16
 
@@ -82,7 +82,7 @@ def mended_quantised(
     bounds: Mapping[str, Tolerance],
     answers: Answers,
     breaks: Sequence[str],
-) -> Mended:
+) -> RepairResult:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before sites are left as
     they are, beside those that are there in any case.
     """

@@ -18,7 +18,7 @@ from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
 from corp_deploy.families.family import example_of, family_of, listened, sites_of, token_weights
-from corp_deploy.families.idle_options import refuse_idle_options, require_streams, taps_for
+from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device

@@ -21,7 +21,7 @@ from corp_deploy.algebra.values import ValueRecovery
 
 from .logits import logit_error, logit_scale, qk_scores, refuse_other_ranking, refuse_uncovered, system_of
 from .method import Method
-from .turned import recovered_planes
+from .rope_planes import recovered_planes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Te
     return queries_keys.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
 
 
-class Given(Protocol):
+class HeadOutputs(Protocol):
     """Mean, second moment and covariance of what all heads give, side by side."""
 
     @property
@@ -138,28 +138,33 @@ class ValuesAtSite:
 
 
 def _value_ridge(
-    halves: tuple[Given, Given], least: float, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+    halves: tuple[HeadOutputs, HeadOutputs],
+    least: float,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    heads: int,
+    width: int,
 ) -> RidgeChoice:
     """The strength whose values and projections of either half lose least on the other."""
 
-    def share_lost(recovery: ValueRecovery, half: Given) -> float:
+    def share_lost(recovery: ValueRecovery, half: HeadOutputs) -> float:
         energy = output_energy(half, weight_OC)
         return error_of(recovery, weight_OC, bias_O, half) / energy if energy > 0.0 else 0.0
 
-    def fit(half: Given, strength: float) -> ValueRecovery:
+    def fit(half: HeadOutputs, strength: float) -> ValueRecovery:
         return values.lowrank(half.z_mean_C, half.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=strength)
 
     return chosen_ridge(halves, ridges_from(least), fit, share_lost)
 
 
 def values_at_site(
-    moments: Given,
+    moments: HeadOutputs,
     method: Method,
     weight_OC: Tensor,
     bias_O: Tensor | None,
     heads: int,
     width: int,
-    halves: tuple[Given, Given] | None = None,
+    halves: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> ValuesAtSite:
     """The values and the output projection at one width per head. `halves` of the images choose the ridge of the joint
     refit, which pulls toward the best projection of each head alone.
@@ -178,12 +183,12 @@ def values_at_site(
     return ValuesAtSite(recovery=recovery, ridge=ridge)
 
 
-def output_energy(moments: Given, weight_OC: Tensor) -> float:
+def output_energy(moments: HeadOutputs, weight_OC: Tensor) -> float:
     """Variance of the dense projection's output: tr(W C W')."""
     return variance(weight_OC, moments.z_covariance_CC)
 
 
-def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: Given) -> float:
+def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadOutputs) -> float:
     """E||y - y'||^2 of new values and projection on any moments of the dense z."""
     bias_change_O = -recovery.bias_O if bias_O is None else bias_O - recovery.bias_O
     return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - recovery.as_dense_OC, bias_change_O)

@@ -22,7 +22,7 @@ from ground.errors import BadInput
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
-from .turned import kept_planes
+from .rope_planes import kept_planes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

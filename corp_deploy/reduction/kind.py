@@ -11,7 +11,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.widths import Width
 
-from .chosen import Chosen, HeadsChosen
+from .kept_groups import Chosen, HeadsChosen
 from .method import Method
 from .report import SiteReport
 

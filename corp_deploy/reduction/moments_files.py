@@ -25,12 +25,12 @@ from ground.errors import BadInput, is_out_of_memory
 from ground.together import replacing_all
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
-from .halves import SUMS_HELD, in_halves
 from .kept_dims import kept_dims, kept_widths
 from .method import PRESETS
 from .overfitting import overfitting
 from .snapshots import SnapshotFiles, refuse_snapshots
 from .summary import summary_of_moments
+from .validation_split import SUMS_HELD, in_halves
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")

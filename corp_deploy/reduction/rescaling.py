@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
-from corp_deploy.families.idle_options import CONVOLUTIONS, kinds_of
+from corp_deploy.families.ineffective_options import CONVOLUTIONS, kinds_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing

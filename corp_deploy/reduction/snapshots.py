@@ -15,8 +15,8 @@ from calib.snapshots import Snapshots, refuse_counts
 from calib.store import load, save
 from ground.errors import BadInput
 
-from .halves import of_halves, second_half
 from .summary import summary_of_moments
+from .validation_split import of_halves, second_half
 
 
 def snapshot_path(moments: Path, count: int) -> Path:

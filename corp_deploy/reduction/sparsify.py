@@ -32,7 +32,7 @@ from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, Run, State, StepOfBoth, advance_, calls, heard, pairs_of, runs_of
+from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, heard, pairs_of, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,7 @@ class Sparsifying:
     refits: bool = True
 
 
-def _sums(
-    place: SparsePlace, before: nn.Module | None, step: StepOfBoth, pairs: Sequence[Pair]
-) -> list[RegressionSums]:
+def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: Sequence[Pair]) -> list[RegressionSums]:
     """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
     None for what it gives itself.
     """
@@ -218,7 +216,7 @@ def sparsified(
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)
-        steps = [StepOfBoth(reduced=one, sparse=other) for one, other in runs]
+        steps = [StepPair(reduced=one, sparse=other) for one, other in runs]
         weights = partial(family_of(reduced).token_weights, reduced)
         pairs = list(pairs_of(before, inputs, batch_size, weights))
         places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])

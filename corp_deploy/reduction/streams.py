@@ -14,7 +14,7 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, moved
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Merge, Passage, Step, Unmerge
+from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
 from corp_deploy.families.token_merging import Tokens
 from ground.errors import BadInput
 
@@ -67,7 +67,7 @@ class Pair:
 
     @staticmethod
     def _behind(step: Step, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(step, Passage):
+        if isinstance(step, SegmentStep):
             return step.passed(x_BNC, weights_BN)
         assert not isinstance(step, Merge | Unmerge), step
         return step(x_BNC, weights_BN), None

@@ -33,15 +33,15 @@ from corp_deploy.traced.programs.readers import with_tensors
 from ground.effort import Stopwatch, turn
 from ground.errors import BadInput
 
+from .fold_inputs import ShownInputs
 from .judged_folds import PADDED, Fitted, JudgedFold, See, Show, judged_folds
 from .kind import Reduced
 from .kinds import kind_of
 from .method import Method
+from .partial_patches import without_patches
 from .report import HeldOut
-from .shown_inputs import ShownInputs
-from .traced_chosen import without_patches
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, tensors_of
-from .traced_reads import Read, reads_of
+from .traced_reads import ReaderStatistics, reads_of
 from .traced_streams import Values, run, tensors_of_inputs
 from .traced_values_kind import TracedValuesKind, beside_heads
 from .whole_heads import heads_report
@@ -51,7 +51,7 @@ from .whole_heads import heads_report
 class FoldedRead:
     """See Folded. A layer behind merged units: its columns by unit, and of which those of the units kept."""
 
-    read: Read
+    read: ReaderStatistics
     columns_UF: Tensor
     kept_K: Tensor
     refits: bool
@@ -130,7 +130,7 @@ class TracedFold:
         return {self.key(number): each for number, each in enumerate(self.reads)}
 
     def reduced(
-        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[Read, ...] | None
+        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStatistics, ...] | None
     ) -> TracedReduced:
         own = [judged[self.key(number)] for number in range(len(self.reads))]
         changes = tuple(each.change(of) for each, of in zip(self.reads, own, strict=True))
@@ -166,7 +166,7 @@ def merges(site: TracedSite, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def folded(site: TracedSite, reads: tuple[Read, ...], method: Method, width: Width) -> TracedFold:
+def folded(site: TracedSite, reads: tuple[ReaderStatistics, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
     assert isinstance(width, int), (site.name, width)
     is_of_heads = isinstance(site, TracedValues)
@@ -202,7 +202,9 @@ def _mean(program: Program, name: str, rows_UX: Tensor, map_KU: Tensor, kept_K: 
     )
 
 
-def _folded(read: Read, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float) -> FoldedRead:
+def _folded(
+    read: ReaderStatistics, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
+) -> FoldedRead:
     if len(read.groups_C) < units.groups_UV.numel():
         raise without_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)
     columns_UF = columns(units.groups_UV.flatten(), read.joined).view(len(units.groups_UV), -1).to(map_KU.device)

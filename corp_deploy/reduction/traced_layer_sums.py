@@ -27,11 +27,11 @@ from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
 from .branch_sums import StreamEnergy, refuse_nonfinite
 from .traced_streams import Piece, Segment, Values
-from .traced_targets import Lacking, Target, rows_of
+from .traced_targets import Target, TargetResidual, rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halved:
+class SplitStatistics:
     """Statistics of one kind over the inputs of a fit and over those held out; either may be of none."""
 
     fit: SiteMoments | None
@@ -68,7 +68,7 @@ class _OfRows:
         self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 
-    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+    def add(self, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None) -> None:
         x_XK = x.flatten(0, -2)
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
         of_tokens_X = weights_BN.flatten() if weights_BN is not None and is_of_tokens else None
@@ -113,7 +113,7 @@ class _OfPatches:
         self.sums.kernel = kernel_for(taps.summed_width)
         self.layer = layer
 
-    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+    def add(self, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None) -> None:
         self.sums.add("x", x)
         self.sums.add("y", self.layer(x) if lacking is None else lacking.residual)
 
@@ -167,7 +167,7 @@ class LayerSums:
         return cls(fit=empty(), held_out=empty())
 
     def add(
-        self, layer: Called, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None, *, held_out: bool
+        self, layer: Called, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None, *, held_out: bool
     ) -> None:
         (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
@@ -183,9 +183,9 @@ class LayerSums:
         """Of what is wanted, in the unit of what is summed: by the mean weight of a place."""
         return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
-    def moments(self) -> Halved:
+    def moments(self) -> SplitStatistics:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
-        return Halved(fit=fit, held_out=held_out)
+        return SplitStatistics(fit=fit, held_out=held_out)
 
     def groups(self) -> list[tuple[RegressionSums, RegressionSums]]:
         """What is lacking on all columns, for the fit and held out, group by group."""
@@ -220,14 +220,14 @@ def layer_sums(
     return sums
 
 
-def _small(halves: Halved) -> Tensor:
+def _small(halves: SplitStatistics) -> Tensor:
     """What a NaN stays in."""
     every = [each for each in (halves.fit, halves.held_out) if each is not None]
     sums = [each.sum_F if isinstance(each, ChannelMoments) else each.sum_GU for each in every]  # type: ignore[union-attr]
     return torch.cat([each.flatten() for each in sums])
 
 
-def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> Halved:
+def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
     """Of an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
@@ -254,4 +254,4 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
     fit, held_out = (
         on_device(sums[each].moments(), segment.student.where) if each in filled else None for each in (False, True)
     )
-    return Halved(fit=fit, held_out=held_out)
+    return SplitStatistics(fit=fit, held_out=held_out)

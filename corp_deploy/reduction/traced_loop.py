@@ -45,7 +45,7 @@ from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
 from .traced_folds import TracedFold, folded, merges
 from .traced_kind import TracedReduced, tensors_of
-from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
+from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
 from .traced_read_tokens import places_read
 from .traced_reduction import left_of
@@ -229,7 +229,7 @@ class _Making:
         kind = kind_of(site)
         if isinstance(site, TracedPairs):
             halves = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
-            by_name: dict[str, Halved] = {site.name: halves}
+            by_name: dict[str, SplitStatistics] = {site.name: halves}
         else:
             by_name = {layer.name: own.moments() for layer, own in sums.items()}
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, moved, named
-from corp_deploy.families.traced_fewer import Fewer
+from corp_deploy.families.traced_merged_program import MergedProgram
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
@@ -148,7 +148,7 @@ class Student:
     """
 
     tracing: Tracing
-    fewer: Fewer | None
+    fewer: MergedProgram | None
     owned: frozenset[str]
     gone: Tensor
     is_changed: bool = False

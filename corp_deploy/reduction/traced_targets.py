@@ -25,7 +25,7 @@ _NORM_ARGS = (None, None, 1e-5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lacking:
+class TargetResidual:
     """What is lacking of `target`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
     None for the same. `counts`: which places come to the stream at all [places], `read`: which the outputs read; None
     for all. `weights`: by how much each counts, None for all alike.
@@ -105,29 +105,29 @@ class Target:
         beside = [each for node in passed for each in node.all_input_nodes if each not in {self.layer, *passed}]
         return [self.layer, *beside, *([] if self.other is None else [self.other])]
 
-    def residual(self, dense: Values, student: Values) -> Lacking:
+    def residual(self, dense: Values, student: Values) -> TargetResidual:
         """Of a few inputs, by the values of both programs."""
         of_stream = self._of_stream if self.norm is None else self._before_norm
         found = None if self.at is None else of_stream(dense, student)
         target = dense[self.layer]
-        result = found or Lacking(residual=target - student[self.layer], target=target)
+        result = found or TargetResidual(residual=target - student[self.layer], target=target)
         return result if self.read_P is None else replace(result, read=self.read_P.repeat(len(target)))
 
-    def _of_stream(self, dense: Values, student: Values) -> Lacking | None:
+    def _of_stream(self, dense: Values, student: Values) -> TargetResidual | None:
         assert self.at is not None, self
         assert self.other is not None, self
         passed = _passed(self.layer, student[self.layer], self.way, student)
         found = _gain(rows_of(passed.gain, self.layer))
         if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
             return None
-        return Lacking(
+        return TargetResidual(
             residual=passed.back(dense[self.at] - student[self.other] - passed.output),
             target=passed.back(dense[self.at]),
             gain_O=found[0],
             counts=None if bool(found[1].all()) else found[1],
         )
 
-    def _before_norm(self, dense: Values, student: Values) -> Lacking | None:
+    def _before_norm(self, dense: Values, student: Values) -> TargetResidual | None:
         """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py)."""
         assert self.at is not None, self
         assert self.other is not None, self
@@ -149,7 +149,7 @@ class Target:
         own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(source)), self.layer))
         if own is None:
             return None
-        return Lacking(
+        return TargetResidual(
             residual=front.back(target - gain_C * front.output),
             target=front.back(behind.back(dense[self.at])),
             gain_O=own[0],

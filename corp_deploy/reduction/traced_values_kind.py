@@ -20,14 +20,14 @@ from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
 
-from .chosen import Chosen
 from .head_modules import rotated_values, value_report
 from .heads import values_at_site
+from .kept_groups import Chosen
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
-from .traced_reads import Read
+from .traced_reads import ReaderStatistics
 from .whole_heads import kept_groups, projected
 
 
@@ -66,7 +66,7 @@ class _Heads:
 
     groups_HV: Tensor
     rows_HV: Tensor
-    read: Read
+    read: ReaderStatistics
     own: _Given
     held_out: _Given | None
     halves: tuple[_Given, _Given] | None
@@ -177,13 +177,13 @@ class TracedValuesKind(TracedKind[TracedValues]):
     def reduced(
         self,
         site: TracedValues,
-        moments: tuple[Read, ...],
+        moments: tuple[ReaderStatistics, ...],
         method: Method,
         width: int,
         *,
         cached: Elimination | Chosen | None = None,
-        held_out: tuple[Read, ...] | None = None,
-        halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
+        held_out: tuple[ReaderStatistics, ...] | None = None,
+        halves: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
     ) -> TracedReduced:
         if width == 0:
             new = super().reduced(site, moments, method, width, held_out=held_out)
@@ -213,11 +213,13 @@ class TracedValuesKind(TracedKind[TracedValues]):
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
-    def elimination(self, site: TracedValues, moments: tuple[Read, ...], method: Method) -> Elimination | None:
+    def elimination(
+        self, site: TracedValues, moments: tuple[ReaderStatistics, ...], method: Method
+    ) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
 
     def curves(
-        self, site: TracedValues, moments: tuple[Read, ...], method: Method, cached: Elimination | None
+        self, site: TracedValues, moments: tuple[ReaderStatistics, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         if site.rows is None:
             return super().curves(site, moments, method, cached)
@@ -246,7 +248,7 @@ def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
+def _given(site: TracedValues, reads: tuple[ReaderStatistics, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
@@ -260,9 +262,9 @@ def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
 
 def _heads(
     site: TracedValues,
-    moments: tuple[Read, ...],
-    held_out: tuple[Read, ...] | None,
-    halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None,
+    moments: tuple[ReaderStatistics, ...],
+    held_out: tuple[ReaderStatistics, ...] | None,
+    halves: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None,
 ) -> _Heads:
     """All of a site."""
     return _Heads(

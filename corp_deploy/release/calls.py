@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
-from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.option_support import Axis
 
 from . import names
 from .baseline import Baseline

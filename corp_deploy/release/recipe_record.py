@@ -8,7 +8,7 @@ from msgspec import Meta, defstruct
 from msgspec.structs import fields
 
 from corp_deploy.invocation.option import Option, Record, options_of
-from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, Repeated, Spelled, Values
+from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, ParsedText, Repeated, Values
 from ground.errors import BadInput
 from ground.quantity import Count, Real
 
@@ -32,11 +32,11 @@ def type_of(values: Values) -> Any:
             return list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
         case Repeated(each=each):
             return list_of(type_of(each or TEXT), f"each {each or TEXT}")
-        case Spelled(kind=kind) if kind is tuple:
+        case ParsedText(kind=kind) if kind is tuple:
             return list_of(type_of(TEXT), str(values), least=1)
-        case Spelled(kind=kind) if kind in (bool, Path):
+        case ParsedText(kind=kind) if kind in (bool, Path):
             return Annotated[kind, meta]
-        case Spelled(or_whole=True):
+        case ParsedText(or_whole=True):
             return Annotated[int, Meta(ge=0, le=2**16, description=str(values))] | Annotated[str, text]
         case _:
             return Annotated[str, text]

@@ -17,7 +17,7 @@ from ground.records import record_from_file
 
 from .incremental import StageDirs
 from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe import Recipe
 from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 

@@ -11,20 +11,20 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import InputOptions, Parted
+from corp_deploy.invocation.inputs import HoldOutOptions, InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
@@ -44,7 +44,7 @@ from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
 from .incremental import StageDirs
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe_parity import trusted_metrics
 from .recipe_tables import require_more
 from .serving import AS_MEASURED, package_of_directory
@@ -93,7 +93,7 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
 
 def _fitted(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
     """The calibration's images, without those that are to prove the result."""
-    images, options = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), Parted.from_options(run.options)
+    images, options = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), HoldOutOptions.from_options(run.options)
     return replace(options, groups=_groups(dirs, run)).split(images, run["seed"]).fitted
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .labels import FIXED, Marks, compact
+from .labels import FIXED, LabelTensor, compact
 
 
 class Uneven(Exception):
@@ -52,17 +52,21 @@ def narrowed(value: Any, gone: Tensor) -> Any:
     """What remains of what a node gives, as Marks; numbers as they are. Raises Uneven."""
     if isinstance(value, tuple):
         return tuple(narrowed(each, gone) for each in value)
-    if not isinstance(value, Marks) or value.labels is None:
+    if not isinstance(value, LabelTensor) or value.labels is None:
         return value
     labels = compacted(value.labels, gone)
-    return Marks(tuple(labels.shape), labels, value.why)
+    return LabelTensor(tuple(labels.shape), labels, value.why)
 
 
 def loses(value: Any, gone: Tensor) -> bool:
     """Whether elements of what a node gives are removed."""
     if isinstance(value, tuple):
         return any(loses(each, gone) for each in value)
-    return isinstance(value, Marks) and value.labels is not None and not bool(kept(compact(value.labels), gone).all())
+    return (
+        isinstance(value, LabelTensor)
+        and value.labels is not None
+        and not bool(kept(compact(value.labels), gone).all())
+    )
 
 
 def selected(tensor: Tensor, keep: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from corp_deploy.traced.programs.program import Program, module_of, number_of, o
 from .choice import labels_of
 from .compaction import kept
 from .cost import contracts, macs
-from .labels import Marks, compact
+from .labels import LabelTensor, compact
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -135,7 +135,7 @@ def _removable(analysis: Found) -> Tensor:
 
 def _loses(analysis: Found, node: fx.Node, removable: Tensor) -> bool:
     value = analysis.flow.values[node]
-    assert isinstance(value, Marks), node
+    assert isinstance(value, LabelTensor), node
     return value.labels is not None and not bool(kept(compact(value.labels), removable).all())
 
 

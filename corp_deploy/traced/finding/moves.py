@@ -9,7 +9,7 @@ from corp_deploy.traced.programs.program import SAME, SHAPED
 
 from .call import Call, Value
 from .flow import Flow
-from .labels import Marks, marked, tidy, varying
+from .labels import LabelTensor, marked, tidy, varying
 
 
 def moved(flow: Flow, call: Call) -> Any:
@@ -23,7 +23,7 @@ def moved(flow: Flow, call: Call) -> Any:
 
     def entering(node: fx.Node) -> Any:
         value = call.values[node]
-        return labels.setdefault(node, flow.elements(value, call.node)) if isinstance(value, Marks) else value
+        return labels.setdefault(node, flow.elements(value, call.node)) if isinstance(value, LabelTensor) else value
 
     assert callable(call.node.target), call.node
     result = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
@@ -70,7 +70,7 @@ def padded(flow: Flow, call: Call) -> Value:
     """Elements that are added along an axis without labels are of the same channels."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
-        return Marks(call.shape, None, first.why)
+        return LabelTensor(call.shape, None, first.why)
     labels = flow.elements(first, call.node)
     rank = len(first.shape)
     dims = [rank - 1 - place // 2 for place, amount in enumerate(pad) if amount]
@@ -88,7 +88,7 @@ def indexed(flow: Flow, call: Call) -> Value:
     does, and on meta nobody knows it: sites would be others there.
     """
     first = call["self"]
-    if not isinstance(first, Marks) or first.is_fixed:
+    if not isinstance(first, LabelTensor) or first.is_fixed:
         return fixed(call.shape, first.why)
     labels, rank = flow.elements(first, call.node), len(first.shape)
     indices = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
@@ -122,7 +122,7 @@ def fixed(shape: Any, why: str) -> Any:
         return None
     if shape and isinstance(shape[0], tuple | type(None)):
         return tuple(fixed(each, why) for each in shape)
-    return Marks(tuple(shape), None, why)
+    return LabelTensor(tuple(shape), None, why)
 
 
 def stopped(flow: Flow, call: Call) -> Any:

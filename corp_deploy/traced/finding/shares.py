@@ -14,7 +14,7 @@ from corp_deploy.traced.programs.program import operation
 
 from .choice import labels_of
 from .flow import Flow, Use
-from .labels import Marks, compact
+from .labels import LabelTensor, compact
 from .sites import Found
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -105,7 +105,7 @@ def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
         return _largest(use for use in uses if use.name == weight)
     value = flow.values[node]
-    labels = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
+    labels = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
     return labels + [use.labels for use in flow.uses.get(node, ())][:1]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.compaction import kept
 from corp_deploy.traced.finding.heads import together
-from corp_deploy.traced.finding.labels import Marks, compact
+from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.tracing import Inputs
 
@@ -63,7 +63,9 @@ def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
     flow = analysis.flow
     every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
-    marks = [one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, Marks)]
+    marks = [
+        one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, LabelTensor)
+    ]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
     units = together(analysis, chosen)
     own = {tuple(unit): gone(flow, analysis.sites, {key: chosen[key] for key in unit}) for unit in units}

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.call import Call, call_of
 from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, selected
 from corp_deploy.traced.finding.flow import Flow
-from corp_deploy.traced.finding.labels import Marks, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
@@ -150,7 +150,7 @@ class _Narrowing:
         """
         source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
-        if not is_move(node) or not isinstance(value, Marks) or value.labels is None or len(value.dims) != 1:
+        if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
             raise Refused(node, "an uneven part of it would be left")
         (dim,) = value.dims
         numbers = carried(numbered(value.shape, dim), way)
@@ -185,7 +185,7 @@ class _Narrowing:
     def is_spread(self, node: fx.Node) -> bool:
         """Whether a move gives elements along several axes."""
         value = self.flow.values.get(node)
-        return is_move(node) and isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1
+        return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
 
     def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
         """What is left of a source along its axis, in the order in which a node has its elements."""
@@ -226,7 +226,7 @@ class _Narrowing:
         those are the same everywhere; else it is spread out first.
         """
         value = self.flow.values[call.node]
-        if not isinstance(value, Marks) or value.labels is None or not is_pointwise(call.node.target):
+        if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
             return torch.ones((1,) * len(shape), dtype=torch.bool)
         keep = kept(compact(value.labels), self.gone)
         missing = keep.dim() - len(shape)

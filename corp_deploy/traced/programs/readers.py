@@ -125,7 +125,7 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
         graph.recompile()
 
 
-class InFront(nn.Module):
+class BatchFirst(nn.Module):
     """A layer that has the images in front of all that it hears, wherever they stand around it."""
 
     def __init__(self, layer: Layer, batch: Batch) -> None:
@@ -136,7 +136,7 @@ class InFront(nn.Module):
         return self.batch.back(self.layer(self.batch.in_front(x)))
 
 
-class OfRead(nn.Module):
+class SelectedRows(nn.Module):
     """A layer that hears the rows alone that go somewhere, of those of one image [...]: others are of no interest."""
 
     is_read: Tensor
@@ -195,8 +195,8 @@ def is_heard(reader: fx.Node, source: fx.Node) -> bool:
 def _heard(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
     assert batch is not None, layer
     if is_read is not None:
-        return OfRead(layer, batch, is_read)
-    return layer if batch == IN_FRONT else InFront(layer, batch)
+        return SelectedRows(layer, batch, is_read)
+    return layer if batch == IN_FRONT else BatchFirst(layer, batch)
 
 
 def as_module(program: Program, layer: Called) -> Layer:

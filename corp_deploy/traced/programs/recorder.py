@@ -11,7 +11,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .sizes import OtherwiseAtOtherBatch
+from .sizes import BatchDependentProgram
 
 Stack = tuple[tuple[str, str], ...]
 """Of the modules that a call was made in, outermost first: the path and the class."""
@@ -116,7 +116,7 @@ class Recorder(SchemaCheckMode):
     def _change(self, tensor: Tensor) -> None:
         """From here on, what else is a part of the same numbers is not what it was."""
         if _storage(tensor) in self._given:
-            raise OtherwiseAtOtherBatch("it changes what it is given, or its own parameters")
+            raise BatchDependentProgram("it changes what it is given, or its own parameters")
         self._changes[_storage(tensor)] += 1
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
@@ -130,10 +130,10 @@ class Recorder(SchemaCheckMode):
         if record is not None and record.changes < self._changes[_storage(tensor)]:
             record = self._by_place[_place(tensor)]
             if record.changes < self._changes[_storage(tensor)]:
-                raise OtherwiseAtOtherBatch("a part of what was changed in place")
+                raise BatchDependentProgram("a part of what was changed in place")
         if record is None:
             if tensor.is_meta and not self._on_meta:
-                raise OtherwiseAtOtherBatch("a tensor of unknown numbers that no call gave")
+                raise BatchDependentProgram("a tensor of unknown numbers that no call gave")
             record = _Known(Ref(f"constant_{len(self.constants)}"), 0)
             self.constants[str(record.ref.source)] = tensor
             self._given.add(_storage(tensor))

@@ -20,9 +20,9 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from .module_copies import without_memory
 from .recorder import Call, Numbers, Recorder, Ref
-from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
-from .twins import without_memory
+from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, at_batch, size_of, tell
 
 TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """What a graph has itself, by names that a model's own parts may have too."""
@@ -40,7 +40,7 @@ class _Recorded:
 
 def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """The graph of a model at any batch, with its own parameters; every node tells what it gives on meta (`val`), of
-    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises OtherwiseAtOtherBatch, and whatever a
+    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises BatchDependentProgram, and whatever a
     model raises that looks at numbers.
     """
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
@@ -53,9 +53,9 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _made(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
     if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
-        raise OtherwiseAtOtherBatch(f"{len(first.calls)} calls and {len(other.calls)}")
+        raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
     if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
-        raise OtherwiseAtOtherBatch("other constants")
+        raise BatchDependentProgram("other constants")
     return _Graph(model, first, other).build(inputs, names)
 
 
@@ -161,14 +161,14 @@ class _Graph:
         for name, each in _held(model):
             is_parameter = isinstance(each, nn.Parameter)
             if _free(name) in self.root:
-                raise OtherwiseAtOtherBatch(f"two parts that a graph calls {_free(name)}")
+                raise BatchDependentProgram(f"two parts that a graph calls {_free(name)}")
             self.root[_free(name)] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not
             self.root[name] = each if self.device.type == "meta" else each.to(self.device)
         self.graph = fx.Graph()
         self.nodes: dict[Ref, fx.Node] = {}
-        self.numbers: dict[Counted, fx.Node] = {}
+        self.numbers: dict[BatchAffineSize, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
     def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
@@ -195,7 +195,7 @@ class _Graph:
 
     def _call(self, number: int, one: Call, other: Call) -> None:
         if one.target is not other.target or one.stack != other.stack:
-            raise OtherwiseAtOtherBatch(f"{one.target} and {other.target}")
+            raise BatchDependentProgram(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)
         stack = OrderedDict((path or "model", (_free(path), kind)) for path, kind in one.stack)
         node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
@@ -212,7 +212,7 @@ class _Graph:
         leaves, spec = tree_flatten(one)
         others, again = tree_flatten(other)
         if spec != again:
-            raise OtherwiseAtOtherBatch("other arguments")
+            raise BatchDependentProgram("other arguments")
         return tree_unflatten(list(map(self._leaf, leaves, others)), spec)
 
     def _leaf(self, one: Any, other: Any) -> Any:
@@ -224,18 +224,18 @@ class _Graph:
             size = size_of(one, other)
             return size if isinstance(size, int) else self._number(size)
         if type(one) is not type(other) or not (one == other or (one != one and other != other)):
-            raise OtherwiseAtOtherBatch(f"{one} and {other}")
+            raise BatchDependentProgram(f"{one} and {other}")
         return one
 
-    def _number(self, size: Counted) -> fx.Node:
+    def _number(self, size: BatchAffineSize) -> fx.Node:
         if size not in self.numbers:
-            if size == Counted(1):
+            if size == BatchAffineSize(1):
                 images = next(node for node in self.graph.nodes if node.meta["sizes"] and node.op == "placeholder")
                 node = self.graph.call_function(torch.ops.aten.sym_size.int, (images, 0))
             elif size.more:
-                node = self.graph.call_function(operator.add, (self._number(Counted(size.times)), size.more))
+                node = self.graph.call_function(operator.add, (self._number(BatchAffineSize(size.times)), size.more))
             else:
-                node = self.graph.call_function(operator.mul, (self._number(Counted(1)), size.times))
+                node = self.graph.call_function(operator.mul, (self._number(BatchAffineSize(1)), size.times))
             tell(node, *map(size.at, BATCHES))
             self.numbers[size] = node
         return self.numbers[size]

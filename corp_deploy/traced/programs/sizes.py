@@ -12,12 +12,12 @@ BATCHES = (2, 5)
 """No half, third, square or remainder of a batch is a whole multiple of it for both, with nothing taken away."""
 
 
-class OtherwiseAtOtherBatch(Exception):
+class BatchDependentProgram(Exception):
     """A program is another one at another batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class BatchAffineSize:
     """A size: so many times the batch and some more."""
 
     times: int
@@ -27,25 +27,25 @@ class Counted:
         return self.times * batch + self.more
 
 
-Size = int | Counted
+Size = int | BatchAffineSize
 
 
 def size_of(first: int, other: int) -> Size:
-    """Of what it is at each of BATCHES. Raises OtherwiseAtOtherBatch."""
+    """Of what it is at each of BATCHES. Raises BatchDependentProgram."""
     if first == other:
         return first
     times, rest = divmod(other - first, BATCHES[1] - BATCHES[0])
     more = first - times * BATCHES[0]
     if rest or times < 0 or more < 0:
-        raise OtherwiseAtOtherBatch(f"{first} at a batch of {BATCHES[0]}, {other} at one of {BATCHES[1]}")
-    return Counted(times, more)
+        raise BatchDependentProgram(f"{first} at a batch of {BATCHES[0]}, {other} at one of {BATCHES[1]}")
+    return BatchAffineSize(times, more)
 
 
 def sizes_of(first: Any, other: Any) -> Any:
     """Of a tensor its shape, of several a tuple of them, of a number itself; None of what else a node gives."""
     if isinstance(first, Tensor):
         if first.dim() != other.dim():
-            raise OtherwiseAtOtherBatch(f"{tuple(first.shape)} and {tuple(other.shape)}")
+            raise BatchDependentProgram(f"{tuple(first.shape)} and {tuple(other.shape)}")
         return tuple(map(size_of, first.shape, other.shape))
     if isinstance(first, list | tuple):
         return tuple(map(sizes_of, first, other))

@@ -12,7 +12,7 @@ from .readers import LINEAR, Called, layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Between:
+class Subprogram:
     """From what `layer` gives for one image to what the last of `nodes` gives, constants with it, in float64."""
 
     program: Program
@@ -53,13 +53,13 @@ def run(
     return every
 
 
-def between(program: Program, source: fx.Node) -> Between | None:
+def between(program: Program, source: fx.Node) -> Subprogram | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
     by_node = {each.node: each for each in layers(program)}
     nodes, found = needed(program, source, by_node)
     if nodes is None or len(found) != 1:
         return None
-    return Between(program=program, layer=by_node[found.pop()], nodes=nodes)
+    return Subprogram(program=program, layer=by_node[found.pop()], nodes=nodes)
 
 
 def needed(

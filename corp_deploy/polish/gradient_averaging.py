@@ -16,7 +16,7 @@ from .arithmetic import reduced_precision
 Piece = TypeVar("Piece")
 
 
-class Together:
+class GradientAverager:
     """A module whose parameters that require gradients get the mean of those of all processes (see torchrun)."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:

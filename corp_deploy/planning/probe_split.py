@@ -23,7 +23,7 @@ RUNS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class ProbeSplit:
     """Inputs to look at, moments without them, and a few others, which a closed loop is tried on."""
 
     inputs: Inputs
@@ -67,7 +67,7 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
     return replace(left, half=half)
 
 
-def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
+def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSplit:
     """A few images, of groups of their own where groups of theirs are known, and the moments of the others.
 
     Of fewer than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
@@ -79,7 +79,7 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     # Of images that the moments are not of no group is known.
     chosen = images if few else images.subset(places or _positions(images.count))
     (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
-    apart = Apart(inputs=moved(inputs, where), moments=moments, others=_others(images, chosen))
+    apart = ProbeSplit(inputs=moved(inputs, where), moments=moments, others=_others(images, chosen))
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]

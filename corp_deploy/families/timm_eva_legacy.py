@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from corp_deploy.traced.finding.site import Index
 from ground.errors import BadInput
 
-from .timm_folded import require_widths
+from .timm_legacy import require_widths
 from .traced_model import sites as sites_of
-from .traced_module import TracedModule, known_of
+from .traced_module import TracedModule, traced_state
 from .traced_pairs import TracedPairs
 
 State = Mapping[str, Tensor]
@@ -27,7 +27,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def is_eva(model: TracedModule) -> bool:
-    return issubclass(known_of(model).plain, Eva)
+    return issubclass(traced_state(model).plain, Eva)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

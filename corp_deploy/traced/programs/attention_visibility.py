@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from .between import needed, run
 from .program import SAME, SHAPED, Program, operation, sizes_at_one
+from .subprogram import needed, run
 
 SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
 PRODUCTS = frozenset(("matmul", "bmm"))

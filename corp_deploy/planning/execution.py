@@ -29,15 +29,15 @@ from perf.timing.laps import Plan
 from .budget_planner import budget_planner
 from .joint_planner import joint_planner
 from .judging import Judge, Judges
+from .limit_search import figure, smallest_within
 from .lineage import reduced_checkpoint
 from .merging import merging_as_planned
 from .plan import plan
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
-from .request import ReductionRequest, WithinRequest, loop_of
+from .request import LimitRequest, ReductionRequest, loop_of
 from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
-from .within import figure, smallest_within
 
 
 def with_sparsity(
@@ -145,7 +145,7 @@ def _within(
     dense: Checkpoint,
     moments: Moments,
     request: ReductionRequest,
-    within: WithinRequest,
+    within: LimitRequest,
     *,
     images: InputSet | None,
     judges: Judges | None,

@@ -18,7 +18,7 @@ from perf.stats.shares import share_interval
 from .budget_planner import BudgetPlanner
 from .joint_planner import JointPlanner
 from .judging import Judge, Judgement, Judging
-from .request import WithinRequest
+from .request import LimitRequest
 from .width_plan import WidthPlan
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
@@ -35,7 +35,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
+class LimitSearch:
     """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds. As many as
     `count` inputs judged, `noun` is what they are.
     """
@@ -131,7 +131,7 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
 
 
 def smallest_within(
-    request: WithinRequest,
+    request: LimitRequest,
     planner: BudgetPlanner | JointPlanner,
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
@@ -162,7 +162,7 @@ def smallest_within(
             on_progress(len(trials))
     if answer is None:
         _refuse_unreachable(request.limit, request.currency, str(judging), trials)
-    within = Within(
+    within = LimitSearch(
         limit=request.limit,
         currency=request.currency,
         judges=str(judging),

@@ -7,7 +7,7 @@ from pathlib import Path
 from ground.errors import BadInput
 
 
-class Mistakes:
+class RecipeProblems:
     """Those of one recipe."""
 
     def __init__(self, recipe: Path) -> None:

@@ -1,4 +1,4 @@
-"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_folded.py): widths of sites without a
+"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_legacy.py): widths of sites without a
 program, norms of convolutional networks taken into the weights in front. They become programs whose norms are the
 identity.
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from corp_deploy.traced.finding.attentions import Attention
 from corp_deploy.traced.finding.call import call_of
-from corp_deploy.traced.programs.attended import SDPA, SOFTMAX, added_scores
+from corp_deploy.traced.programs.attention_visibility import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
 from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
 
@@ -39,7 +39,7 @@ _ALONG = _REDUCED | {
 _ANY = "a merged token would stand at none of its places"
 
 
-class Stands(Exception):
+class PositionDependent(Exception):
     """At a node that reads tokens by where they stand, or all of them at once."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
@@ -48,7 +48,7 @@ class Stands(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class FewerNodes:
+class MergedNodes:
     """`nodes`: what stands in `graph` for those of the program. `protected`: tokens in front that stay where they are;
     `as_before`: whether the others are tokens as they were, as those are that others were dropped beside.
 
@@ -118,14 +118,16 @@ class FewerNodes:
         try:
             return node.target(*arguments[0], **arguments[1])
         except RuntimeError:
-            raise Stands(node, f"takes something with a place for every token, as positions are: {_ANY}") from None
+            raise PositionDependent(
+                node, f"takes something with a place for every token, as positions are: {_ANY}"
+            ) from None
 
     # Arguments with the sizes that are now.
 
     def _unit(self, node: fx.Node) -> tuple[int, int]:
         units = {self.units[each] for each in node.all_input_nodes if each in self.units}
         if len(units) > 1:
-            raise Stands(node, "takes tokens beside some of them")
+            raise PositionDependent(node, "takes tokens beside some of them")
         return units.pop()
 
     def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
@@ -153,10 +155,10 @@ class FewerNodes:
             return node.args, node.kwargs
         new_shape = resized(old, new, sizes_at_one(node), unit)
         if new_shape is None:
-            raise Stands(node, f"lays tokens out by where they stand: {_ANY}")
+            raise PositionDependent(node, f"lays tokens out by where they stand: {_ANY}")
         sizes = at_any_batch(node, new_shape)
         if sizes is None:
-            raise Stands(node, "puts tokens and images on several axes at once")
+            raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
             dim = call_of(node, {}).arguments["dim"] % len(old)
             sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
@@ -186,7 +188,7 @@ class FewerNodes:
             return self._refuse_along(node, axes, rank)
         if op == SDPA and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
             return True
-        raise Stands(node, "reads all tokens at once: those that were merged would count as one")
+        raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
     def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
         arguments, op = call_of(node, {}).arguments, operation(node)
@@ -199,7 +201,7 @@ class FewerNodes:
                 return False
             if op in _REDUCED:
                 return True
-        raise Stands(node, "reads all tokens at once, or some by where they stand")
+        raise PositionDependent(node, "reads all tokens at once, or some by where they stand")
 
     def _reads_protected(self, op: str, arguments: Any) -> bool:
         if op == "select":
@@ -218,7 +220,7 @@ class FewerNodes:
             arguments = call_of(node, {}).arguments
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
-                raise Stands(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
+                raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
             return sides == [frozenset({last - 1})] * 3
         dims = ((last - 1,), (last,)) if node is attention.product else ((last - 1, last), (last - 1,))
         return sides == list(map(frozenset, dims))

@@ -16,7 +16,7 @@ Values = tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """One way to do a command's work: its name in words, how a user gets it, and the options it honours.
 
     `instead` says, option by option, what to do for the same effect where the way does not honour it.
@@ -39,7 +39,7 @@ class Axis:
     """The ways of one command. Of several at work at once each must honour an option, or one where it `picks`."""
 
     command: str
-    variants: Mapping[str, Way]
+    variants: Mapping[str, Variant]
     picks: frozenset[str] = frozenset()
 
     @property

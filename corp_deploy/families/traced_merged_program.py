@@ -14,7 +14,7 @@ from .token_merging import TokenMerge, unmerged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class CutState:
     """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_merged`; its `sizes` and
     `sources` are told then. Between the two tokens are merged by `merge`, which compares by `compared`, None for the
     stream itself, or unmerged.
@@ -36,7 +36,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fewer:
+class MergedProgram:
     """`program`: what runs; `stands`: by the name of a node of the program with all tokens what its users take here;
     `merge_at`, `sizes_at`, `sources_at`: of those of fewer tokens by their names the merge before them, and the nodes
     that give its sizes and sources.
@@ -52,7 +52,7 @@ class Fewer:
     def by_name(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.program.nodes}
 
-    def crossing(self, node: fx.Node) -> Crossing:
+    def crossing(self, node: fx.Node) -> CutState:
         """What stands where one of the other program's nodes does."""
         stands = self.stands[node.name]
         sizes_and_sources = self.sizes_at.get(node.name), self.sources_at.get(node.name)
@@ -65,7 +65,7 @@ class Fewer:
             merge = self.merge_at[node.name]
         elif stands.target is unmerged:
             raw = stands.args[0]  # type: ignore[assignment]
-        return Crossing(
+        return CutState(
             raw=raw,
             node=stands,
             is_merged=node.name in self.merge_at,
