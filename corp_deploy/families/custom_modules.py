@@ -1,4 +1,4 @@
-"""The builder of whatever a user's code makes."""
+"""Builds custom modules: models that a user's code makes."""
 
 from collections.abc import Mapping
 from dataclasses import replace

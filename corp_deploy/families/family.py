@@ -1,4 +1,4 @@
-"""The seam: how a model is built by the family that config.json names, and what is told of it once it is traced.
+"""How a model is built by the family that config.json names, and what is told of it once it is traced.
 
 Builders alone spell their library's names. What is done at a site is the business of the kind of site.
 """

@@ -1,4 +1,4 @@
-"""What can't be asked of a model that has no such sites."""
+"""Refusals of options without effect on a model: it has no sites of their kind."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

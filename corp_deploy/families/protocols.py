@@ -1,4 +1,4 @@
-"""What is told of a model, whatever built it: the seam's protocols."""
+"""Protocols of a model and its inputs, whatever library built it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

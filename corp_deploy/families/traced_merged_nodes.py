@@ -1,4 +1,4 @@
-"""Nodes of a program copied one by one, those behind a place where tokens became fewer at the sizes that are left.
+"""Nodes of a program copied one by one, those behind a token merge at the token counts that are left.
 
 Legend: B inputs, N tokens.
 """
@@ -40,7 +40,7 @@ _ANY = "a merged token would stand at none of its places"
 
 
 class PositionDependent(Exception):
-    """At a node that reads tokens by where they stand, or all of them at once."""
+    """At a node that depends on token positions, or on all tokens at once."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'} {reason}")

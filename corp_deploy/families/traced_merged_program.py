@@ -1,5 +1,5 @@
-"""A program whose tokens become fewer behind some of its attentions: the same nodes by the same names, at the sizes
-that are left, with merges between them.
+"""A traced program with token merging: the same nodes by the same names at the token counts left, with merges behind
+some of its attentions.
 """
 
 import operator

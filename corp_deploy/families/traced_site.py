@@ -101,7 +101,7 @@ class SiteReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSite:
-    """Groups that can be removed, in a model that is run whole. `macs_now`, `parameters_now`: what goes with all.
+    """Groups that can be removed, in an opaque traced model. `macs_now`, `parameters_now`: what goes with all.
     `whole_removal`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
     nobody says.
     """

@@ -1,4 +1,4 @@
-"""Which way of doing a command's work honours which of its options: the refusal, the help and the printed commands.
+"""Which variant of a command (backend, precision, preset) supports which options: refusals, help, printed commands.
 
 A way is whatever does the work: a backend on a device, a precision, a preset, a kind of input. The ways themselves are
 data, see table and reduction_table. Imports nothing heavy.

@@ -1,4 +1,4 @@
-"""Reduce a checkpoint as a command asks for it, and write the smaller model with its lineage."""
+"""Execute a reduction request on a checkpoint, and write the smaller model with its lineage."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which images a budget looks at, and the moments of all others: what a fit promises must hold on images it never saw.
+"""The probe split of a budget: images that error curves are measured on, and moments of all others, so none is fitted.
 
 A fit to few images promises more than it keeps, an MLP's more than that of queries and keys, so that curves measured on
 its own images would spare the wrong sites. Moments are sums: those of the images looked at are taken out again.

@@ -1,4 +1,4 @@
-"""One module's gradients in one process or several, piece by piece."""
+"""One module's gradients averaged over processes and micro-batches (data parallel)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Measures of a user's own, by a command or a Python function, of what each artefact of a proof answers.
+"""Custom metrics, by a user's command or Python function, of the outputs of each artefact of a proof.
 
 What is run comes from a command line or a recipe alone: no model, graph or record can name a command.
 """

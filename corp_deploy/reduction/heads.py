@@ -35,7 +35,7 @@ class QkAtSite:
     ridge: RidgeChoice | None = None
 
 
-Halves = tuple[HeadMoments, HeadMoments]
+Splits = tuple[HeadMoments, HeadMoments]
 Recover = Callable[[str, HeadMoments, Method, Tensor, int], QkRecovery]
 
 
@@ -45,13 +45,13 @@ def qk_at_site(
     method: Method,
     rows_XI: Tensor,
     width: int,
-    halves: Halves | None = None,
+    splits: Splits | None = None,
     *,
     in_planes: bool = False,
     grouped: int = 1,
     scores_HD: Tensor | None = None,
 ) -> QkAtSite:
-    """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
+    """Apply the chosen Q/K recovery at one head width. `splits` of the images choose the ridge that pulls CORP's maps
     (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes, alike in `grouped` heads in turn
     that share keys; `scores_HD`, where known, rank them. Raises BadInput when the moments lack what the recovery needs.
     """
@@ -60,8 +60,8 @@ def qk_at_site(
     if scores_HD is None:
         scores_HD = qk_scores(moments, method, rows_XI, grouped=grouped)
     ridge = None
-    if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
-        ridge = _qk_ridge(recover, site, halves, method, scores_HD, width)
+    if splits is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
+        ridge = _qk_ridge(recover, site, splits, method, scores_HD, width)
         method = replace(method, ridge_rel=ridge.strength_whole)
     recovery = recover(site, moments, method, scores_HD, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method), ridge=ridge)
@@ -82,7 +82,7 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
 
 
 def _qk_ridge(
-    recover: Recover, site: str, halves: Halves, method: Method, scores_HD: Tensor, width: int
+    recover: Recover, site: str, splits: Splits, method: Method, scores_HD: Tensor, width: int
 ) -> RidgeChoice:
     """The strength whose maps of either half lose least of the logits of the other."""
 
@@ -94,7 +94,7 @@ def _qk_ridge(
     def fit(half: HeadMoments, strength: float) -> QkRecovery:
         return recover(site, half, replace(method, ridge_rel=strength), scores_HD, width)
 
-    return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+    return chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
 
 
 def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
@@ -138,7 +138,7 @@ class ValuesAtSite:
 
 
 def _value_ridge(
-    halves: tuple[HeadOutputs, HeadOutputs],
+    splits: tuple[HeadOutputs, HeadOutputs],
     least: float,
     weight_OC: Tensor,
     bias_O: Tensor | None,
@@ -154,7 +154,7 @@ def _value_ridge(
     def fit(half: HeadOutputs, strength: float) -> ValueRecovery:
         return values.lowrank(half.z_mean_C, half.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=strength)
 
-    return chosen_ridge(halves, ridges_from(least), fit, share_lost)
+    return chosen_ridge(splits, ridges_from(least), fit, share_lost)
 
 
 def values_at_site(
@@ -164,9 +164,9 @@ def values_at_site(
     bias_O: Tensor | None,
     heads: int,
     width: int,
-    halves: tuple[HeadOutputs, HeadOutputs] | None = None,
+    splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> ValuesAtSite:
-    """The values and the output projection at one width per head. `halves` of the images choose the ridge of the joint
+    """The values and the output projection at one width per head. `splits` of the images choose the ridge of the joint
     refit, which pulls toward the best projection of each head alone.
     """
     dense = weight_OC.shape[1] // heads
@@ -174,8 +174,8 @@ def values_at_site(
         return ValuesAtSite(recovery=values.keep(weight_OC, bias_O, heads))
     assert method.value_recovery == "lowrank", method.value_recovery
     ridge, ridge_rel = None, method.ridge_rel
-    if halves is not None and width < dense:
-        ridge = _value_ridge(halves, ridge_rel, weight_OC, bias_O, heads, width)
+    if splits is not None and width < dense:
+        ridge = _value_ridge(splits, ridge_rel, weight_OC, bias_O, heads, width)
         ridge_rel = ridge.strength_whole
     recovery = values.lowrank(
         moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=ridge_rel

@@ -101,10 +101,10 @@ class Kind(Protocol):
         *,
         cached: Any = None,
         held_out: Any = None,
-        halves: Any = None,
+        splits: Any = None,
     ) -> Reduced:
         """The site at one width, repaired by its moments. `cached`, an order of removal or what was chosen, spares
-        work; `held_out`, moments of other inputs, judges it again; `halves`, the moments of either half of the images,
+        work; `held_out`, moments of other inputs, judges it again; `splits`, the moments of either half of the images,
         choose how strong ridges are.
         """
         ...

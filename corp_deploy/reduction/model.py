@@ -23,7 +23,7 @@ from .coverage import Coverage, coverage
 from .kind import Choice, Order, Reduced
 from .kinds import kind_of
 from .method import Method
-from .moments import halves_at, require_apart, require_same_model, site_moments
+from .moments import require_apart, require_same_model, site_moments, splits_at
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
@@ -93,8 +93,8 @@ def reduced_site(
     where = device(model)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
-    halves = halves_at(site, moments, own, where)
-    return kind_of(site).reduced(site, own, method, width, cached=cached, held_out=others, halves=halves)
+    splits = splits_at(site, moments, own, where)
+    return kind_of(site).reduced(site, own, method, width, cached=cached, held_out=others, splits=splits)
 
 
 def _chosen(

@@ -30,7 +30,7 @@ from .method import PRESETS
 from .overfitting import overfitting
 from .snapshots import SnapshotFiles, refuse_snapshots
 from .summary import summary_of_moments
-from .validation_split import SUMS_HELD, in_halves
+from .validation_split import SUMS_HELD, in_splits
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")
@@ -119,8 +119,8 @@ class CalibrationRun:
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
         """How many times what one pass sums is held at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
-        halves = request.groups is not None and request.device == "cpu"
-        return (SUMS_HELD if halves else 1) + inside
+        splits = request.groups is not None and request.device == "cpu"
+        return (SUMS_HELD if splits else 1) + inside
 
 
 FEWER_PATCHES = "--patch-memory {:.2g}: patches of the largest convolutions of fewer channels"
@@ -206,7 +206,7 @@ def _restricted(
     return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
 
 
-def _take_halves(
+def _take_splits(
     checkpoint: Checkpoint,
     images: InputSet,
     groups_B: Tensor,
@@ -217,7 +217,7 @@ def _take_halves(
     output: Path,
 ) -> Moments:
     """A pass over either half of the groups, one after the other."""
-    snapshots = run.files(output).of_halves(images, groups_B, request.seed)
+    snapshots = run.files(output).of_splits(images, groups_B, request.seed)
 
     def take(half: InputSet, number: int) -> Moments:
         named, saved = f"{output.stem}, half {number + 1}", run.state(HALVES[number])
@@ -225,7 +225,7 @@ def _take_halves(
             checkpoint, half, request, run, statistics=statistics, title=named, saved=saved, snapshots=snapshots[number]
         )
 
-    return in_halves(images, groups_B, take, seed=request.seed)
+    return in_splits(images, groups_B, take, seed=request.seed)
 
 
 def _fitted(
@@ -239,7 +239,7 @@ def _fitted(
     """The moments of the images that are fitted to; snapshots of the first ones are written on the way."""
     images = parts.fitted
     if parts.groups_B is not None:
-        return _take_halves(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
+        return _take_splits(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
     return _take(
         checkpoint,
         images,

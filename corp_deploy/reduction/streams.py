@@ -130,7 +130,7 @@ class Streams:
         Raises BadInput for too few images.
         """
         self.pairs: list[Pair] = []
-        self.in_halves = second is not None
+        self.in_splits = second is not None
         start = 0
         for x_BNC, weights_BN in embedded:
             positions_B = torch.arange(start, start + len(x_BNC), device=x_BNC.device)

@@ -197,13 +197,13 @@ class TracedKind(Generic[OfSite]):
         *,
         cached: Elimination | Chosen | None = None,
         held_out: tuple[ReaderStatistics, ...] | None = None,
-        halves: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
+        splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
     ) -> TracedReduced:
         chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
         recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
-        if width and halves is not None and recovery == _LEAST_SQUARES[self.part]:
+        if width and splits is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
-                (of_places(halves[0]), of_places(halves[1])),
+                (of_places(splits[0]), of_places(splits[1])),
                 ridges_from(method.ridge_rel),
                 lambda half, strength: _changed(half, recovery, kept_K, strength),
                 lambda changes, half: _judged(changes, kept_K, half).share,

@@ -220,9 +220,9 @@ def layer_sums(
     return sums
 
 
-def _small(halves: SplitStatistics) -> Tensor:
+def _small(splits: SplitStatistics) -> Tensor:
     """What a NaN stays in."""
-    every = [each for each in (halves.fit, halves.held_out) if each is not None]
+    every = [each for each in (splits.fit, splits.held_out) if each is not None]
     sums = [each.sum_F if isinstance(each, ChannelMoments) else each.sum_GU for each in every]  # type: ignore[union-attr]
     return torch.cat([each.flatten() for each in sums])
 

@@ -228,8 +228,8 @@ class _Making:
             site = site.of_heads(self.new[site.name].kept_K)
         kind = kind_of(site)
         if isinstance(site, TracedPairs):
-            halves = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
-            by_name: dict[str, SplitStatistics] = {site.name: halves}
+            splits = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
+            by_name: dict[str, SplitStatistics] = {site.name: splits}
         else:
             by_name = {layer.name: own.moments() for layer, own in sums.items()}
 
@@ -244,7 +244,7 @@ class _Making:
             apart = tuple(
                 at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
             )
-        new = kind.reduced(site, combined, step.method, step.width, halves=apart)
+        new = kind.reduced(site, combined, step.method, step.width, splits=apart)
         assert isinstance(new, TracedReduced), site.name
         return new
 

@@ -78,7 +78,7 @@ class TracedPairsKind:
         *,
         cached: object = None,
         held_out: HeadMoments | None = None,
-        halves: tuple[HeadMoments, HeadMoments] | None = None,
+        splits: tuple[HeadMoments, HeadMoments] | None = None,
     ) -> TracedReduced:
         places, narrower, repair = width // len(site.groups_HP), width < site.width, site.repair
         dims, scores_HD = places * site.both.joined, _scores(site, moments, method)
@@ -93,7 +93,7 @@ class TracedPairsKind:
             method,
             scores_HD,
             dims,
-            halves,
+            splits,
             in_planes=repair.mixing == "planes",
             grouped=site.both.shared,
             scores_HD=scores_HD,

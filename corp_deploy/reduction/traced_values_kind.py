@@ -69,7 +69,7 @@ class _Heads:
     read: ReaderStatistics
     own: _Given
     held_out: _Given | None
-    halves: tuple[_Given, _Given] | None
+    splits: tuple[_Given, _Given] | None
 
     @property
     def taps(self) -> int:
@@ -80,14 +80,14 @@ class _Heads:
         """These heads alone, with the layer that reads them recovered."""
         number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
         kept_K = number_HX[kept_M].flatten()
-        halves = None if self.halves is None else [each.at(kept_K, recovery) for each in self.halves]
+        splits = None if self.splits is None else [each.at(kept_K, recovery) for each in self.splits]
         return _Heads(
             groups_HV=self.groups_HV[kept_M.cpu()],
             rows_HV=self.rows_HV[kept_M.cpu()],
             read=self.read,
             own=self.own.at(kept_K, recovery),
             held_out=None if self.held_out is None else self.held_out.at(kept_K, recovery),
-            halves=None if halves is None else (halves[0], halves[1]),
+            splits=None if splits is None else (splits[0], splits[1]),
         )
 
     def kept_K(self, each: int) -> Tensor:
@@ -183,14 +183,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
         *,
         cached: Elimination | Chosen | None = None,
         held_out: tuple[ReaderStatistics, ...] | None = None,
-        halves: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
+        splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
     ) -> TracedReduced:
         if width == 0:
             new = super().reduced(site, moments, method, width, held_out=held_out)
             return replace(new, beside=site.queries_gone)
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
-        others: dict[str, Any] = {"held_out": held_out, "halves": halves}
+        others: dict[str, Any] = {"held_out": held_out, "halves": splits}
 
         def with_dims(of: _Heads) -> TracedReduced:
             each = width // len(of.groups_HV)
@@ -202,12 +202,12 @@ class TracedValuesKind(TracedKind[TracedValues]):
 
         if heads == left == site.parts and site.rows is None:
             return super().reduced(site, moments, method, width, cached=cached, **others)
-        full = _heads(site, moments, held_out, halves)
+        full = _heads(site, moments, held_out, splits)
         if left == heads:
             return with_dims(full)
         kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
         recovery, report = projected(
-            site.name, heads, full.own.projection, full.own, method, kept_M, full.held_out, full.halves
+            site.name, heads, full.own.projection, full.own, method, kept_M, full.held_out, full.splits
         )
         fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
@@ -264,7 +264,7 @@ def _heads(
     site: TracedValues,
     moments: tuple[ReaderStatistics, ...],
     held_out: tuple[ReaderStatistics, ...] | None,
-    halves: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None,
+    splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None,
 ) -> _Heads:
     """All of a site."""
     return _Heads(
@@ -273,14 +273,14 @@ def _heads(
         read=moments[0],
         own=_given(site, moments),
         held_out=None if held_out is None else _given(site, held_out),
-        halves=None if halves is None else (_given(site, halves[0]), _given(site, halves[1])),
+        splits=None if splits is None else (_given(site, splits[0]), _given(site, splits[1])),
     )
 
 
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
-    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.halves)
+    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.splits)
     report = value_report(site.name, dense, own.projection, at_site, own, method, each, heads.held_out)
     if each == dense:
         return TracedReduced(modules={}, reports=[report], kept_K=heads.kept_K(each))

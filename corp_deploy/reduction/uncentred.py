@@ -1,4 +1,4 @@
-"""Statistics as if every token had its negative beside it: no mean, the same second moments.
+"""Statistics of uncentred second moments: means set to zero, second moments as they are.
 
 A layer without a bias can't give back the mean of what is lost. A fit on such statistics is the best one without a bias
 (least squares on second moments), its bias is zero, and what it leaves is counted with its mean.

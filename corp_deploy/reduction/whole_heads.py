@@ -46,7 +46,7 @@ class _Projection:
         change_O = -recovery.bias_O if self.bias_O is None else self.bias_O - recovery.bias_O
         return output_error(moments.z_mean_C, moments.z_second_CC, change_OC, change_O)
 
-    def ridge(self, halves: tuple[HeadOutputs, HeadOutputs], method: Method) -> RidgeChoice:
+    def ridge(self, splits: tuple[HeadOutputs, HeadOutputs], method: Method) -> RidgeChoice:
         """The strength whose projections of either half lose least on the other."""
 
         def share_lost(recovery: ChannelRecovery, half: HeadOutputs) -> float:
@@ -56,7 +56,7 @@ class _Projection:
         def fit(half: HeadOutputs, strength: float) -> ChannelRecovery:
             return self.recovered(half, method, strength)
 
-        return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+        return chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
 
 
 def kept_groups(weight_OC: Tensor, moments: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
@@ -104,12 +104,12 @@ def projected(
     method: Method,
     kept_M: Tensor,
     held_out: HeadOutputs | None = None,
-    halves: tuple[HeadOutputs, HeadOutputs] | None = None,
+    splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> tuple[ChannelRecovery, SiteReport]:
     """A projection's weight and bias with these heads in front of it, and what to report; see `fewer_heads`."""
     weight_OC, bias_O = projection
     own = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, heads))
-    ridge = None if halves is None or method.heads_recovery == "none" else own.ridge(halves, method)
+    ridge = None if splits is None or method.heads_recovery == "none" else own.ridge(splits, method)
     recovery = own.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
     elsewhere = None
     if held_out is not None:

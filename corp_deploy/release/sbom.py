@@ -1,4 +1,4 @@
-"""The bill of materials of a release: its models with what was measured of them, the data, and the environment.
+"""The SBOM of a release: its models with what was measured of them, the data, and the environment.
 
 In CycloneDX 1.6; nothing in it says when it was written: the same environment gives the same bytes.
 """

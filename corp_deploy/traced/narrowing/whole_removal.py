@@ -1,4 +1,4 @@
-"""A program in which a layer reads nothing any more: it gives a constant, its bias, and what it read is gone."""
+"""Sites folded to a constant: the layer that read one keeps its bias alone, and what it read is dead code."""
 
 import copy
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Which keys the queries of an attention see, and which queries are read, where the program says so of every image."""
+"""Attention masks of a program: which keys queries attend to and which queries are read, where all images share it."""
 
 from collections.abc import Iterator
 

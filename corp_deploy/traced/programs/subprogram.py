@@ -1,4 +1,4 @@
-"""The piece of a program between one layer and what is made of all that it gives, run by itself."""
+"""The subprogram from one layer to the nodes that all its outputs end in, run by itself."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
