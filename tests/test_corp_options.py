@@ -480,7 +480,7 @@ def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) ->
 EVERY_AXIS = [*option_table.AXES, *reduction_table.REDUCE]
 
 
-@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
+@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.variants))}")
 def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
     commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
         axis.command, (axis.command,)

@@ -39,7 +39,7 @@ def _option(declared: Declared) -> Option:
         return click.option(name, declared.name, multiple=True, type=_type(declared.of.each), help=declared.help)
     if declared.flag_value is not None:
         arguments |= {"is_flag": False, "flag_value": declared.flag_value}
-    shown = declared.none_text or default not in (None, ())
+    shown = declared.unset or default not in (None, ())
     return click.option(name, *short, declared.name, type=_type(declared.of), show_default=shown, **arguments)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.attention_visibility import factor
+from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from calib.inputs import Inputs, named
 from corp_deploy.traced.finding.attentions import blocks_of
 from corp_deploy.traced.narrowing.whole_removal import filled_
-from corp_deploy.traced.programs.attention_visibility import SDPA, SOFTMAX
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
 from corp_deploy.traced.programs.padding import has_uneven, padded
 from corp_deploy.traced.programs.program import operation

@@ -18,7 +18,7 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
-from corp_deploy.traced.programs.attention_visibility import unread_queries
+from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.traced.programs.attention_visibility import (
+from corp_deploy.traced.programs.attention_masks import (
     PRODUCTS,
     SDPA,
     added_scores,

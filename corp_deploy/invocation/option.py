@@ -20,7 +20,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """`flag_value`: what the option means on a command line without a value. `none_text`: what None comes to, in a
+    """`flag_value`: what the option means on a command line without a value. `unset`: what None comes to, in a
     word. `typed`: how a command calls it. `in_recipe`: whether recipes have the key, or how they call it. `heading`:
     what help shows it under.
     """
@@ -30,7 +30,7 @@ class Option:
     default: Any
     help: str
     flag_value: str | None
-    none_text: str | None
+    unset: str | None
     typed: str
     in_recipe: bool | str
     heading: str
@@ -63,20 +63,13 @@ def option(
     *,
     help: str,
     flag_value: str | None = None,
-    none_text: str | None = None,
+    unset: str | None = None,
     typed: str | None = None,
     in_recipe: bool | str = True,
 ) -> Any:
     """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
-    metadata = {
-        "of": of,
-        "help": help,
-        "flag_value": flag_value,
-        "none_text": none_text,
-        "typed": typed,
-        "in_recipe": in_recipe,
-    }
-    return field(default=default, metadata=metadata)
+    meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
+    return field(default=default, metadata=meta)
 
 
 def _values_of(annotation: Any) -> Values:

@@ -109,9 +109,7 @@ SPARSE = Axis(
     variants={
         "none": Variant(label="a reduction that sets no weights to zero", how="no --sparse", supported={}),
         "sparse": Variant(
-            label="sparse weights",
-            how="--sparse 2:4",
-            supported={"sparse_pattern": ANY, "sparse_permute": ANY},
+            label="sparse weights", how="--sparse 2:4", supported={"sparse_pattern": ANY, "sparse_permute": ANY}
         ),
     },
 )

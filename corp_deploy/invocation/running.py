@@ -30,25 +30,25 @@ class RunOptions(Record, heading="What runs them"):
     """
 
     backend: Backend | None = option(
-        none_text="onnxruntime",
+        unset="onnxruntime",
         help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
         "for aotinductor.",
     )
     device: Device | None = option(
-        none_text="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
+        unset="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
     )
     provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
-        none_text="cpu",
+        unset="cpu",
         help="ONNX Runtime's execution provider; another than asked for is never used in its place. "
         + BENCH.help("provider"),
     )
-    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(none_text="eager", help=BENCH.help("mode"))
+    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unset="eager", help=BENCH.help("mode"))
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
-        none_text="fp32",
+        unset="fp32",
         help="What torch casts weights to and what OpenVINO computes in, whatever the file holds; other graphs and "
         f"engines have theirs. {BENCH.help('dtype')}",
     )
-    streams: int | None = option(STREAMS, none_text="1", help="Above 1: throughput only.")
+    streams: int | None = option(STREAMS, unset="1", help="Above 1: throughput only.")
     flush_l2: bool = option(
         default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
     )

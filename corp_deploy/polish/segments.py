@@ -28,7 +28,7 @@ from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
-from corp_deploy.traced.programs.attention_visibility import unread_queries
+from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers

@@ -33,7 +33,7 @@ NAMES, LABELS = "names", "labels"
 _LAST_WORDS = 300
 
 
-def own_metrics(
+def custom_metrics(
     requests: Sequence[MetricRequest],
     answers: Mapping[str, Outputs],
     inputs: ProofInputs,

@@ -41,7 +41,7 @@ from .method import Method
 from .partial_patches import without_patches
 from .report import HeldOut
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, tensors_of
-from .traced_reads import ReaderStatistics, reads_of
+from .traced_reads import ReaderStats, reads_of
 from .traced_streams import Values, run, tensors_of_inputs
 from .traced_values_kind import TracedValuesKind, beside_heads
 from .whole_heads import heads_report
@@ -51,7 +51,7 @@ from .whole_heads import heads_report
 class FoldedRead:
     """See Folded. A layer behind merged units: its columns by unit, and of which those of the units kept."""
 
-    read: ReaderStatistics
+    read: ReaderStats
     columns_UF: Tensor
     kept_K: Tensor
     refits: bool
@@ -130,7 +130,7 @@ class TracedFold:
         return {self.key(number): each for number, each in enumerate(self.reads)}
 
     def reduced(
-        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStatistics, ...] | None
+        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStats, ...] | None
     ) -> TracedReduced:
         own = [judged[self.key(number)] for number in range(len(self.reads))]
         changes = tuple(each.change(of) for each, of in zip(self.reads, own, strict=True))
@@ -166,7 +166,7 @@ def merges(site: TracedSite, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def folded(site: TracedSite, reads: tuple[ReaderStatistics, ...], method: Method, width: Width) -> TracedFold:
+def folded(site: TracedSite, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
     assert isinstance(width, int), (site.name, width)
     is_of_heads = isinstance(site, TracedValues)
@@ -203,7 +203,7 @@ def _mean(program: Program, name: str, rows_UX: Tensor, map_KU: Tensor, kept_K: 
 
 
 def _folded(
-    read: ReaderStatistics, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
+    read: ReaderStats, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
 ) -> FoldedRead:
     if len(read.groups_C) < units.groups_UV.numel():
         raise without_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)

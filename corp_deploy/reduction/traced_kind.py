@@ -27,7 +27,7 @@ from .kind import ErrorCurve, Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 from .traced_reads import (
-    ReaderStatistics,
+    ReaderStats,
     elimination,
     error_of,
     mean_of_kept,
@@ -49,7 +49,7 @@ _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2
 class Change:
     """What a layer that reads a site becomes: its weight's columns [K M] and by how much its bias differs."""
 
-    read: ReaderStatistics
+    read: ReaderStats
     recovery: ChannelRecovery
 
 
@@ -116,12 +116,10 @@ class TracedKind(Generic[OfSite]):
         align = self._said(method)[1]
         return align if method.aligned else max(align, site.multiple)
 
-    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[ReaderStatistics, ...]:
+    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[ReaderStats, ...]:
         return reads_of(site, moments, device)
 
-    def rest_of(
-        self, own: tuple[ReaderStatistics, ...], half: tuple[ReaderStatistics, ...]
-    ) -> tuple[ReaderStatistics, ...]:
+    def rest_of(self, own: tuple[ReaderStats, ...], half: tuple[ReaderStats, ...]) -> tuple[ReaderStats, ...]:
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
@@ -163,7 +161,7 @@ class TracedKind(Generic[OfSite]):
     def chosen(
         self,
         site: OfSite,
-        moments: tuple[ReaderStatistics, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
         cached: Elimination | None = None,
@@ -171,12 +169,7 @@ class TracedKind(Generic[OfSite]):
         return self._choice(site, moments, method, width, cached)
 
     def _choice(
-        self,
-        site: OfSite,
-        moments: tuple[ReaderStatistics, ...],
-        method: Method,
-        width: int,
-        cached: Elimination | None,
+        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, width: int, cached: Elimination | None
     ) -> Chosen:
         _, _, selection, _ = self._said(method)
         part_C = _parts(site, moments)
@@ -191,13 +184,13 @@ class TracedKind(Generic[OfSite]):
     def reduced(
         self,
         site: OfSite,
-        moments: tuple[ReaderStatistics, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
         *,
         cached: Elimination | Chosen | None = None,
-        held_out: tuple[ReaderStatistics, ...] | None = None,
-        splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
+        held_out: tuple[ReaderStats, ...] | None = None,
+        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
         chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
         recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
@@ -240,14 +233,14 @@ class TracedKind(Generic[OfSite]):
             held_out=judged,
         )
 
-    def elimination(self, site: OfSite, moments: tuple[ReaderStatistics, ...], method: Method) -> Elimination | None:
+    def elimination(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
         return self._order(site, moments, method)
 
-    def _order(self, site: OfSite, moments: tuple[ReaderStatistics, ...], method: Method) -> Elimination:
+    def _order(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination:
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def curves(
-        self, site: OfSite, moments: tuple[ReaderStatistics, ...], method: Method, cached: Elimination | None
+        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         widths = self.offers(site, method)
         if len(widths) == 1:
@@ -256,18 +249,16 @@ class TracedKind(Generic[OfSite]):
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
 
-def _parts(site: TracedSite, reads: tuple[ReaderStatistics, ...]) -> Tensor | None:
+def _parts(site: TracedSite, reads: tuple[ReaderStats, ...]) -> Tensor | None:
     part_G = site.groups.part_G
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 
 
-def _changed(
-    reads: tuple[ReaderStatistics, ...], recovery: str, kept_K: Tensor, ridge_rel: float
-) -> tuple[Change, ...]:
+def _changed(reads: tuple[ReaderStats, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
     return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
 
 
-def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[ReaderStatistics, ...]) -> HeldOut:
+def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[ReaderStats, ...]) -> HeldOut:
     pairs = list(zip(changes, others, strict=True))
     return HeldOut(
         energy=sum(other.energy for _, other in pairs),

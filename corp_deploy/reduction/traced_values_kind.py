@@ -27,7 +27,7 @@ from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
-from .traced_reads import ReaderStatistics
+from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
 
 
@@ -66,7 +66,7 @@ class _Heads:
 
     groups_HV: Tensor
     rows_HV: Tensor
-    read: ReaderStatistics
+    read: ReaderStats
     own: _Given
     held_out: _Given | None
     splits: tuple[_Given, _Given] | None
@@ -177,13 +177,13 @@ class TracedValuesKind(TracedKind[TracedValues]):
     def reduced(
         self,
         site: TracedValues,
-        moments: tuple[ReaderStatistics, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
         *,
         cached: Elimination | Chosen | None = None,
-        held_out: tuple[ReaderStatistics, ...] | None = None,
-        splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None = None,
+        held_out: tuple[ReaderStats, ...] | None = None,
+        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
         if width == 0:
             new = super().reduced(site, moments, method, width, held_out=held_out)
@@ -213,13 +213,11 @@ class TracedValuesKind(TracedKind[TracedValues]):
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
-    def elimination(
-        self, site: TracedValues, moments: tuple[ReaderStatistics, ...], method: Method
-    ) -> Elimination | None:
+    def elimination(self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
 
     def curves(
-        self, site: TracedValues, moments: tuple[ReaderStatistics, ...], method: Method, cached: Elimination | None
+        self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         if site.rows is None:
             return super().curves(site, moments, method, cached)
@@ -248,7 +246,7 @@ def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _given(site: TracedValues, reads: tuple[ReaderStatistics, ...]) -> _Given:
+def _given(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
@@ -262,9 +260,9 @@ def _given(site: TracedValues, reads: tuple[ReaderStatistics, ...]) -> _Given:
 
 def _heads(
     site: TracedValues,
-    moments: tuple[ReaderStatistics, ...],
-    held_out: tuple[ReaderStatistics, ...] | None,
-    splits: tuple[tuple[ReaderStatistics, ...], tuple[ReaderStatistics, ...]] | None,
+    moments: tuple[ReaderStats, ...],
+    held_out: tuple[ReaderStats, ...] | None,
+    splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None,
 ) -> _Heads:
     """All of a site."""
     return _Heads(

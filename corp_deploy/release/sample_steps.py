@@ -1,4 +1,4 @@
-"""What the samples of a release are made of, and told by. Everything heavy is imported here, as in own_steps."""
+"""What the samples of a release are made of, and told by. Everything heavy is imported here, as in release_steps."""
 
 from dataclasses import replace
 from pathlib import Path

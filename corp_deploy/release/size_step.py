@@ -1,4 +1,4 @@
-"""How many calibration images a release would have done with. Everything heavy is imported here, as in own_steps."""
+"""How many calibration images a release needs. Everything heavy is imported here, as in release_steps."""
 
 import torch
 

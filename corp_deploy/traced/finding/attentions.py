@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attention_visibility import PRODUCTS, SDPA, SOFTMAX, values_product
+from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, SOFTMAX, values_product
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
 

@@ -5,7 +5,7 @@ sees anew, and engines fuse attention with constants alone.
 import torch
 from torch import fx
 
-from .attention_visibility import SDPA, argument
+from .attention_masks import SDPA, argument
 from .program import operation
 
 HIDDEN = -30_000.0

@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import fx
 
-from .attention_visibility import SDPA, values_product
+from .attention_masks import SDPA, values_product
 from .program import Program, operation, sizes_at_one
 
 Pads = dict[int, list[int]]
