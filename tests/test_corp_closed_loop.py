@@ -52,7 +52,7 @@ def heard(model: nn.Module, images: NDArray[np.float32], read: slice) -> tuple[d
     """What the program gives by its nodes, tokens below each other, and the nodes that are its streams."""
     given = Heard(model).at(torch.from_numpy(images))
     rows = {name: each[:, read].flatten(0, 1).numpy() for name, each in given.items() if each.ndim == 3}
-    return rows, [cut.node.name for cut in cuts(tracing(model).found)]
+    return rows, [cut.node.name for cut in cuts(tracing(model).analysis)]
 
 
 def entering(model: nn.Module, layer: str) -> str:
@@ -276,7 +276,7 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     method = method_from_preset(preset, geometry=geometry, **half)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     counted: list[int] = []
-    reduction = reduce_by_closed_loop(model, opened(model, tiny.images(16)), method, done=counted.append)
+    reduction = reduce_by_closed_loop(model, opened(model, tiny.images(16)), method, on_progress=counted.append)
     values = 24 if geometry == "square" else 48
     assert counted == list(range(1, 5 + 2 * (geometry == "square")))
     widths = {site.name.removeprefix("blocks."): site.width for site in sites_of(reduction.model).every}

@@ -46,12 +46,12 @@ def sites(
     Everything that is said is looked for in the program. Raises BadInput for names that are none, for layers between
     which channels are mixed, for other heads than the program has, and for a module that can't be traced.
     """
-    given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+    preprocessing = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
     return with_named_sites(
         model,
         inputs=inputs,
         mlps=mlps or {},
         attentions=attentions or {},
         role=output,
-        preprocessing=given.for_channels(inputs[0]),
+        preprocessing=preprocessing.for_channels(inputs[0]),
     )

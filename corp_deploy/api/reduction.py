@@ -11,9 +11,9 @@ from torch import nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.reduction import ReduceOptions as ReduceOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
@@ -46,7 +46,7 @@ class Reduced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(Parted, Drawn, ReduceOptions):
+class ReduceCall(HoldOutOptions, Drawn, ReduceOptions):
     """The options, with what is reduced and what it looks at."""
 
     model: ModelLike = field(kw_only=False)
@@ -56,7 +56,7 @@ class ReduceCall(Parted, Drawn, ReduceOptions):
 
 
 @verb(ReduceCall)
-def reduce(asked: ReduceCall) -> Reduced:
+def reduce(call: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
@@ -68,24 +68,24 @@ def reduce(asked: ReduceCall) -> Reduced:
     Raises BadInput where nothing or contradictory things are asked for, for moments of another model, for options that
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
-    require_device(asked.device)
+    require_device(call.device)
     with ExitStack() as stack:
-        dense, given = on_device(stack.enter_context(opened(asked.model)), asked.device), None
-        if asked.inputs is not None:
-            opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
+        dense, input_set = on_device(stack.enter_context(opened(call.model)), call.device), None
+        if call.inputs is not None:
+            opening = opened_inputs(dense.model, call.inputs, **call.drawn)
             opened_set = stack.enter_context(opening)
-            given = asked.parted(opened_set, asked.seed).fitted
+            input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
-            Path(asked.moments),
-            request_from_choice(asked, seed=asked.seed),
-            directory=Path(asked.output),
-            images=given,
-            judges=judges_from_choice(dense.model, given, asked),
-            held_out=None if asked.held_out is None else load_moments(Path(asked.held_out)),
+            Path(call.moments),
+            request_from_choice(call, seed=call.seed),
+            directory=Path(call.output),
+            images=input_set,
+            judges=judges_from_choice(dense.model, input_set, call),
+            held_out=None if call.held_out is None else load_moments(Path(call.held_out)),
         )
     return Reduced(
-        path=Path(asked.output),
+        path=Path(call.output),
         model=result.model.eval(),
         sites=result.sites,
         notes=result.notes,

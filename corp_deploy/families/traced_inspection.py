@@ -24,7 +24,7 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     rows: list[dict[str, Any]] = []
     named = names_of(found)
     for name, groups in ((each, named[each]) for each in named if each in by_name or each in reasons):
-        words = by_name[name].words() if name in by_name else f"{groups.kind} {groups.size}"
+        words = by_name[name].describe() if name in by_name else f"{groups.kind} {groups.size}"
         own = {"parameters": shares.parameters.alone[groups.key], "macs": shares.macs.alone[groups.key]}
         rows.append({"site": name, **own, "width": words, "reason": reasons.get(name, "")})
     rest = {"parameters": parameters(model), "macs": macs}
@@ -37,7 +37,7 @@ def stays_of(model: nn.Module) -> list[dict[str, Any]]:
     layers: dict[str, list[str]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     reasons: dict[str, str] = {}
-    for stay in tracing(model).found.stays:
+    for stay in tracing(model).analysis.stays:
         key = re.sub(r"\d+", "0", stay.reason)
         reasons.setdefault(key, stay.reason)
         layers[key].append(stay.name.removesuffix(".weight"))

@@ -10,7 +10,7 @@ from ground.quantity import BATCH
 from .limit import EXPECTED, Limit, limit_from_text
 from .option import PathLike, Record, option
 from .passes import BUDGET, cost
-from .values import DIRECTORY, FILE, PATH, Spelled
+from .values import DIRECTORY, FILE, PATH, ParsedText
 
 Currency = Literal["macs", "params", "latency"]
 
@@ -28,7 +28,7 @@ class BudgetChoice(Record, heading="Budget"):
     params: float | None = option(SHARE_KEPT, help="Share of the dense parameters to keep, likewise.")
     latency: float | None = option(SHARE_KEPT, help="Share of the dense latency to keep, on this machine.")
     within: Limit | str | None = option(
-        Spelled(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
+        ParsedText(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
         help=f"The smallest model (with --latency-tables: the fastest) that stays within {EXPECTED}, by bisection over "
         "the budget: up to 7 reductions, each judged on images held out of the calibration.",
     )

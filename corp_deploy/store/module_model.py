@@ -51,8 +51,8 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
     finally:
         model.train(was_training)
     with torch.inference_mode():
-        got = _answers(built, images_NCHW)
-    apart = (got - expected).norm() / expected.norm() if got.shape == expected.shape else torch.tensor(torch.inf)
+        actual = _answers(built, images_NCHW)
+    apart = (actual - expected).norm() / expected.norm() if actual.shape == expected.shape else torch.tensor(torch.inf)
     if not apart <= MOST_APART:
         raise BadInput(
             f"model: rebuilt by its name it gives other outputs (relative error {float(apart):.2g} on random "
@@ -71,11 +71,13 @@ def checkpoint_from_module(model: nn.Module) -> Checkpoint:
     if not settings.get("architecture"):
         raise BadInput(f"model is {type(model).__name__}, expected a module that timm.create_model made; {INSTEAD}")
     own = record_from_value(settings, Preprocessing, where="model: its pretrained_cfg", remedy=INSTEAD)
-    asked = replace(_architecture(model, settings), preprocessing=own)
+    architecture = replace(_architecture(model, settings), preprocessing=own)
     state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     read = Weights(path=WHERE, state=state)
     try:
-        built = with_weights(dense_from_architecture(asked), asked, read, Preprocessing(), lambda _: "the module's own")
+        built = with_weights(
+            dense_from_architecture(architecture), architecture, read, Preprocessing(), lambda _: "the module's own"
+        )
     except BadInput as error:
         raise BadInput(f"{error}; {INSTEAD}") from None
     _require_same(model, built.model)

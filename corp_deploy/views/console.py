@@ -46,12 +46,12 @@ class Bar:
     progress: Progress
     task: TaskID
 
-    def __call__(self, done: int) -> None:
-        self.progress.update(self.task, completed=done)
+    def __call__(self, count: int) -> None:
+        self.progress.update(self.task, completed=count)
 
-    def renamed(self, title: str, done: int, total: int, unit: str) -> None:
+    def renamed(self, title: str, count: int, total: int, unit: str) -> None:
         """Other work follows, or the same has something new to say."""
-        self.progress.update(self.task, description=printable(title), completed=done, total=total, unit=unit)
+        self.progress.update(self.task, description=printable(title), completed=count, total=total, unit=unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
