@@ -165,7 +165,7 @@ def array_from_path(path: Path, *, shape: ImageShape, pixels: Pixels | None = No
     except MemoryError:
         raise
     except Exception as error:  # safetensors and numpy each raise their own at a damaged file
-        raise BadInput(f"{path}: not a whole {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
+        raise BadInput(f"{path}: not a valid {path.suffix} file ({type(error).__name__}: {error!s:.200})") from error
     dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
     if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
         or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"

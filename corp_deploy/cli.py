@@ -87,8 +87,8 @@ def _unforeseen(error: Exception) -> Failure:
             "take fewer --workers or a smaller batch, or (b) a library crashed on an image: --workers 0 shows on which",
             EXIT_MISSING,
         )
-    if (said := os_error_from(error)) is not None:
-        return _failure_from_os(said)
+    if (message := os_error_from(error)) is not None:
+        return _failure_from_os(message)
     if isinstance(error, OSError):
         return _failure_from_os(error)
     traceback.print_exception(error)
@@ -141,7 +141,7 @@ class Commands(click.Group):
         for heading, commands in GROUPS.items():
             rows = [(str(each.name), each.get_short_help_str(200)) for each in commands if " " not in str(each.name)]
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(width), said) for name, said in rows])
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -120,11 +120,11 @@ def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
     holes = described(vulnerabilities_of(name, found))
     if version_numbers(found) >= version_numbers(floor):
         return Capability(what=name, found=found, disables=holes)
-    told = _BELOW_FLOOR.get(name)
+    note = _BELOW_FLOOR.get(name)
     return Capability(
         what=name,
         found=f"{found}, older than {floor}",
-        disables="; ".join(filter(None, (holes or "published fixes are missing", told))),
+        disables="; ".join(filter(None, (holes or "published fixes are missing", note))),
         remedy=f"pip install --upgrade '{name}>={floor}'",
     )
 
@@ -193,15 +193,15 @@ def _driver() -> Capability:
             what="NVIDIA driver", found="", disables="whatever needs a GPU", remedy="install the driver of the GPU"
         )
     query = [command, "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode != 0:
+    result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    if result.returncode != 0:
         return Capability(
             what="NVIDIA driver",
             found="",
             disables="whatever needs a GPU",
-            remedy=done.stdout.strip() or done.stderr.strip(),
+            remedy=result.stdout.strip() or result.stderr.strip(),
         )
-    return Capability(what="NVIDIA driver", found=f"{done.stdout.strip()} (driver, SM clock, highest, power limit)")
+    return Capability(what="NVIDIA driver", found=f"{result.stdout.strip()} (driver, SM clock, highest, power limit)")
 
 
 def _memory() -> Capability:

@@ -66,8 +66,8 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
     needed = math.prod(shape) * dtype.itemsize
     if needed > size_bytes - start:
         raise BadInput(
-            f"{where}: not a whole .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, and "
-            f"{max(size_bytes - start, 0)} are there"
+            f"{where}: not a complete .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, "
+            f"and {max(size_bytes - start, 0)} are there"
         )
 
 

@@ -120,7 +120,7 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     """A real release, killed and resumed once for each point; says how many stages stood after each kill."""
     import torch
 
-    from corp_deploy.release import own_steps, steps
+    from corp_deploy.release import release_steps, steps
     from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.run import release
@@ -129,7 +129,7 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     from tests.export_vit import Vit
     from tests.tracing import look_up_once
 
-    assert own_steps is not steps
+    assert release_steps is not steps
     torch.set_num_threads(1)
     # What tracing imports takes seconds, and every fork that comes as far as a graph would import it anew.
     look_up_once()

@@ -21,7 +21,7 @@ from corp_deploy.families.family import family_of, listened, sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.sites import calibration_taps
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce, uniform_widths
@@ -52,7 +52,7 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     images, family = pixels(ours, 3), family_of(ours)
     assert error(ours, theirs, images) < 1e-6
     assert error(family.exportable(ours), theirs, images) < 1e-6
-    walk = Walk.of(family.embedded(ours, images), None)
+    walk = StreamState.of(family.embedded(ours, images), None)
     for step in family.steps(ours):
         walk = walk.behind(step)
     torch.testing.assert_close(family.finished(ours, walk.tokens.x, images), theirs(images))

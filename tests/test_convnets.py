@@ -75,13 +75,13 @@ def test_every_place_between_two_convolutions_is_a_site(name: str) -> None:
 def test_half_of_it_is_smaller_written_and_read_again(name: str, tmp_path: Path) -> None:
     """Between convolutions and in streams, at both of which `best` errs least."""
     own, unseen = checkpoint(name), pixels(32, seed=5)
-    halves = {
+    splits = {
         preset: reduce(own.model, moments(name), method(preset, 0.5, residual_sparsity=0.25))
         for preset in ("none", "grail", "best")
     }
-    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in halves.items()}
+    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in splits.items()}
     assert lost["best"] < lost["grail"] < lost["none"]
-    half = halves["best"].model
+    half = splits["best"].model
     assert macs(half) < 0.7 * macs(own.model)
     assert error(half, own.model, unseen) < 1.0
     save(replace(own, model=half), tmp_path / "model")
@@ -121,11 +121,11 @@ def test_a_network_in_front_of_a_vit_is_reduced_with_it(tmp_path: Path) -> None:
     tiny.enliven(own.model, 0)
     taken = calibrate(own, opened(own.model, 96, tmp_path, size=64), batch_size=32)
     shares = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    halves = {preset: reduce(own.model, taken, method(preset, 0.5, **shares)) for preset in ("none", "best")}
-    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in halves.items()}
+    splits = {preset: reduce(own.model, taken, method(preset, 0.5, **shares)) for preset in ("none", "best")}
+    lost = {preset: sum(each.error / each.energy for each in half.sites) for preset, half in splits.items()}
     assert lost["best"] < 0.5 * lost["none"]
-    half = halves["best"].model
-    assert {each.part for each in halves["best"].sites} >= {"convolutions", "mlp", "qk"}
+    half = splits["best"].model
+    assert {each.part for each in splits["best"].sites} >= {"convolutions", "mlp", "qk"}
     assert macs(half) < 0.75 * macs(own.model)
     save(replace(own, model=half), tmp_path / "model")
     assert error(load_checkpoint(tmp_path / "model").model, half, pixels(2, size=64)) < 1e-6
@@ -208,15 +208,15 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
 def test_halves_judge_each_other_and_weights_are_fitted_first() -> None:
     name = "resnext50_32x4d"
     model, source = checkpoint(name).model, images_of(name, 64)
-    halves = reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
-    assert all(each.ridge_fit is not None for each in halves.sites)
+    splits = reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
+    assert all(each.ridge_fit is not None for each in splits.sites)
     plain, refitted = (
         reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(refit_first=refit))
         for refit in (False, True)
     )
     assert not any(each.ridge_fit for each in plain.sites)
     bound = error(plain.model, model, pixels(32, seed=5))
-    for each in (halves, refitted):
+    for each in (splits, refitted):
         assert error(each.model, model, pixels(32, seed=5)) < 1.1 * bound
     assert error(refitted.model, plain.model, pixels(6)) > 1e-3
 
@@ -261,7 +261,7 @@ def test_a_budget_is_used_and_kept_to(name: str) -> None:
     plan = planner.widths_at(share)
     used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
     assert share - 0.04 < used <= share
-    assert f"{used:.1%} of the dense macs used" in plan.said[0]
+    assert f"{used:.1%} of the dense macs used" in plan.decisions[0]
     least = planner.narrowest()
     assert least < 0.5
     narrowest = reduce(own.model, moments(name), asked, widths=planner.widths_at(least + 1e-9).widths).model

@@ -115,8 +115,8 @@ def test_planning_gets_what_was_asked_for() -> None:
 def test_run_options_are_those_that_were_asked_for() -> None:
     options = RunOptions.from_options({"backend": "torch", "flush_l2": True, "batch": (1,), "half_width": 0.1})
     assert options == RunOptions(backend="torch", flush_l2=True)
-    assert options.asked == {"backend": "torch", "flush_l2": True}
-    assert RunOptions(flush_l2=False).asked == {}
+    assert options.non_default == {"backend": "torch", "flush_l2": True}
+    assert RunOptions(flush_l2=False).non_default == {}
 
 
 def test_the_rules_need_no_torch() -> None:

@@ -52,7 +52,7 @@ def heard(model: nn.Module, images: NDArray[np.float32], read: slice) -> tuple[d
     """What the program gives by its nodes, tokens below each other, and the nodes that are its streams."""
     given = Heard(model).at(torch.from_numpy(images))
     rows = {name: each[:, read].flatten(0, 1).numpy() for name, each in given.items() if each.ndim == 3}
-    return rows, [cut.node.name for cut in cuts(tracing(model).found)]
+    return rows, [cut.node.name for cut in cuts(tracing(model).analysis)]
 
 
 def entering(model: nn.Module, layer: str) -> str:
@@ -277,7 +277,7 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     counted: list[tuple[int, int]] = []
     reduction = reduce_by_closed_loop(
-        model, opened(model, tiny.images(16)), method, done=lambda *told: counted.append(told)
+        model, opened(model, tiny.images(16)), method, on_progress=lambda *told: counted.append(told)
     )
     values = 24 if geometry == "square" else 48
     count = 4 + 2 * (geometry == "square")

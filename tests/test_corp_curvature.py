@@ -10,9 +10,9 @@ import torch
 from calib.combination import difference, merge
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.apart import set_apart
 from corp_deploy.planning.curves import _in_outputs, _tried, cost_curves, eliminations
 from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.probe_split import set_apart
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kind import ErrorCurve
 from corp_deploy.reduction.method import method_from_preset

@@ -19,7 +19,7 @@ from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
@@ -92,7 +92,7 @@ def test_a_budget_holds_for_the_counted_number(family: str, share: float, curren
     plan = planner.widths_at(share)
     reduced = reduce(own.model, moments(family), best(), widths=plan.widths).model
     used = count(reduced) / count(own.model)
-    assert plan.said[0].startswith(f"budget: {used:.1%} of the dense {currency} used")
+    assert plan.decisions[0].startswith(f"budget: {used:.1%} of the dense {currency} used")
     assert used <= share
 
 
@@ -137,7 +137,7 @@ def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:
     def behind_attention(of: nn.Module) -> Tensor:
         x_BNC = family_of(of).embedded(of, pixels("q/k norm"))
         for step in list(family_of(of).steps(of))[:2]:
-            assert isinstance(step, Passage)
+            assert isinstance(step, SegmentStep)
             x_BNC = step(x_BNC)
         return x_BNC.double()
 

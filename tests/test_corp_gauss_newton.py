@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.algebra.gauss_newton import Lacking, gauss_newton
+from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
 from corp_deploy.algebra.tangents import with_one
 
 TOKENS, INPUTS, HIDDEN, OUTPUTS, HEADS, QK, V = 6, 3, 4, 3, 2, 2, 3
@@ -72,7 +72,7 @@ def test_tangents_are_the_derivative_and_its_transpose(
     jacobian_YP = jacobian(outputs, first_RD)
     step_RD, out = normal(*first_RD.shape, seed=7), normal(len(tangent.entering_XD), OUTPUTS, seed=8)
     torch.testing.assert_close(tangent.along(step_RD).flatten(), jacobian_YP @ step_RD.flatten(), rtol=1e-6, atol=1e-7)
-    back_RD = Lacking(tangent=tangent, lacking_XO=out).back(out)
+    back_RD = Residuals(tangent=tangent, residual_XO=out).back(out)
     torch.testing.assert_close(back_RD.flatten(), jacobian_YP.T @ out.flatten(), rtol=1e-6, atol=1e-7)
 
 
@@ -88,7 +88,7 @@ def test_the_step_is_the_damped_least_squares_of_the_jacobian(
     tangent, outputs, first_RD = build(kind)
     lacking_XO = normal(len(tangent.entering_XD), OUTPUTS, seed=9)
     weight_X = torch.arange(len(lacking_XO)).double() % 4
-    pieces = [Lacking(tangent=tangent, lacking_XO=lacking_XO, weight_X=weight_X)]
+    pieces = [Residuals(tangent=tangent, residual_XO=lacking_XO, weight_X=weight_X)]
     step_RD = list(gauss_newton(pieces, ridge_rel=ridge_rel, iterations=400))[-1]
     jacobian_YP = jacobian(outputs, first_RD)
     root_Y = weight_X.repeat_interleave(OUTPUTS).sqrt() / weight_X.sum().sqrt()
@@ -115,11 +115,11 @@ def test_pieces_add_up_and_a_planted_step_comes_back() -> None:
     planted_RD = normal(*first_RD.shape, seed=11)
     lacking_XO = tangent.along(planted_RD)
 
-    def piece(tokens: slice) -> Lacking:
+    def piece(tokens: slice) -> Residuals:
         part = ChannelTangent(
             entering_XD=tangent.entering_XD[tokens], slope_XR=tangent.slope_XR[tokens], last_OR=tangent.last_OR
         )
-        return Lacking(tangent=part, lacking_XO=lacking_XO[tokens])
+        return Residuals(tangent=part, residual_XO=lacking_XO[tokens])
 
     pieces = [piece(slice(0, 13)), piece(slice(13, None))]
     *_, step_RD = gauss_newton(pieces, ridge_rel=0.0, iterations=200)
@@ -129,4 +129,4 @@ def test_pieces_add_up_and_a_planted_step_comes_back() -> None:
 def test_nothing_lacking_is_no_step() -> None:
     tangent, _, _ = channels("random")
     lacking_XO = torch.zeros(len(tangent.entering_XD), OUTPUTS, dtype=torch.float64)
-    assert list(gauss_newton([Lacking(tangent=tangent, lacking_XO=lacking_XO)], ridge_rel=0.1, iterations=5)) == []
+    assert list(gauss_newton([Residuals(tangent=tangent, residual_XO=lacking_XO)], ridge_rel=0.1, iterations=5)) == []

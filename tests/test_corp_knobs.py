@@ -193,7 +193,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 def test_rankings_are_read_as_they_are_printed(text: str) -> None:
     choice = ReduceTable(preset="corp", mlp=0.5, **OTHERWISE[text]).choice
     assert choice.select == RANKING.from_text(text)
-    assert str(choice.said["select"]) == text
+    assert str(choice.command_options["select"]) == text
     assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {"mlp": "gram", "conv": "im2col", "heads": "none"}
 
 

@@ -72,7 +72,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
     dense = tiny.checkpoint()
     plain, tables = bench.tables(dense), bench.tables(merged(dense, 3, 4))
     assert (plain.merges, plain.all_tokens) == ({}, None)
-    assert plain.whole_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
+    assert plain.model_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
     mlp = plain.latency_ms("blocks.0.mlp", 192, 1) / 17
     assert plain.latency_ms("blocks.1.mlp", 192, 1) == pytest.approx(17 * mlp)
     for site, tokens in (("blocks.0.mlp", 14), ("blocks.1.mlp", 10)):
@@ -81,7 +81,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
     assert fewer == pytest.approx(whole * 14 / 17, rel=1e-3)
     assert tables.merging_ms(1) == pytest.approx(2 * MERGE_MS, rel=1e-3)
     assert tables.dense.latency_ms(1, 1) == pytest.approx(MERGED_MS, rel=1e-3)
-    assert tables.whole_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
+    assert tables.model_ms(1) == pytest.approx(WHOLE_MS, rel=1e-3)
     shown = [row["block"] for row in latency_rows(tables, (1,))]
     assert sum(name.startswith(MERGE) for name in shown) == 2
     assert shown[-2:] == ["dense model", "dense model with all tokens"]
@@ -119,7 +119,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_
         found = planner.widths_at(0.7)
     tables = bench.tables(dense)
     assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)
-    assert planner.whole == pytest.approx(1e6 * WHOLE_MS, rel=1e-3)
+    assert planner.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=1e-3)
     saved = sum(
         tables.latency_ms(site.name, site.size_of(site.width), 1)
         - tables.latency_ms(site.name, site.size_of((found.widths or {})[site.name]), 1)
@@ -127,8 +127,8 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_
     )
     share = (MERGED_MS - saved) / WHOLE_MS
     assert share <= 0.7 < MERGED_MS / WHOLE_MS
-    assert f"budget: {share:.1%} of the dense latency" in found.said[0]
-    assert "merging tokens takes about 0.500 ms of it, measured alone" in found.said[0]
+    assert f"budget: {share:.1%} of the dense latency" in found.decisions[0]
+    assert "merging tokens takes about 0.500 ms of it, measured alone" in found.decisions[0]
 
 
 @pytest.mark.parametrize("how", ["merge", "drop"])

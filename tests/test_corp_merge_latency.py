@@ -17,13 +17,13 @@ from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning import merge_latency
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.latency import LatencyTarget
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_latency import TOKENS, MergeLatencies, measure_merge_latencies, merge_costs_in_ns
 from corp_deploy.planning.merge_prices import prices_by_latencies
-from corp_deploy.planning.request import Budget, ReductionRequest, WithinRequest
+from corp_deploy.planning.request import Budget, LimitRequest, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
@@ -112,7 +112,7 @@ def test_a_few_measurements_price_every_schedule(
     merged = traced_model.with_merging(dense.model, Merging(schedule=schedule))
     _, cost = prices.priced(merged)
     assert cost == pytest.approx(costs.of(picks), rel=1e-6)
-    assert prices.whole == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)
+    assert prices.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=2e-3)
 
 
 def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, anew: LatencyTarget) -> None:
@@ -167,7 +167,7 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
     schedule = (0, 0) if planned.merging is None else planned.merging.schedule
     took = milliseconds(dense, reduction.model, schedule) / WHOLE_MS
     assert took <= share + 1e-3
-    assert f"of the dense latency predicted of {share:.1%} allowed" in planned.said[0]
+    assert f"of the dense latency predicted of {share:.1%} allowed" in planned.decisions[0]
     assert planned.predicted_speedup == pytest.approx(1.0 / took, rel=1e-2)
     assert any(way.name.startswith("tokens") for way in planned.ways)
 
@@ -175,9 +175,9 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
 def test_a_limit_is_held_by_the_fastest(
     dense: Checkpoint, images: Images, moments: Moments, where: LatencyTarget
 ) -> None:
-    within = WithinRequest(limit=limit_from_text("error 0.6"), currency="latency", where=where)
+    within = LimitRequest(limit=limit_from_text("error 0.6"), currency="latency", where=where)
     fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
     request = replace(asked(0.9, where), budget=None, within=within)
     _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())
-    assert "of the dense latency gives" in planned.said[0]
+    assert "of the dense latency gives" in planned.decisions[0]
     assert planned.merging is not None

@@ -14,7 +14,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.merge_margins import margins_of, merge_margins
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import Merge, Walk
+from corp_deploy.families.steps import Merge, StreamState
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove
@@ -87,7 +87,7 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
     assert found is not None
     each = []
     with torch.inference_mode():
-        walk = Walk.of(traced_model.embedded(merged, images), None)
+        walk = StreamState.of(traced_model.embedded(merged, images), None)
         for step in traced_model.steps(merged):
             if isinstance(step, Merge):
                 beside = walk.beside_BNX

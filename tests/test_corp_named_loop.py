@@ -52,7 +52,7 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     assert {name: site.size for name, site in sites_of(part).by_name.items() if name in widths} == widths
     told: list[tuple[int, int]] = []
     alone = named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
-    one = reduce_by_closed_loop(alone, inputs, method, done=lambda *each: told.append(each))
+    one = reduce_by_closed_loop(alone, inputs, method, on_progress=lambda *each: told.append(each))
     assert [report.site for report in one.sites] == ["layers.1.ffn"]
     assert told == [(1, 1)]
     kept = {name for name, each in one.model.state_dict().items() if torch.equal(each, alone.state_dict()[name])}

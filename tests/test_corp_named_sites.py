@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import corp_deploy
+from corp_deploy.families.custom_modules import architecture_of, build
 from corp_deploy.families.family import family_of, image_spec, sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.module_facts import facts_of_module
-from corp_deploy.families.own_modules import architecture_of, build
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_inspection import traced_rows
 from corp_deploy.families.traced_module import traced_module
@@ -278,7 +278,7 @@ def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) ->
     assert [each.dtype for each in model.parameters()][:1] == [torch.float32]
     assert family_of(model).classes(model) == 0
     (site,) = sites_of(model).every
-    assert site.words() == words
+    assert site.describe() == words
     with torch.no_grad():
         for name, (*_, last) in mlps.items():
             model.get_parameter(f"{name}.{last}.weight".removeprefix("."))[:, ::2] = 0.0

@@ -15,7 +15,7 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.planning.budget import dense_cost
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset

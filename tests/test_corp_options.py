@@ -14,7 +14,7 @@ from corp_deploy.commands.model_choice import ModelChoice
 from corp_deploy.commands.options import typed_name
 from corp_deploy.invocation import reduction_table
 from corp_deploy.invocation import table as option_table
-from corp_deploy.invocation.honours import Axis, words_of
+from corp_deploy.invocation.option_support import Axis, words_of
 from corp_deploy.invocation.reduction_table import IMAGES, LOOP, POLISH, PRESET, WIDTHS
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT, VERIFY
@@ -76,8 +76,8 @@ def refused(result: Result, axis: Axis, option: str, value: object) -> None:
     assert "Traceback" not in result.output
     said = " ".join(result.stderr.split())
     assert " ".join(words_of({option: value})) in said, said
-    able = [way for way in axis.ways.values() if way.takes(option, value)]
-    assert all(f"{way.words} ({way.ask})" in said for way in able), said
+    able = [way for way in axis.variants.values() if way.supports(option, value)]
+    assert all(f"{way.label} ({way.how})" in said for way in able), said
     assert able or "nothing honours it" in said
 
 
@@ -141,7 +141,7 @@ def test_bench_hands_an_option_on_or_refuses_it(
     words = [home / name, home / name, *words_of(asked | {option: value}), "-o", tmp_path / "b.json"]
     result = run("bench", *words)
     assert list(tmp_path.iterdir()) == []
-    if not BENCH.ways[way].takes(option, value):
+    if not BENCH.variants[way].supports(option, value):
         # `--provider cuda` on a graph, `--device cuda` on a module: that is how the other way is asked for.
         others = [other for other, (path, words) in ASKED.items() if path == name and words == asked | {option: value}]
         if not others:
@@ -241,7 +241,7 @@ BUILD_ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", BUILD_VALUES)
-@pytest.mark.parametrize("way", BUILD.ways)
+@pytest.mark.parametrize("way", BUILD.variants)
 def test_build_hands_an_option_on_or_refuses_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, option: str
 ) -> None:
@@ -263,14 +263,14 @@ def test_build_hands_an_option_on_or_refuses_it(
     result = run("build", home / "dense.onnx", *words_of(asked), "-o", tmp_path / "x")
     if way == "onnxruntime-cpu" and option == "device":
         way = "onnxruntime-cuda"
-    if not BUILD.ways[way].takes(option, value):
+    if not BUILD.variants[way].supports(option, value):
         refused(result, BUILD, option, value)
         return
     assert result.exit_code == 4, result.output
     assert str(told[name]).replace("BatchProfile(smallest=1, tuned=2, largest=4)", "1:2:4") == arrives
 
 
-@pytest.mark.parametrize("way", AUDIT.ways)
+@pytest.mark.parametrize("way", AUDIT.variants)
 def test_audit_takes_targets_for_one_backend(home: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     def audited(*_: object, **told: Any) -> NoReturn:
         raise Missing(f"{REACHED} {told['sms']}")
@@ -298,7 +298,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(result: Result, axis: Axis, way: str, option: str, value: object) -> None:
-    if axis.ways[way].takes(option, value):
+    if axis.variants[way].supports(option, value):
         assert REACHED in result.stderr, result.output
     else:
         refused(result, axis, option, value)
@@ -329,7 +329,7 @@ EXPORT_VALUES = {
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(("option", "value"), EXPORT_VALUES.items())
-@pytest.mark.parametrize("way", EXPORT.ways)
+@pytest.mark.parametrize("way", EXPORT.variants)
 def test_export_refuses_what_only_a_mixed_graph_uses(tmp_path: Path, way: str, option: str, value: object) -> None:
     result = run("export", "--model", "m", *words_of(EXPORT_ASKED[way] | {option: value}), "-o", tmp_path / "m.onnx")
     checked(result, EXPORT, way, option, value)
@@ -354,7 +354,7 @@ VERIFY_VALUES = {"labels": "labels.npy", "moments": "m.safetensors", "samples": 
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(("option", "value"), VERIFY_VALUES.items())
-@pytest.mark.parametrize("way", VERIFY.ways)
+@pytest.mark.parametrize("way", VERIFY.variants)
 def test_verify_refuses_what_random_inputs_do_not_have(tmp_path: Path, way: str, option: str, value: object) -> None:
     result = run("verify", "m", "m", *words_of(VERIFY_ASKED[way] | {option: value}), "-o", tmp_path / "p.json")
     checked(result, VERIFY, way, option, value)
@@ -362,7 +362,7 @@ def test_verify_refuses_what_random_inputs_do_not_have(tmp_path: Path, way: str,
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "tf32"])
-@pytest.mark.parametrize("device", CALIBRATE.ways)
+@pytest.mark.parametrize("device", CALIBRATE.variants)
 def test_calibrate_has_tf32_on_a_gpu_only(tmp_path: Path, device: str, dtype: str) -> None:
     words = ["--images", "images.npy", "-o", tmp_path / "m.safetensors", "--device", device, "--dtype", dtype]
     checked(run("calibrate", "--model", "m", *words), CALIBRATE, device, "dtype", dtype)
@@ -383,7 +383,7 @@ PRESET_VALUES = [
 @pytest.mark.parametrize("preset", PRESETS)
 def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str, Any]) -> None:
     option, value = next(iter(given.items()))
-    more = {"attn": 0.5} if option == "heads" and PRESET.ways[preset].takes("attn", 0.5) else {}
+    more = {"attn": 0.5} if option == "heads" and PRESET.variants[preset].supports("attn", 0.5) else {}
     result = run(*REDUCE, "--preset", preset, *words_of(given | more))
     checked(result, PRESET, preset, option, value)
 
@@ -392,7 +392,7 @@ def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str,
 @pytest.mark.parametrize(
     ("option", "value"), [("latency_tables", "tables"), ("batch", 4), ("judge", "others.npy"), ("labels", "labels.npy")]
 )
-@pytest.mark.parametrize("way", WIDTHS.ways)
+@pytest.mark.parametrize("way", WIDTHS.variants)
 def test_reduce_refuses_what_belongs_to_a_budget_of_latency_or_to_a_limit(way: str, option: str, value: object) -> None:
     settled: dict[str, dict[str, Any]] = {
         "sparsities": {"mlp": 0.5},
@@ -437,7 +437,7 @@ def test_reduce_refuses_tokens_for_a_loop_that_is_open(way: str, asked: dict[str
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(("option", "value"), [("polish_steps", 3), ("polish_time", 2.5)])
-@pytest.mark.parametrize("way", POLISH.ways)
+@pytest.mark.parametrize("way", POLISH.variants)
 def test_reduce_refuses_what_belongs_to_a_polish(way: str, option: str, value: object) -> None:
     asked = {"mlp": 0.5, option: value} | ({} if way == "none" else {"polish": way})
     checked(run(*REDUCE, *words_of(asked)), POLISH, way, option, value)
@@ -480,7 +480,7 @@ def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) ->
 EVERY_AXIS = [*option_table.AXES, *reduction_table.REDUCE]
 
 
-@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.ways))}")
+@pytest.mark.parametrize("axis", EVERY_AXIS, ids=lambda axis: f"{axis.command}-{next(iter(axis.variants))}")
 def test_every_option_of_the_table_is_one_of_its_command(axis: Axis) -> None:
     commands = {"reduce": ("reduce", "sweep"), "calibrate": ("calibrate", "sweep", "verify")}.get(
         axis.command, (axis.command,)

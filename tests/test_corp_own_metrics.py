@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from corp_deploy.proof import chain
+from corp_deploy.proof.custom_metrics import custom_metrics
 from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.metric_request import metric_from_text, metrics_from_texts
-from corp_deploy.proof.own_metrics import own_metrics
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from ground.errors import BadInput
@@ -48,7 +48,7 @@ def python(code: str) -> str:
 
 
 def measured(command: str, **more: Any) -> float:
-    (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, INPUTS, **more)
+    (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, INPUTS, **more)
     return row.value
 
 
@@ -88,7 +88,7 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
     assert f"hits of dense torch fp32: {dense:.6g}" in result.output
     before = parity.metrics[0].sha256
     (home / "score.py").write_text(SCORE + "\n")
-    (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, _labelled())
+    (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, _labelled())
     assert row.sha256 != before, "the digest covers the script"
 
     def verdict(rule: str) -> str:
@@ -186,7 +186,7 @@ def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_st
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "score.py").write_text(SCORE + folder[1:])
         command = f'sh -c "echo {word}" {folder}/score.py {{outputs}}'
-        (row,) = own_metrics([metric_from_text(command)], {"one": LOGITS}, inputs, below=tmp_path)
+        (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, inputs, below=tmp_path)
         return row.sha256
 
     assert digest("a", INPUTS) == digest("b", INPUTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from corp_deploy.algebra import planes
 from corp_deploy.algebra.image_system import ImageSystem, whole_system
 from corp_deploy.algebra.scores import kept_from_scores
-from corp_deploy.families.sequence_rotary import turned
+from corp_deploy.families.sequence_rotary import apply_rotary
 
 IMAGES, HEADS, TOKENS, PLANES = 3, 2, 7, 4
 DIMS = 2 * PLANES
@@ -49,7 +49,7 @@ def angles(seed: int = 3) -> Tensor:
 
 
 def turned_by(q: Tensor, k: Tensor, angle_HNP: Tensor) -> tuple[Tensor, Tensor]:
-    return turned(q, angle_HNP.sin(), angle_HNP.cos()), turned(k, angle_HNP.sin(), angle_HNP.cos())
+    return apply_rotary(q, angle_HNP.sin(), angle_HNP.cos()), apply_rotary(k, angle_HNP.sin(), angle_HNP.cos())
 
 
 def second(x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def test_maps_commute_with_every_turn() -> None:
     own_HNK = torch.stack([each[:, planes] for each, planes in zip(angle_HNP, recovery.planes_HK, strict=True)])
     for maps, before, after in zip((recovery.q_map_HRD, recovery.k_map_HRD), (q, k), (q_turned, k_turned), strict=True):
         narrow = before @ maps.mT
-        turns = turned(narrow, own_HNK.sin(), own_HNK.cos())
+        turns = apply_rotary(narrow, own_HNK.sin(), own_HNK.cos())
         torch.testing.assert_close(turns, after @ maps.mT, rtol=1e-12, atol=1e-12)
 
 

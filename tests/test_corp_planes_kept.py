@@ -11,12 +11,12 @@ from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
 from corp_deploy.reduction.logits import system_of
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.moments import halves_at
-from corp_deploy.reduction.turned import kept_planes
+from corp_deploy.reduction.moments import splits_at
+from corp_deploy.reduction.rope_planes import kept_planes
+from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput
 from tests.eva_models import checkpoint, moments
@@ -77,7 +77,7 @@ def test_sparsities_on_offer_leave_whole_planes(whole: Checkpoint) -> None:
 def test_halves_of_the_images_choose_a_ridge(whole: Checkpoint) -> None:
     """The factors of either half lose least of the logits of the other with the strength that is reported."""
     statistics = Statistics(attention_system=True)
-    taken = in_halves(
+    taken = in_splits(
         opened(whole.model),
         torch.arange(24) // 4,
         lambda half, number: calibrate(whole, half, batch_size=8, statistics=statistics),
@@ -88,12 +88,12 @@ def test_halves_of_the_images_choose_a_ridge(whole: Checkpoint) -> None:
         site = sites_of(whole.model).by_name[report.site]
         both = taken.sites[site.name]
         assert isinstance(both, HeadMoments)
-        halves = halves_at(site, taken, both, torch.device("cpu"))
-        assert halves is not None
+        splits = splits_at(site, taken, both, torch.device("cpu"))
+        assert splits is not None
         kept_HK = kept_planes(both.energy_HD, 8)
         lost: dict[float, float] = {}
         for strength in ridges_from(asked.ridge_rel):
-            for own, other in (halves, halves[::-1]):
+            for own, other in (splits, splits[::-1]):
                 fitted = planes.logit(system_of(site.name, own), kept_HK, ridge_rel=strength)
                 seen = system_of(site.name, other)
                 nothing = torch.zeros_like(fitted.q_map_HRD)

@@ -25,7 +25,7 @@ from corp_deploy.polish.objective import output_error, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
-from corp_deploy.polish.teacher import Teacher, TeacherOfViews, view
+from corp_deploy.polish.teacher import AugmentedTeacher, Teacher, view
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
@@ -151,8 +151,8 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(
             raise Stopped
 
     with pytest.raises(Stopped):
-        polished(dense, start, images, asked, state=state, done=interrupt)
-    again = polished(dense, start, images, asked, state=state, done=heard.append)
+        polished(dense, start, images, asked, state=state, on_progress=interrupt)
+    again = polished(dense, start, images, asked, state=state, on_progress=heard.append)
     assert_same(again.model, whole.model)
     steps = 48
     assert stop_at < len(heard) <= steps + stop_at
@@ -242,7 +242,7 @@ def test_a_view_is_a_part_of_the_image_in_its_size() -> None:
 
 def test_lessons_on_views_are_the_dense_models_own(images: Images) -> None:
     dense = tiny.checkpoint().model
-    kept, read = (TeacherOfViews(dense, images, seed=3, cache_bytes=size) for size in (2**30, 0))
+    kept, read = (AugmentedTeacher(dense, images, seed=3, cache_bytes=size) for size in (2**30, 0))
     draws = [Draw(5, 100), Draw(5, 104), Draw(0, 7)]
     pictures = torch.from_numpy(tiny.images(COUNT))
     with torch.no_grad():

@@ -11,8 +11,8 @@ from click.testing import Result
 from calib.store import load as load_moments
 from corp_deploy.invocation.compositions import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
-from corp_deploy.planning.polishing import Polishing, given_to_polish
+from corp_deploy.planning.execution import reduce_checkpoint
+from corp_deploy.planning.polishing import Polishing, inputs_to_polish
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
@@ -107,7 +107,7 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
 
     def run(name: str, done: Any = None) -> bytes:
         state = home / "state.safetensors"
-        how = Polishing(state=state, done=done)
+        how = Polishing(state=state, on_progress=done)
         reduce_checkpoint(dense, home / "m", asked, directory=home / name, images=images, polishing=how)
         assert not state.exists()
         return (home / name / "model.safetensors").read_bytes()
@@ -139,8 +139,8 @@ def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
 
 def test_help_tells_what_the_thorough_preset_implies() -> None:
     said = " ".join(invoked("reduce", "--help-all").output.split())
-    assert f"thorough: {COMPOSITIONS['thorough'].words}" in said
-    assert COMPOSITIONS["thorough"].words == "--preset best --closed-loop asymmetric --polish model"
+    assert f"thorough: {COMPOSITIONS['thorough'].describe}" in said
+    assert COMPOSITIONS["thorough"].describe == "--preset best --closed-loop asymmetric --polish model"
 
 
 def test_the_thorough_preset_spends_a_budget(home: Path) -> None:
@@ -159,15 +159,15 @@ def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")
     asked = request_from_choice(choice_of(mlp=0.5, polish="model"))
-    given = given_to_polish(asked, images, left_out, None)
+    given = inputs_to_polish(asked, images, left_out, None)
     assert given is not None
     assert given.judges is not None
     assert (given.reduced_on.count, given.fitted.count, given.judges.count) == (19, 19, 5)
     assert set(given.judges.ids.tolist()).isdisjoint(left_out.image_ids.tolist())
-    every = given_to_polish(asked, images, load_moments(home / "m"), None)
+    every = inputs_to_polish(asked, images, load_moments(home / "m"), None)
     assert every is not None
     assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
-    assert given_to_polish(request_from_choice(choice_of(mlp=0.5)), images, left_out, None) is None
+    assert inputs_to_polish(request_from_choice(choice_of(mlp=0.5)), images, left_out, None) is None
 
 
 def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
@@ -175,7 +175,9 @@ def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
     images, output = ("--images", home / "images.npy"), home / "grouped"
     invoked("calibrate", "--model", home / "dense", *images, "--groups", home / "groups.json", "-o", output)
     source = images_for_model(load_checkpoint(home / "dense").model, home / "images.npy")
-    given = given_to_polish(request_from_choice(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None)
+    given = inputs_to_polish(
+        request_from_choice(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None
+    )
     assert given is not None
     assert given.groups_B is not None
     assert [given.groups_B.tolist().index(group) // 4 for group in given.groups_B.tolist()] == [

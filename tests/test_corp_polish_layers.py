@@ -11,9 +11,9 @@ from calib.images import Images
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.polish.descent import Pace
+from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.layers import fit_layers_, fitted_steps, pairs_of, walk_layers
 from corp_deploy.polish.newton import Newton
 from corp_deploy.polish.segments import segment_sublayer
@@ -51,11 +51,11 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
     dense = tiny.checkpoint(init_values=0.3).model
     model = family_of(dense).with_merging(reduced(dense), Merging(schedule=(3, 2)))
     heaviest = list[float]()
-    passages = [step for step in family_of(model).steps(model) if isinstance(step, Passage) and step.sites]
+    passages = [step for step in family_of(model).steps(model) if isinstance(step, SegmentStep) and step.sites]
     sublayers, looked_at = {each.name: segment_sublayer(model, each) for each in passages}, []
 
-    def compare(passage: Passage, name: str, pairs: list[Pair]) -> None:
-        assert isinstance(passage, Passage), name
+    def compare(passage: SegmentStep, name: str, pairs: list[Pair]) -> None:
+        assert isinstance(passage, SegmentStep), name
         (pair,), read = pairs, sublayers[name].read
         tokens = slice(None) if read is None else read
         for step in sublayers[name].steps:
@@ -66,7 +66,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
             )
             expected, lacking = ((ahead - behind) / 2e-5)[:, tokens], (pair.target - now)[:, tokens]
             torch.testing.assert_close(piece.tangent.along(change_RD), expected.flatten(0, 1), rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(piece.lacking_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(piece.residual_XO, lacking.flatten(0, 1), rtol=1e-9, atol=1e-9)
             assert (piece.weight_X is None) == (pair.sizes_BN is None)
             heaviest.append(0.0 if piece.weight_X is None else float(piece.weight_X.max()))
         looked_at.append(name)
@@ -105,4 +105,4 @@ def test_held_out_errors_never_rise_and_fall_at_last(merged: bool) -> None:
 
 
 def test_no_time_left_is_the_end_of_the_way() -> None:
-    assert Pace(steps=None, seconds=0.0).way(0, 0.0) == 1.0
+    assert StepBudget(steps=None, seconds=0.0).way(0, 0.0) == 1.0

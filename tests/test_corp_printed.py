@@ -201,7 +201,7 @@ def test_every_command_of_the_demo_makes_what_it_stands_beside(
     monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.5))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
-    run_in(home / "demo-out", itself(example).words, monkeypatch)
+    run_in(home / "demo-out", itself(example).argv, monkeypatch)
     commands = commands_of(home / "demo-out" / "manifest.json")
     assert "" not in commands
     assert commands.pop(str(itself(example))), "it has just made these in a fresh directory"

@@ -12,10 +12,10 @@ import torch
 
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
-from corp_deploy.planning.apart import IN_LOOP, set_apart
-from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import eliminations
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
+from corp_deploy.planning.probe_split import IN_LOOP, set_apart
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from corp_deploy.cli import main
 from corp_deploy.families.family import family_of
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -94,7 +94,7 @@ def features(model: nn.Module) -> Tensor:
     """The last stream."""
     images, family = torch.from_numpy(tiny.images(64, seed=9)), family_of(model)
     with torch.inference_mode():
-        walk = Walk.of(family.embedded(model, images), None)
+        walk = StreamState.of(family.embedded(model, images), None)
         for step in family.steps(model):
             walk = walk.behind(step)
     return walk.tokens.x.double()
@@ -134,7 +134,7 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
     errors = {}
     for reads in (None, "all", "pooled"):
         reduction = reduce_by_closed_loop(model, images, HALF, loop=Loop(reads=reads))
-        assert any("only places that outputs read" in said for said in reduction.said) == (reads == "pooled")
+        assert any("only places that outputs read" in said for said in reduction.decisions) == (reads == "pooled")
         found = features(reduction.model)
         errors[reads] = relative_error(found[:, 1:], dense[:, 1:]), relative_error(found[:, :1], dense[:, :1])
     assert errors[None] == errors["all"]

@@ -11,8 +11,8 @@ import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Option, Record, options_of
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.proof_limits import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
@@ -38,7 +38,7 @@ def test_an_option_is_one_of_the_command_and_of_python(name: str, option: Option
     parameter = inspect.signature(getattr(corp_deploy, name)).parameters[option.name]
     assert parameter.default == option.default
     assert f"`{option.name}`: " in (getattr(corp_deploy, name).__doc__ or "")
-    kept = option.taken(None)
+    kept = option.converted(None)
     assert kept is None or option.of.holds(kept)
 
 

@@ -25,7 +25,7 @@ from calib.store import load as load_moments
 from corp_deploy.commands.completion import SOURCES
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof import speed
-from corp_deploy.release import own_steps, steps, target_stages
+from corp_deploy.release import release_steps, steps, target_stages
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.incremental import StageDirs, locked
 from corp_deploy.release.names import MOMENTS
@@ -614,8 +614,8 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
     def bench(place: StageDirs, run: Invocation) -> None:
         shutil.copy(place.root / "bench.json", place.into / run["output"])
 
-    there.setattr(own_steps, "write_engines", engines)
-    there.setattr(own_steps, "write_target_parity", parity)
+    there.setattr(release_steps, "write_engines", engines)
+    there.setattr(release_steps, "write_target_parity", parity)
     there.setattr(steps, "write_bench", bench)
 
 

@@ -16,8 +16,8 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.cli import main
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.trusted_code import Code, trusting_code
@@ -128,8 +128,8 @@ def test_every_convolution_has_the_dense_means_and_variances(name: str, how: str
     assert farthest(plain.model, checkpoint(name).model) > 1e-2  # it can tell
     own = given_by(checkpoint(name).model, pixels(COUNT))
     assert len(own) == sum(isinstance(each, nn.Conv2d) for each in library(name).modules())
-    assert "means and variances" in rescaled.said[-1]
-    assert not any("means and variances" in said for said in plain.said)
+    assert "means and variances" in rescaled.decisions[-1]
+    assert not any("means and variances" in said for said in plain.decisions)
 
 
 @pytest.mark.parametrize("name", ["resnet18d", "small_efficientnet"])

@@ -19,10 +19,10 @@ from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
 from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.overfitting import from_halves, overfitting
+from corp_deploy.reduction.overfitting import from_splits, overfitting
+from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny
@@ -58,7 +58,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
     path = tmp_path_factory.mktemp("images") / "images.npy"
     np.save(path, photographs())
     dense, statistics = tiny.checkpoint(), Statistics(attention_system=True)
-    return in_halves(
+    return in_splits(
         opened(path),
         torch.tensor(GROUPS),
         lambda half, number: calibrate(dense, half, batch_size=8, statistics=statistics),
@@ -157,10 +157,10 @@ def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) 
     fits = {report.site: report.ridge_fit for report in reduce(dense, moments, method).sites}
     assert {site for site, fit in fits.items() if fit is None} == {"blocks.0.attn.qk", "blocks.1.attn.qk"}
     assert moments.half is not None
-    halves, errors = (moments.half, replace(difference(moments, moments.half), half=None)), dict[float, float]()
+    splits, errors = (moments.half, replace(difference(moments, moments.half), half=None)), dict[float, float]()
     for strength in ridges_from(method.ridge_rel):
         tried, shares = replace(method, ridge_rel=strength), []
-        for own, other in (halves, halves[::-1]):
+        for own, other in (splits, splits[::-1]):
             (judged,) = (each.held_out for each in reduce(dense, own, tried, widths={name: 24}, held_out=other).sites)
             assert judged is not None
             shares.append(judged.error / judged.energy)
@@ -206,7 +206,7 @@ def test_more_groups_close_the_gap() -> None:
     """The law J (1 -+ s / n): what half of the groups show gives back what all of them, and more, would."""
     limit, slack, groups = 0.07, 9.0, 37
     fitted, held_out = limit * (1 - slack / (groups / 2)), limit * (1 + slack / (groups / 2))
-    gap = from_halves(fitted, held_out, groups=groups, weights=768)
+    gap = from_splits(fitted, held_out, groups=groups, weights=768)
     assert gap.share_fitted == pytest.approx(limit * (1 - slack / groups))
     assert gap.share_held_out == pytest.approx(limit * (1 + slack / groups))
     assert gap.more_groups is not None
@@ -214,7 +214,7 @@ def test_more_groups_close_the_gap() -> None:
     assert limit * (1 + slack / enough) <= 1.1 * limit * (1 - slack / enough) * 1.001
     assert limit * (1 + slack / (enough - 2)) > 1.1 * limit * (1 - slack / (enough - 2))
     assert gap.tokens_effective == pytest.approx(768 * groups / slack)
-    assert from_halves(0.07, 0.06, groups=9, weights=8).more_groups is None
+    assert from_splits(0.07, 0.06, groups=9, weights=8).more_groups is None
 
 
 def test_overfitting_is_told_where_groups_are(moments: Moments) -> None:
@@ -239,4 +239,4 @@ def test_the_command_takes_groups(tmp_path: Path) -> None:
     assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
     bad = CliRunner().invoke(main, ["calibrate", *map(str, words[:6]), "--groups", "folder"])
     assert bad.exit_code != 0
-    assert "are in no folders" in bad.output
+    assert "stand in no folders" in bad.output

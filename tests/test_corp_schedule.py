@@ -14,8 +14,8 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import joint
 from corp_deploy.planning.budget import dense_cost
-from corp_deploy.planning.carry_out import reduce_as_asked
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint import ABOUT, Joint
 from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
@@ -270,8 +270,8 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         assert sum(planned.merging.schedule) > 0
         assert family_of(dense.model).merging_of(reduction.model) == planned.merging
         assert macs(reduction.model) <= 0.6 * macs(dense.model)
-        assert any("tokens merged" in line for line in planned.said), planned.said
-        assert min(planned.ways, key=lambda way: way.measured_error).name in planned.said[0]
+        assert any("tokens merged" in line for line in planned.decisions), planned.decisions
+        assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
     with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
         reduce_as_asked(dense, probe.moments, replace(asked, budget=None), images=images)
     other = replace(asked, budget=Budget(currency="params", share=0.6))
@@ -298,11 +298,11 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
     assert merging.schedule == (4,) * DEPTH
     share = macs(reduction.model) / macs(dense.model)
     assert share <= 0.6
-    assert f"{share:.1%} of the dense macs used" in planned.said[0]
+    assert f"{share:.1%} of the dense macs used" in planned.decisions[0]
     alone = macs(family_of(dense.model).with_merging(dense.model, merging)) / macs(dense.model)
     assert alone > 0.6, "the widths had something to do"
     note = "the moments were taken without merged tokens"
-    assert any(note in line for line in planned.said), "narrower sites were fitted to them"
+    assert any(note in line for line in planned.decisions), "narrower sites were fitted to them"
     for no_fit in ({"closed_loop": "asymmetric"}, {"budget": None}):
         _, planned = reduce_as_asked(dense, probe.moments, replace(asked, allow_partial=True, **no_fit), images=images)
-        assert not any(note in line for line in planned.said), planned.said
+        assert not any(note in line for line in planned.decisions), planned.decisions

@@ -1,4 +1,6 @@
-"""Sweeps that measure: rows equal what reduce and bench say, what was finished is kept, several processes agree."""
+"""Sweeps that measure: rows equal what reduce and bench say, what was finished is kept, several processes
+agree.
+"""
 
 import csv
 import json
@@ -116,10 +118,10 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
     monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
     whole = swept(tmp_path / "whole", *words)
-    reduced, timed = sweeping.Work.reduce, Bench.time
+    reduced, timed = sweeping.SweepCache.reduce, Bench.time
     calls: list[str] = []
 
-    def counted(self: sweeping.Work, request: Any, watch: Any) -> Any:
+    def counted(self: sweeping.SweepCache, request: Any, watch: Any) -> Any:
         calls.append(request.slug)
         if len(calls) == 3:
             raise Killed
@@ -138,7 +140,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
         assert calls == expected
         calls.clear()
 
-    monkeypatch.setattr(sweeping.Work, "reduce", counted)
+    monkeypatch.setattr(sweeping.SweepCache, "reduce", counted)
     monkeypatch.setattr(Bench, "time", timed_once)
     slugs = ["best-mlp0.25-attn0.25", "best-mlp0.5-attn0.5", "none-mlp0.25-attn0.25", "none-mlp0.5-attn0.5"]
     again(slugs[:3])
@@ -153,13 +155,13 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
 def test_trials_are_taken_only_where_everything_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
     made: list[str] = []
-    reduced = sweeping.Work.reduce
+    reduced = sweeping.SweepCache.reduce
 
-    def counted(self: sweeping.Work, request: Any, watch: Any) -> Any:
+    def counted(self: sweeping.SweepCache, request: Any, watch: Any) -> Any:
         made.append(request.slug)
         return reduced(self, request)
 
-    monkeypatch.setattr(sweeping.Work, "reduce", counted)
+    monkeypatch.setattr(sweeping.SweepCache, "reduce", counted)
     assert swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none") == first
     assert made == []
     other = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", moments="m12.safetensors")

@@ -60,7 +60,7 @@ def test_it_is_grails_loop(images: Images) -> None:
         expected, found = by_hand(others.double()), reduction.model(others)
     assert float((found - expected).norm() / expected.norm()) < 1e-4
     assert [site.loop for site in reduction.sites] == [None, None]
-    assert "each to its dense weights" in reduction.said[0]
+    assert "each to its dense weights" in reduction.decisions[0]
     # It can tell: the open loop's second MLP is another one.
     moments = calibrate(tiny.checkpoint(), images, batch_size=8)
     with torch.inference_mode():

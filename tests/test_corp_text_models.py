@@ -16,7 +16,7 @@ from calib.inputs import run_model
 from corp_deploy.families.family import family_of, image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -152,7 +152,7 @@ def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> No
     encoders.write_encoder(tmp_path)
     model, tokens = load_transformers(tmp_path).model, _tokens(tmp_path)
     family = family_of(model)
-    walk = Walk.of(family.embedded(model, tokens), family.token_weights(model, tokens))
+    walk = StreamState.of(family.embedded(model, tokens), family.token_weights(model, tokens))
     for step in family.steps(model):
         walk = walk.behind(step)
     expected = run_model(model, tokens)

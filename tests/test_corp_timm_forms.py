@@ -15,7 +15,7 @@ from calib.moments import ChannelMoments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_values import TracedValues
@@ -50,7 +50,7 @@ def test_its_steps_are_timms_model_and_its_sites_are_found(form: str) -> None:
     family, images = family_of(model), pixels(model, 3)
     with torch.inference_mode():
         exact = library(form)(images)
-        walk = Walk.of(family.embedded(model, images), None)
+        walk = StreamState.of(family.embedded(model, images), None)
         for step in family.steps(model):
             walk = walk.behind(step)
         assert torch.equal(model(images), exact)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -72,7 +72,7 @@ def test_held_out_moments_judge_heads(tmp_path: Path) -> None:
         x_BNC = family_of(model).embedded(model, torch.from_numpy(images))
         with torch.inference_mode():
             for step in list(family_of(model).steps(model))[:2]:
-                assert isinstance(step, Passage)
+                assert isinstance(step, SegmentStep)
                 x_BNC = step(x_BNC)
         streams.append(x_BNC.double())
     (report,) = reduction.sites

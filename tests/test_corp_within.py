@@ -20,13 +20,13 @@ from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.invocation.limit import Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning import carry_out, within
+from corp_deploy.planning import execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
-from corp_deploy.planning.request import WithinRequest
+from corp_deploy.planning.limit_search import STEPS, smallest_within
+from corp_deploy.planning.request import LimitRequest
 from corp_deploy.planning.sweep_points import SweepPoint, sentence_of_sweep, smallest_by_error
 from corp_deploy.planning.width_plan import WidthPlan
-from corp_deploy.planning.within import STEPS, smallest_within
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -115,7 +115,7 @@ def test_bisection_ends_where_a_scan_of_all_budgets_does(
 ) -> None:
     limit = limit_from_text(text)
     _, judging = Judges(labels_N=home.labels_N).apart(home.images, home.moments)
-    result, planned = smallest_within(WithinRequest(limit=limit), planner, judging, lambda plan: reduced(home, plan))
+    result, planned = smallest_within(LimitRequest(limit=limit), planner, judging, lambda plan: reduced(home, plan))
     record = cast(dict[str, Any], planned.within)
     answer = min((trial for trial in record["trials"] if trial["holds"]), key=lambda trial: trial["share"])
     by_hand = {share: measured_by_hand(home, model, limit.measure) for share, model in scan.items()}
@@ -129,8 +129,8 @@ def test_bisection_ends_where_a_scan_of_all_budgets_does(
     assert measured_by_hand(home, result.model, limit.measure) == pytest.approx(by_hand[answer["share"]], rel=1e-6)
     assert answer["judged"]["low"] <= answer["judged"]["value"] <= answer["judged"]["high"]
     assert len(record["trials"]) <= 7
-    assert f"{len(record['trials'])} models were reduced and judged" in planned.said[0]
-    assert f"on {JUDGING} images that the calibration left out" in planned.said[0]
+    assert f"{len(record['trials'])} models were reduced and judged" in planned.decisions[0]
+    assert f"on {JUDGING} images that the calibration left out" in planned.decisions[0]
 
 
 class FakeModel(nn.Module):
@@ -154,7 +154,7 @@ class FakePlanner:
     probe = SimpleNamespace(model=None)
 
     def widths_at(self, share: float) -> WidthPlan:
-        return WidthPlan(method=METHOD, widths={}, said=(f"{share}",))
+        return WidthPlan(method=METHOD, widths={}, decisions=(f"{share}",))
 
     def narrowest(self) -> float:
         return 0.25
@@ -176,27 +176,27 @@ def test_what_a_proof_would_leave_open_is_said_in_its_words(
     limit: str, judged: tuple[float, float, float], more: str
 ) -> None:
     value, low, high = judged
-    trials = (within.Trial(share=0.5, judged=Judgement(value=value, low=low, high=high), holds=True),)
-    answer = within.Within(limit=limit_from_text(limit), currency="macs", judges="64 images", count=64, noun="images",
-                           judging_digest="", trials=trials)  # fmt: skip
+    trials = (limit_search.Trial(share=0.5, judged=Judgement(value=value, low=low, high=high), holds=True),)
+    answer = limit_search.LimitSearch(limit=limit_from_text(limit), currency="macs", judges="64 images", count=64,
+                                      noun="images", judging_digest="", trials=trials)  # fmt: skip
     assert f", chosen by the point: the interval straddles the limit; {more})" in str(answer)
-    surely = within.Trial(share=0.5, judged=Judgement(value=value, low=value, high=value), holds=True)
+    surely = limit_search.Trial(share=0.5, judged=Judgement(value=value, low=value, high=value), holds=True)
     assert "chosen by the point" not in str(replace(answer, trials=(surely,)))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(within, "Judge", FakeJudge)
+    monkeypatch.setattr(limit_search, "Judge", FakeJudge)
     noise = np.random.default_rng(seed).normal(size=STEPS + 1)
     errors = {step / STEPS: float(0.4 * (1 - step / STEPS) + 0.05 * abs(noise[step])) for step in range(1, STEPS)}
 
     def as_planned(plan: WidthPlan) -> Reduction:
-        return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.said[0])])))
+        return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.decisions[0])])))
 
     judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
-    request = WithinRequest(limit=Limit(measure="error", value=0.15))
+    request = LimitRequest(limit=Limit(measure="error", value=0.15))
     result, plan = smallest_within(request, cast(BudgetPlanner, FakePlanner()), judging, as_planned)
-    share = float(plan.said[1])
+    share = float(plan.decisions[1])
     assert cast(FakeModel, result.model).error == errors[share] <= 0.15
     assert share <= 0.26 or errors[round(share - 0.01, 2)] > 0.15
 
@@ -207,11 +207,11 @@ def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_noth
     _, judging = Judges().apart(home.images, home.moments)
 
     def smallest(limit: str) -> tuple[Reduction, WidthPlan]:
-        request = WithinRequest(limit=limit_from_text(limit))
+        request = LimitRequest(limit=limit_from_text(limit))
         return smallest_within(request, planner, judging, lambda plan: reduced(home, plan))
 
     _, plan = smallest("agreement 0.01")
-    assert "no widths are narrower" in plan.said[0]
+    assert "no widths are narrower" in plan.decisions[0]
     with pytest.raises(BadInput, match=r"out of reach on 40 images .* keeps 0\.99 of the dense macs and gives"):
         smallest("error 1e-9")
 
@@ -288,7 +288,7 @@ def test_a_limit_holds_of_the_polished_model_too(
             parameter.data.mul_(1.5 if harms else 1.0)
         return replace(reduction, model=model, polish={"gradients": True})
 
-    monkeypatch.setattr(carry_out, "with_polish", harmed)
+    monkeypatch.setattr(execution, "with_polish", harmed)
     words = ["--within", "error 0.2", "--images", "images.npy", "--polish", "model"]
     result = run(home, tmp_path / "reduced", *words)
     assert result.exit_code == 0, result.output
@@ -348,7 +348,7 @@ def test_what_stops_midway_leaves_nothing(
             raise KeyboardInterrupt
         return reduce(*args, **options)
 
-    monkeypatch.setattr(carry_out, "reduce", stopping)
+    monkeypatch.setattr(execution, "reduce", stopping)
     result = run(home, tmp_path / "reduced", "--within", "error 0.1", "--images", "images.npy")
     assert (result.exit_code, began) == (130, 3), result.output
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.outputs import Outputs
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
@@ -53,7 +53,7 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     assert not ours.notes
     assert error(model, theirs, pixels) < 1e-6
     assert error(family.exportable(model), theirs, pixels) < 1e-6
-    walk = Walk.of(family.embedded(model, pixels), None)
+    walk = StreamState.of(family.embedded(model, pixels), None)
     for step in family.steps(model):
         walk = walk.behind(step)
     torch.testing.assert_close(family.finished(model, walk.tokens.x, pixels), theirs(pixels))

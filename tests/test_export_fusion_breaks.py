@@ -17,7 +17,7 @@ from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.proof.engine_search import Mended, fewest, offered
+from corp_deploy.proof.engine_search import RepairResult, fewest, offered
 from corp_deploy.proof.mixed_precision import mended_mixed
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
@@ -218,7 +218,7 @@ def test_breaks_come_before_fp32(
     found = mended_mixed(checkpoint, checkpoint, {"images": IMAGES}, engines, opset=None)
     assert (found.breaks, found.kept) == (breaks, kept)
     assert found.engines == engines.built
-    assert isinstance(found, Mended)
+    assert isinstance(found, RepairResult)
 
 
 @pytest.mark.slow("engine")

@@ -114,7 +114,7 @@ def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytes
     cast = run(*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16")
     assert cast.exit_code == 2
     assert "a package is compiled in its precision" in " ".join(cast.stderr.split())
-    assert BENCH.ways["aotinductor"].takes("dtype", "bf16")
+    assert BENCH.variants["aotinductor"].supports("dtype", "bf16")
 
 
 def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:

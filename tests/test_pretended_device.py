@@ -17,7 +17,7 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.modules import device
 from corp_deploy.invocation.merging import MergingChoice
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished

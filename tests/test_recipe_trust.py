@@ -119,7 +119,7 @@ def test_commands_of_a_recipe_are_run_where_code_is_trusted_alone(tmp_path: Path
         trusted_metrics([text])
     with trusting_code(True):
         (request,) = trusted_metrics([text])
-    assert request.words == ["python", "score.py", "{outputs}"]
+    assert request.argv == ["python", "score.py", "{outputs}"]
     assert trusted_metrics([]) == ()
 
 
@@ -134,7 +134,7 @@ def test_printed_commands_carry_what_they_need(tmp_path: Path) -> None:
         (measured, "parity.onnxruntime-cpu", ["--trust-paths", "--trust-code"]),
         (coded, "bench", ["--trust-paths", "--trust-code"]),
     ):
-        words = calls.only(stage, recipe).words
+        words = calls.only(stage, recipe).argv
         assert [word for word in words if word.startswith("--trust")] == trusts
-    assert "--trust-code" in calls.whole(measured, Baseline(), tmp_path).words
-    assert "--trust-code" not in calls.whole(plain, Baseline(), tmp_path).words
+    assert "--trust-code" in calls.release_call(measured, Baseline(), tmp_path).argv
+    assert "--trust-code" not in calls.release_call(plain, Baseline(), tmp_path).argv

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.release import licences, lock
 from benchmarks.release.licences import Policy, pinned, policy
-from corp_deploy.release.bill import bill_of_environment
-from corp_deploy.release.bill import licences as told_licences
+from corp_deploy.release.sbom import bill_of_environment
+from corp_deploy.release.sbom import licences as told_licences
 from ground.installed import Package, installed
 
 ROOT = Path(__file__).parents[1]

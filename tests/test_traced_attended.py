@@ -17,7 +17,7 @@ from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model
-from corp_deploy.traced.programs.attended import WHOLE, added_scores, seen, unread, values_product
+from corp_deploy.traced.programs.attention_masks import SDPA, added_scores, unread_queries, values_product, visible_keys
 from corp_deploy.traced.programs.padding import padded
 from corp_deploy.traced.programs.program import Program, operation
 from corp_deploy.traced.programs.tracing import trace
@@ -95,7 +95,7 @@ def model_of(form: str, **more: int) -> nn.Module:
 
 
 def product_of(program: Program) -> fx.Node:
-    (node,) = (node for node in program.nodes if operation(node) in (WHOLE, "matmul") and values_product(node))
+    (node,) = (node for node in program.nodes if operation(node) in (SDPA, "matmul") and values_product(node))
     return node
 
 
@@ -105,15 +105,15 @@ def test_programs_say_which_pairs_see_each_other(form: str) -> None:
     product = product_of(program)
     whole = values_product(product)
     assert whole is not None
-    added, gone = added_scores(program, product), unread(program, whole)
+    added, gone = added_scores(program, product), unread_queries(program, whole)
     if form == "of the input":
         assert added is None
     elif form == "causal":
         assert added is not None
-        assert seen(added).tolist() == [[a >= b for b in range(TOKENS)] for a in range(TOKENS)]
+        assert visible_keys(added).tolist() == [[a >= b for b in range(TOKENS)] for a in range(TOKENS)]
     else:
         assert added is not None
-        assert torch.equal(seen(added), shown()[:, None].expand(added.shape))
+        assert torch.equal(visible_keys(added), shown()[:, None].expand(added.shape))
     if form == "causal":
         assert gone is None
     else:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from calib.moments import Moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
-from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.steps import Passage
-from corp_deploy.families.traced_module import known_of
+from corp_deploy.families.steps import SegmentStep
+from corp_deploy.families.traced_module import traced_state
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
@@ -70,7 +70,7 @@ def calibrated(checkpoint: Checkpoint, home: Path) -> Moments:
 
 def kept_of(model: nn.Module) -> Mapping[str, Index]:
     """Of each site the groups that stay, as the dense program counts them."""
-    cut = known_of(model).cut
+    cut = traced_state(model).cut
     assert cut is not None
     return cut.kept
 
@@ -257,7 +257,7 @@ def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_pat
     for model in (dense.model, reduced):
         stream_BNC = traced_model.embedded(model, pixels)
         for step in traced_model.steps(model):
-            assert isinstance(step, Passage), step
+            assert isinstance(step, SegmentStep), step
             stream_BNC = step(stream_BNC)
             assert stream_BNC.ndim == 3
         assert torch.allclose(traced_model.finished(model, stream_BNC, pixels), model(pixels), atol=1e-5)

@@ -23,7 +23,7 @@ from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Widths
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -178,9 +178,9 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
 
 def test_what_can_go_whole_is_told() -> None:
     sites = [site for site in sites_of(dense().model).every if isinstance(site, TracedSite)]
-    whole = {site.name for site in sites if site.severed is not None}
+    whole = {site.name for site in sites if site.whole_removal is not None}
     assert {MLP, VALUES} <= whole
-    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.severed is not None)
+    assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)
 
 
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])

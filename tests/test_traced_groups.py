@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
-from corp_deploy.families.traced_module import known_of
+from corp_deploy.families.traced_module import traced_state
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
@@ -159,7 +159,7 @@ def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
     assert isinstance(site, TracedSite), site
     halves: Any = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, "residual_sparsity": 0.5, "ridge_rel": 1e-6}
     reduction = reduce(dense, moments, method_from_preset("best", **halves), widths={site.name: 6})
-    cut = known_of(reduction.model).cut
+    cut = traced_state(reduction.model).cut
     assert cut is not None
     kept = cut.kept[site.name]
     assert len(kept) == 6, reduction.notes

@@ -74,7 +74,7 @@ def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(read: int, tmp_pa
     assert fit is not None
     assert fit.strength == 1e-9
     was, now = (Heard(model).at(pixels) for model in (dense.model, reduction.model))
-    ends = [cuts(tracing(model).found)[-1].node.name for model in (dense.model, reduction.model)]
+    ends = [cuts(tracing(model).analysis)[-1].node.name for model in (dense.model, reduction.model)]
     lacking_XC = (was[ends[0]] - now[ends[1]])[:, : read or None].flatten(0, -2)
     entering = now[layer_of(reduction.model, "h.1.c_out.weight").all_input_nodes[0].name]
     x_XK = entering[:, : read or None].flatten(0, -2)
@@ -218,7 +218,7 @@ def test_what_outputs_read_counts_unless_all_is_to(tmp_path: Path) -> None:
     ways = {reads: reduce_by_closed_loop(dense.model, opened_images, MLPS, loop=Loop(reads=reads)) for reads in READS}
     errors = {reads: apart(each.model, dense.model) for reads, each in ways.items()}
     assert errors["pooled"] == errors[None] != errors["all"], errors
-    assert ["h.1.c_out" in each.said[-1] for each in ways.values()] == [False, True, True]
+    assert ["h.1.c_out" in each.decisions[-1] for each in ways.values()] == [False, True, True]
 
 
 class Scaled(nn.Module):
@@ -254,16 +254,16 @@ def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
         values = dict(interpreter.env)
         wanted = dict(values)
         wanted[target.at] = values[target.at] + torch.randn_like(values[target.at])
-        found = target.lacking(wanted, values)
+        found = target.residual(wanted, values)
         assert found.gain_O is not None
-        change = found.lacking / found.gain_O
+        change = found.residual / found.gain_O
         before, behind = (_passed(node, own, target.way, values) for own in (values[node], values[node] + change))
-        moved = behind.given - before.given
+        moved = behind.output - before.output
     assert torch.allclose(moved, wanted[target.at] - values[target.at], atol=1e-4)
     if weight == "cut.weight":
         assert found.counts is not None
         assert int(found.counts.sum()) == 3 * 5
-        assert len(rows_of(found.lacking, node)) == 3 * 7
+        assert len(rows_of(found.residual, node)) == 3 * 7
 
 
 class Normed(nn.Module):
@@ -298,7 +298,7 @@ def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
             interpreter.run(torch.randn(3, 5, 6, dtype=torch.float64))
             values.append(dict(interpreter.env))
         dense, student = values
-        found = target.lacking(dense, student)
+        found = target.residual(dense, student)
         assert target.at is not None
         assert target.other is not None
         added = dense[target.at] - student[target.other]
@@ -306,7 +306,7 @@ def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
     assert found.gain_O is not None
     assert found.weights is not None
     torch.testing.assert_close(found.gain_O, gain_C)
-    change, weights = found.lacking / gain_C, found.weights.view(3, 7)
+    change, weights = found.residual / gain_C, found.weights.view(3, 7)
     for image, place in product(range(3), range(5)):
         own_C, dense_C = student[node][image, place], dense[node][image, place]
         wanted_C = wanted_by_hand(gain_C, offset_C, added[image, (place + 2) % 5], dense_C, DAMPING)

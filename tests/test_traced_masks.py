@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import run_model, tensors_by_name
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.families.traced_segments import ByRows
+from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
@@ -49,7 +49,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
     checkpoint, texts = loaded(tmp_path, SHORT)
     model, (tokens, *_) = checkpoint.model, texts.batches(5)
     own = tracing(model)
-    at = [None, *(cut.node for cut in cuts(own.found)), None]
+    at = [None, *(cut.node for cut in cuts(own.analysis)), None]
     assert [node.name for node in along(own.program)] == ["attention_mask"]
     x, mask = tensors_by_name(tokens).values()
     assert not bool(mask.all())
@@ -59,7 +59,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
         torch.testing.assert_close(x, run_model(model, tokens))
     *blocks, pooling = own.segments
     assert [segment.name for segment in blocks] == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn", "mlp")]
-    assert pooling.held == {"blocks.1.norm2.weight", "blocks.1.norm2.bias"}
+    assert pooling.weights == {"blocks.1.norm2.weight", "blocks.1.norm2.bias"}
 
 
 def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
@@ -104,8 +104,8 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
     model = checkpoint.model
     mask_BN = (torch.arange(SHORT) < torch.tensor([[SHORT], [4]])).float()
     for step in steps(model):
-        assert isinstance(step, Passage)
-        assert isinstance(step.module, ByRows)
+        assert isinstance(step, SegmentStep)
+        assert isinstance(step.module, TokenRows)
         x_BNC: Tensor = torch.randn(2, SHORT, 32, generator=torch.Generator().manual_seed(0))
         if step.name == "blocks.0.attn":
             x_BNC = torch.ones(2, 1, SHORT, dtype=torch.int64)
@@ -115,4 +115,4 @@ def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
             (piece,) = of_layer.linearised([pair])
             assert piece.weight_X is not None
             assert torch.equal(piece.weight_X, mask_BN.flatten())
-            torch.testing.assert_close(piece.lacking_XO, torch.zeros_like(piece.lacking_XO), atol=1e-5, rtol=0.0)
+            torch.testing.assert_close(piece.residual_XO, torch.zeros_like(piece.residual_XO), atol=1e-5, rtol=0.0)

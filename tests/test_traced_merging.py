@@ -20,7 +20,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.steps import Merge, Walk
+from corp_deploy.families.steps import Merge, StreamState
 from corp_deploy.families.token_merging import key_bias
 from corp_deploy.families.traced_layers import layered
 from corp_deploy.families.traced_module import TracedModule
@@ -211,7 +211,7 @@ def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
 def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options: dict[str, Any]) -> None:
     model, images = merged(form, **options), torch.from_numpy(tiny.images(5))
     with torch.inference_mode():
-        walk = Walk.of(traced_model.embedded(model, images), None)
+        walk = StreamState.of(traced_model.embedded(model, images), None)
         for step in traced_model.steps(model):
             walk = walk.behind(step)
         (given,) = traced_model.answers(model, walk, images)

@@ -93,7 +93,7 @@ def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
     model, found = found_of(name)
     shapes = MODELS[name][1]
     given = prove(found, {site.key: half(site, place) for place, site in enumerate(found.sites)}, inputs(shapes, 3))
-    assert given.whole == {}
+    assert given.unreduced == {}
     assert given.difference is not None
     assert given.difference < 1e-5
     assert given.module.state_dict().keys() <= model.state_dict().keys() | set(found.program.folded)
@@ -125,7 +125,7 @@ def test_queries_become_narrower_than_values() -> None:
         _, found = found_of(name)
         (site,) = [site for site in found.sites if site.kind == "queries and keys"]
         given = prove(found, {site.key: half(site)}, inputs([TOKENS], 2))
-        assert given.whole == {}, name
+        assert given.unreduced == {}, name
         assert given.difference is not None
         assert given.difference < 1e-5
 
@@ -142,7 +142,7 @@ def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
         assert together(found, kept) == [[queries.key, values.key]]
         assert together(found, {site.key: half(site) for site in found.sites}) == [[queries.key], [values.key]]
         given = prove(found, kept, inputs([TOKENS], 2))
-        assert given.whole == {}, name
+        assert given.unreduced == {}, name
         assert given.difference is not None
         assert given.difference < 1e-5
         with pytest.raises(BadInput, match="all of a head"):
@@ -157,7 +157,7 @@ def test_weights_that_are_tied_stay_with_a_reason() -> None:
     reasons = {stay.name: stay.reason for stay in found.stays}
     assert reasons["lm_head.weight"] == "layer_norm in attn.norm (LayerNorm) mixes it"
     given = prove(found, {site.key: half(site) for site in found.sites}, (x,))
-    assert given.whole == {}
+    assert given.unreduced == {}
 
 
 def test_everything_that_stays_has_its_reason() -> None:
@@ -191,7 +191,7 @@ def test_a_model_on_meta_has_the_same_sites() -> None:
         program = trace(own.Rotary(), inputs([TOKENS], 2))
     again = find(program)
     assert [site.key for site in again.sites] == [site.key for site in found.sites]
-    assert narrow(again, {site.key: half(site) for site in again.sites}).whole == {}
+    assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}
 
 
 def test_a_choice_that_cannot_be_is_refused() -> None:

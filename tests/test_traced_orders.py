@@ -52,7 +52,7 @@ def test_a_stream_in_another_order_gives_what_it_gave(name: str) -> None:
 def test_groups_inside_sites_change_places() -> None:
     model = model_of("pvt")
     new = model
-    for site in tracing(model).found.sites:
+    for site in tracing(model).analysis.sites:
         parts = torch.arange(site.size).view(site.parts, -1)  # the heads of these stand one behind the other
         drawn = torch.randperm(parts.shape[1], generator=torch.Generator().manual_seed(1))
         if site.kind in ("channels", "values"):

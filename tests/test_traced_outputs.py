@@ -15,7 +15,7 @@ from torch import nn
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import answers, family_of, outputs_of, steps_to_outputs, with_outputs
 from corp_deploy.families.outputs import Outputs, outputs_from_text
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_model import traced
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -154,7 +154,7 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
     dense = traced(made, Architecture(name=name, kwargs={"img_size": 32}))
     model, pixels = with_outputs(dense, outputs_from_text(names)), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
-        walk = Walk.of(family_of(model).embedded(model, pixels), None)
+        walk = StreamState.of(family_of(model).embedded(model, pixels), None)
         for step in steps_to_outputs(model):
             walk = walk.behind(step)
         for got, wanted in zip(answers(model, walk, pixels), model(pixels), strict=True):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.trusted_code import Code, trusting_code

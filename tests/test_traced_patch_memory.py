@@ -19,16 +19,16 @@ from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.cli import main
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.own_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
@@ -93,7 +93,7 @@ def moments(groups: int, share: float | None = 0.4, seed: int = 1, halved: bool 
         images = images_for_model(own.model, Path(folder) / "images.npy")
         taken = partial(calibrate, batch_size=16, statistics=limit_of(own, share))
         if halved:
-            return in_halves(images, torch.arange(COUNT) // 2, lambda part, _: taken(own, part), seed=0)
+            return in_splits(images, torch.arange(COUNT) // 2, lambda part, _: taken(own, part), seed=0)
         return taken(own, images)
 
 

@@ -15,7 +15,7 @@ from calib.input_set import InputSet
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.families.traced_module import traced_module
 from corp_deploy.polish.layers import fit_layers_, pairs_of
@@ -136,7 +136,9 @@ def halved(dense: nn.Module, images: InputSet, preset: str = "none") -> nn.Modul
     return reduce(dense, calibrate(checkpoint, images, batch_size=16), method_from_preset(preset, **HALF)).model
 
 
-def moved(step: Step, change_RD: Tensor, passage: Passage, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
+def moved(
+    step: Step, change_RD: Tensor, passage: SegmentStep, x_BNC: Tensor, weights_BN: Tensor | None = None
+) -> Tensor:
     """What the segment gives of the tokens' channels with the layers changed."""
     start_RD = step.rows_RD
     step.set_(start_RD + change_RD)
@@ -166,7 +168,7 @@ def test_a_segment_is_linearised_as_it_is(
     torch.manual_seed(1)  # with no rectifier near its kink
     dense = net(build(), build(), tokens=1)
     every = [step for step in steps(dense) if step.name.startswith("blocks")]
-    passages = [step for step in every if isinstance(step, Passage)]
+    passages = [step for step in every if isinstance(step, SegmentStep)]
     sublayers = [segment_sublayer(dense, passage) for passage in passages]
     tracing(dense).program.graph.double()
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +186,7 @@ def test_a_segment_is_linearised_as_it_is(
             along_XC = piece.tangent.along(change_RD)
             torch.testing.assert_close(along_XC, expected_XC, rtol=1e-6, atol=1e-6)
             lacking_XC = (dense_BNC - passage(x_BNC))[:, tokens].flatten(0, 1)
-            torch.testing.assert_close(piece.lacking_XO, lacking_XC, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(piece.residual_XO, lacking_XC, rtol=1e-9, atol=1e-9)
             back_RD = piece.tangent.sensitivity(lacking_XC).mT @ piece.tangent.entering_XD
             torch.testing.assert_close((back_RD * change_RD).sum(), (lacking_XC * along_XC).sum(), rtol=1e-8, atol=1e-8)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from corp_deploy.traced.programs.recording import recorded
-from corp_deploy.traced.programs.sizes import Counted, OtherwiseAtOtherBatch, size_of
+from corp_deploy.traced.programs.sizes import BatchAffineSize, BatchDependentProgram, size_of
 from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 
@@ -111,7 +111,7 @@ def test_two_parts_are_never_one() -> None:
     model = Does(lambda m, x: m.meta(x) + m.meta_(x)).eval()
     model.add_module("meta", nn.Linear(4, 4))
     model.add_module("meta_", nn.Linear(4, 4))
-    with pytest.raises(OtherwiseAtOtherBatch, match=r"two parts that a graph calls meta_.weight"):
+    with pytest.raises(BatchDependentProgram, match=r"two parts that a graph calls meta_.weight"):
         recorded(model, (torch.randn(2, 4),), {})
 
 
@@ -154,7 +154,7 @@ NOT_TOLD: dict[str, tuple[Forward, str]] = {
 @pytest.mark.parametrize("name", NOT_TOLD)
 def test_what_is_another_program_at_another_batch_is_not_told(name: str) -> None:
     forward, reason = NOT_TOLD[name]
-    with pytest.raises(OtherwiseAtOtherBatch, match=reason):
+    with pytest.raises(BatchDependentProgram, match=reason):
         recorded(Does(forward).eval(), (torch.randn(2, 4),), {})
 
 
@@ -174,7 +174,11 @@ def test_what_torch_alone_can_write_down_is_exported() -> None:
 def test_sizes_tell_what_the_batch_counts() -> None:
     graph = recorded(Does(in_windows).eval(), (torch.randn(2, 4),), {})
     sizes = {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"}
-    assert (sizes["x"], sizes["reshape"], sizes["cat"]) == ((Counted(1), 4), (Counted(2), 2), (Counted(2, 1), 2))
+    assert (sizes["x"], sizes["reshape"], sizes["cat"]) == (
+        (BatchAffineSize(1), 4),
+        (BatchAffineSize(2), 2),
+        (BatchAffineSize(2, 1), 2),
+    )
     assert sizes_at_one(next(node for node in graph.graph.nodes if node.name == "cat")) == (3, 2)
     assert size_of(8, 8) == 8
 

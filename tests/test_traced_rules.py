@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from corp_deploy.traced.finding.choice import stuck
 from corp_deploy.traced.finding.flow import Flow
-from corp_deploy.traced.finding.labels import Marks, marked
+from corp_deploy.traced.finding.labels import LabelTensor, marked
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.finding.rules import RULES
 from corp_deploy.traced.finding.walk import value_of
@@ -149,12 +149,12 @@ def tell_as_it_is(node: fx.Node, value: Any) -> None:
     node.meta["val"] = value
 
 
-def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> Marks:
+def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> LabelTensor:
     """New labels along one axis or several; none of what counts or says where."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     axes = draw.sample(dims, draw.randint(min(1, len(dims)), len(dims)))
     if not axes or not tensor.is_floating_point():
-        return Marks(tuple(tensor.shape))
+        return LabelTensor(tuple(tensor.shape))
     labels = flow.fresh([size if dim in axes else 1 for dim, size in enumerate(tensor.shape)])
     return marked(labels.expand(tensor.shape))
 
@@ -181,7 +181,7 @@ def held(name: str, case: Case) -> list[bool]:
         flow.values = {each: labelled(flow, draw, each.meta["val"]) for each in inputs}
         flow.values |= {each: value_of(flow, each) for each in before if each not in inputs}
         groups = flow.groups.of(torch.arange(flow.groups.count))
-        given = [each for each in tree_leaves(value_of(flow, node)) if isinstance(each, Marks)]
+        given = [each for each in tree_leaves(value_of(flow, node)) if isinstance(each, LabelTensor)]
         summed = [flow.groups.of(use.labels) for use in flow.every_use if not use.is_of_constant]
         goes = ~stuck(flow)[flow.groups.of(groups)]
         free.append(bool(goes.all()))

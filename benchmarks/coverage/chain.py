@@ -17,7 +17,7 @@ from calib.input_set import InputSet
 from calib.inputs import chunks, tensors_by_name
 from calib.moments import Moments
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.idle_options import CONVOLUTIONS, HONOURED
+from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -81,7 +81,7 @@ def needed(found: Tracing) -> int:
     bounds.
     """
     counts = [CALIBRATION]
-    for node_name, layer in found.heard[1].items():
+    for node_name, layer in found.hooked[1].items():
         node = found.by_node[node_name]
         places = sizes_at_one(node)[2:] if layer.weight.dim() > 2 else sizes_at_one(node)[:-1]
         counts.append(math.ceil(1.5 * layer.weight[0].numel() / math.prod(places)))

@@ -45,7 +45,7 @@ def measured(small: Small) -> Row:
     began = time.process_time()
     own = tracing(model)
     traced_at = time.process_time()
-    found = own.found
+    found = own.analysis
     row |= {"trace_s": round(traced_at - began, 2), "find_s": round(time.process_time() - traced_at, 2)}
     offered = sites(model)
     row |= {

@@ -68,7 +68,7 @@ def measured(name: str) -> Row:
     try:
         found_of = tracing(model)
         traced = time.process_time()
-        found = found_of.found
+        found = found_of.analysis
     except BadInput as error:
         return row | {"said": str(error)[:200]}
     row |= {"trace_s": round(traced - began, 2), "find_s": round(time.process_time() - traced, 2)}

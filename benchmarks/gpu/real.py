@@ -23,7 +23,7 @@ from calib.groups import group_ids
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.planning.carry_out import reduce_as_asked
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

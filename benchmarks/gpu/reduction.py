@@ -46,7 +46,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
     widths = {site: width for site, width in uniform_widths(model, method).items() if site in sites.by_name}
     finished_s: list[float] = []
     begun_s = clock_s(where)
-    reduction = reduce(model, moments, method, widths=widths, done=lambda *_: finished_s.append(clock_s(where)))
+    reduction = reduce(model, moments, method, widths=widths, on_progress=lambda *_: finished_s.append(clock_s(where)))
     seconds, sites_s = clock_s(where) - begun_s, finished_s[-1] - begun_s
     return {
         "row": "reduction",

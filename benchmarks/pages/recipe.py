@@ -13,7 +13,7 @@ from msgspec import NODEFAULT, inspect, json
 
 from benchmarks.pages.markdown import table
 from corp_deploy.cli import main
-from corp_deploy.invocation.honours import spelled
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.release.recipe import Recipe
 
 MEANINGS = Path(__file__).with_name("recipe.toml")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.linearised import counts
 from corp_deploy.polish.newton import Sublayer
@@ -68,7 +68,7 @@ def adam_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Ada
     """Every narrower sublayer in turn, in place; the processor's seconds that it took."""
     seconds = [0.0]
 
-    def fit(step: Passage, name: str, both: list[Pair]) -> None:
+    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
         start, own = time.process_time(), segment_sublayer(model, step)
         fit_by_adam_(own, [each.layer for each in own.matrices], both, how)
         seconds.append(time.process_time() - start)

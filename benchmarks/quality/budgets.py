@@ -63,8 +63,8 @@ class Curves:
     def errors(self, share: float) -> dict[str, Any]:
         """By both ways of allocating."""
         planner = self.planner
-        first = allocate(self.before, planner.total, share, whole=planner.whole)
-        now = allocate(planner.curves, planner.total, share, whole=planner.whole)
+        first = allocate(self.before, planner.total, share, full_cost=planner.full_cost)
+        now = allocate(planner.curves, planner.total, share, full_cost=planner.full_cost)
         tried = planner.tried_at(share)
         by_site = [way for way in tried.ways if way.name.startswith("by site")]
         taken = min(by_site, key=lambda way: way.measured_error)

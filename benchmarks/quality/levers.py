@@ -25,7 +25,7 @@ from torch.nn import functional
 
 import corp_deploy
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.own_modules import architecture_of
+from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.machine import versions

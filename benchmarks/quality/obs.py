@@ -20,7 +20,7 @@ from torch import Tensor
 from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.scores import combined, kept_from_scores
-from corp_deploy.algebra.swap import Swapped, swap
+from corp_deploy.algebra.swap import ExchangedSet, swap
 from corp_deploy.reduction import pool as site_pool
 from perf.timing.environment import cpu_name
 
@@ -86,7 +86,7 @@ def measured(channels: int, outputs: int, repeats: int, *, plain: bool, swaps: b
         row["plain"] = timed(1, lambda: orders.append(plain_greedy(covariance_FF, weight_OF, result.ridge)))
         row["same_order_as_plain"] = orders == [result.order_F.tolist()]
     if swaps:
-        found: list[Swapped] = []
+        found: list[ExchangedSet] = []
         row["swap"] = timed(1, lambda: found.append(swap(covariance_FF, weight_OF, kept_K["obs"], ridge_rel=RIDGE_REL)))
         row["swaps"] = found[0].swaps
         kept_K["obs and swaps"] = found[0].kept_K

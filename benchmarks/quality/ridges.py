@@ -25,10 +25,10 @@ from calib.store import load, save
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.halves import in_halves
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import overfitting
+from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
@@ -49,7 +49,7 @@ def moments_of(dense: Checkpoint, images: Images, groups: Tensor, cache: Path | 
     """In halves, kept in a file where there is one."""
     if cache is not None and cache.is_file():
         return load(cache)
-    moments = in_halves(images, groups, lambda half, _: calibrate(dense, half, batch_size=BATCH), seed=0)
+    moments = in_splits(images, groups, lambda half, _: calibrate(dense, half, batch_size=BATCH), seed=0)
     if cache is not None:
         save(moments, cache)
     return moments

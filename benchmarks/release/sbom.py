@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from benchmarks.release.licences import policy
-from corp_deploy.release.bill import bill_of_environment
+from corp_deploy.release.sbom import bill_of_environment
 from ground.files import write_json
 from ground.installed import installed
 

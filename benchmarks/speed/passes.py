@@ -25,7 +25,7 @@ from calib.images import Images
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports
 from corp_deploy.machine import versions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.request import Budget, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import loop_from, method_from_preset

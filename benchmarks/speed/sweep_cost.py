@@ -27,7 +27,7 @@ from corp_deploy.families.family import input_ports, listened, sites_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
-from corp_deploy.planning.sweep import Swept, sweep
+from corp_deploy.planning.sweep import SweepContext, sweep
 from corp_deploy.planning.sweep_scores import scored_inputs
 from corp_deploy.planning.sweep_trials import SweepRequest
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -71,12 +71,12 @@ def measured(model_name: str, kwargs: dict[str, Any], images: int, scored_images
         }
 
 
-def _swept(checkpoint: Checkpoint, moments: Moments, held_out: torch.Tensor, folder: Path) -> Swept:
+def _swept(checkpoint: Checkpoint, moments: Moments, held_out: torch.Tensor, folder: Path) -> SweepContext:
     """As the command opens them."""
     save(moments, folder / "m.safetensors")
     np.save(folder / "held-out.npy", held_out.numpy())
     source = images_for_model(checkpoint.model, folder / "held-out.npy")
-    return Swept(
+    return SweepContext(
         dense=checkpoint,
         moments=(folder / "m.safetensors",),
         source=source,
@@ -84,7 +84,7 @@ def _swept(checkpoint: Checkpoint, moments: Moments, held_out: torch.Tensor, fol
     )
 
 
-def _timed(model_name: str, swept: Swept, moments: Moments, rounds: int) -> dict[str, Any]:
+def _timed(model_name: str, swept: SweepContext, moments: Moments, rounds: int) -> dict[str, Any]:
     model = swept.dense.model
     wanted = [SweepRequest(preset="best", method=choices_at(sparsity)) for sparsity in SPARSITIES]
     found = []

@@ -136,7 +136,7 @@ def _values(command: str, parameter: click.Parameter, home: Path) -> Iterator[tu
     kind = type(known).__name__
     if (command, parameter.opts[0]) in FREE:
         return
-    objects = {"Spelled": OBJECTS} if known is JSON else {}
+    objects = {"ParsedText": OBJECTS} if known is JSON else {}
     for value in ({"Count": NUMBERS, "Real": NUMBERS, "ListOf": LISTS} | objects).get(kind, WORDS):
         yield value, f"{value[:30]!r}"
     if kind == "Paths" or parameter.name in ("model", "candidates"):

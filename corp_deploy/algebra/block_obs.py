@@ -15,7 +15,7 @@ Legend: C blocks, T columns of a block, U = C T columns, O outputs, M blocks in 
 import torch
 from torch import Tensor
 
-from .obs import Elimination, Shifted, shifted_covariance
+from .obs import Elimination, RegularisedCovariance, shifted_covariance
 from .patches import columns
 
 _STILL_VARIANCE_REL = 1e-12  # of the mean variance: below it a column is a constant, and the bias takes it
@@ -115,7 +115,9 @@ def _without_cost(group_of_C: Tensor) -> Elimination:
     return Elimination(order_F=order_C, error_F=torch.zeros_like(order_C, dtype=torch.float64), ridge=0.0)
 
 
-def _remove_all(shifted: Shifted, weight_OU: Tensor, size: int, group_of_C: Tensor) -> tuple[Tensor, Tensor]:
+def _remove_all(
+    shifted: RegularisedCovariance, weight_OU: Tensor, size: int, group_of_C: Tensor
+) -> tuple[Tensor, Tensor]:
     """Blocks in order and what each costs; formed anew at each halving, so that rounding stays small."""
     count, groups = group_of_C.numel(), int(group_of_C.max()) + 1
     target_OU = weight_OU @ shifted.matrix_FF

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .quadratic import Solved, solve_ridge, variance
+from .quadratic import RidgeSolution, solve_ridge, variance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def judged(
     kept_K: Tensor,
     new_weight_OK: Tensor,
     new_bias_O: Tensor,
-    solved: Solved | None,
+    solved: RidgeSolution | None,
 ) -> ChannelRecovery:
     """Put the exact errors beside the new layer; see quadratic.output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)

@@ -96,13 +96,13 @@ def eliminate_coupled(
     taps = [1] * len(weights) if taps is None else taps
     channels, where = weights[0].shape[1] // taps[0], weights[0].device
     part_C = torch.zeros(channels, dtype=torch.int64, device=where) if part_C is None else part_C
-    told = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
-    if not told:  # no channel varies for any reader: biases take them all
+    varying_readers = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
+    if not varying_readers:  # no channel varies for any reader: biases take them all
         return Elimination(
             order_F=_by_rounds(part_C), error_F=part_C.new_zeros(channels, dtype=torch.float64), ridge=0.0
         )
-    shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in told}
-    energies = {place: variance(weights[place], covariances[place]) for place in told}
+    shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in varying_readers}
+    energies = {place: variance(weights[place], covariances[place]) for place in varying_readers}
     readers = [
         _Reader(
             shifted_UU=shifted[place].matrix_FF,
@@ -110,7 +110,7 @@ def eliminate_coupled(
             share=1.0 / energies[place] if energies[place] > 0.0 else 0.0,
             taps=taps[place],
         )
-        for place in told
+        for place in varying_readers
     ]
     order, costs, parts = list[Tensor](), list[Tensor](), int(part_C.max()) + 1
     here_M, done_P = torch.arange(channels, device=where), torch.zeros(parts, dtype=torch.bool, device=where)

@@ -36,16 +36,16 @@ class Tangent(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lacking:
+class Residuals:
     """Some tokens: the tangent there, what the outputs lack, and how much each token counts (None: all alike)."""
 
     tangent: Tangent
-    lacking_XO: Tensor
+    residual_XO: Tensor
     weight_X: Tensor | None = None
 
     @property
     def weight(self) -> float:
-        return float(len(self.lacking_XO)) if self.weight_X is None else float(self.weight_X.double().sum())
+        return float(len(self.residual_XO)) if self.weight_X is None else float(self.weight_X.double().sum())
 
     def weighted(self, out_XO: Tensor) -> Tensor:
         return out_XO if self.weight_X is None else out_XO * self.weight_X.to(out_XO)[:, None]
@@ -60,7 +60,7 @@ def _summed(tensors: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, tensors)
 
 
-def _curved(pieces: Iterable[Lacking], step_RD: Tensor, weight: float) -> Tensor:
+def _curved(pieces: Iterable[Residuals], step_RD: Tensor, weight: float) -> Tensor:
     """J'J S."""
     return _summed(piece.back(piece.tangent.along(step_RD)) for piece in pieces) / weight
 
@@ -77,12 +77,12 @@ class _Kronecker:
         return self.left_RR @ ((self.left_RR.mT @ step_RD @ self.right_DD) / self.value_RD) @ self.right_DD.mT
 
 
-def _second_moments(pieces: Iterable[Lacking], weight: float) -> tuple[Tensor, Tensor]:
+def _second_moments(pieces: Iterable[Residuals], weight: float) -> tuple[Tensor, Tensor]:
     """E[g g'] and E[u u'] in float64; the signs are always the same."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     g_RR, u_DD, tokens = torch.zeros(()), torch.zeros(()), 0
     for piece in pieces:
-        u_XD, r_XO = piece.tangent.entering_XD, piece.lacking_XO
+        u_XD, r_XO = piece.tangent.entering_XD, piece.residual_XO
         sign_XO = torch.randint(0, 2, r_XO.shape, generator=generator, device="cpu").to(r_XO) * 2.0 - 1.0
         root_XO = sign_XO if piece.weight_X is None else sign_XO * piece.weight_X.to(r_XO).sqrt()[:, None]
         g_XR = piece.tangent.sensitivity(root_XO)
@@ -92,7 +92,7 @@ def _second_moments(pieces: Iterable[Lacking], weight: float) -> tuple[Tensor, T
 
 
 def _preconditioner(
-    pieces: Iterable[Lacking], weight: float, ridge_rel: float, like: Tensor
+    pieces: Iterable[Residuals], weight: float, ridge_rel: float, like: Tensor
 ) -> tuple[_Kronecker, float]:
     """With the ridge: ridge_rel * the mean of the diagonal of the Kronecker product."""
     g_RR, u_DD = _second_moments(pieces, weight)
@@ -104,7 +104,7 @@ def _preconditioner(
     return kronecker, ridge
 
 
-def gauss_newton(pieces: Iterable[Lacking], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
+def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
     """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain. The pieces are looked
     through twice, and once more in each iteration.
 
@@ -113,7 +113,7 @@ def gauss_newton(pieces: Iterable[Lacking], *, ridge_rel: float, iterations: int
     assert ridge_rel >= 0.0, ridge_rel
     weight, left_RD = 0.0, torch.zeros(())
     for piece in pieces:
-        gradient_RD = piece.back(piece.lacking_XO)
+        gradient_RD = piece.back(piece.residual_XO)
         weight, left_RD = weight + piece.weight, gradient_RD + left_RD.to(gradient_RD)
     assert weight > 0.0, weight
     left_RD = left_RD / weight

@@ -56,7 +56,7 @@ def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shifted:
+class RegularisedCovariance:
     """covariance + ridge * I and its lower Cholesky factor."""
 
     matrix_FF: Tensor
@@ -64,7 +64,7 @@ class Shifted:
     ridge: float
 
 
-def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> Shifted:
+def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> RegularisedCovariance:
     """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has.
 
     The ridge is relative to `scale`, by default the mean diagonal.
@@ -76,7 +76,7 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
         shifted_FF.diagonal().add_(ridge)
         factor_FF, failed = torch.linalg.cholesky_ex(shifted_FF)
         if int(failed) == 0:
-            return Shifted(matrix_FF=shifted_FF, factor_FF=factor_FF, ridge=ridge)
+            return RegularisedCovariance(matrix_FF=shifted_FF, factor_FF=factor_FF, ridge=ridge)
         ridge *= 10.0
         assert ridge < scale, (ridge, scale)
 
@@ -91,24 +91,24 @@ def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: i
     a_u_B2M = inverse_MM.new_empty(count, 2, width)  # norms lose a u' + u a', the inverse loses u u'
     inverse_M = inverse_MM.diagonal().masked_fill(gone_M, 1.0)
     norm_M = norms_MM.diagonal().masked_fill(gone_M, torch.inf)
-    for done in range(count):
-        pick_1 = torch.argmin(norm_M / inverse_M, dim=0, keepdim=True, out=picks_B[done : done + 1])
-        past_BM = a_u_B2M[:done].view(2 * done, width)
-        a_u_B2 = a_u_B2M[:done].index_select(2, pick_1).squeeze(2)
-        h_M = torch.addmv(inverse_MM.index_select(0, pick_1)[0], a_u_B2M[:done, 1].T, a_u_B2[:, 1], alpha=-1.0)
+    for step in range(count):
+        pick_1 = torch.argmin(norm_M / inverse_M, dim=0, keepdim=True, out=picks_B[step : step + 1])
+        past_BM = a_u_B2M[:step].view(2 * step, width)
+        a_u_B2 = a_u_B2M[:step].index_select(2, pick_1).squeeze(2)
+        h_M = torch.addmv(inverse_MM.index_select(0, pick_1)[0], a_u_B2M[:step, 1].T, a_u_B2[:, 1], alpha=-1.0)
         n_M = torch.addmv(norms_MM.index_select(0, pick_1)[0], past_BM.T, a_u_B2.flip(1).flatten(), alpha=-1.0)
         pivot_1 = h_M.index_select(0, pick_1)
         norm_1 = n_M.index_select(0, pick_1).clamp_min_(0.0)
         root_1 = pivot_1.sqrt()
         u_M = h_M / root_1
         a_M = n_M / root_1 - (0.5 * norm_1 / pivot_1) * u_M
-        a_u_B2M[done, 0], a_u_B2M[done, 1] = a_M, u_M
+        a_u_B2M[step, 0], a_u_B2M[step, 1] = a_M, u_M
         inverse_M -= u_M.square()
         norm_M -= 2.0 * a_M * u_M
         norm_M.clamp_min_(0.0)
         inverse_M.index_fill_(0, pick_1, 1.0)
         norm_M.index_fill_(0, pick_1, torch.inf)
-        costs_B[done : done + 1] = norm_1 / pivot_1
+        costs_B[step : step + 1] = norm_1 / pivot_1
     gone_M.index_fill_(0, picks_B, True)
     u_BM = a_u_B2M[:, 1]
     inverse_MM.addmm_(u_BM.T, u_BM, alpha=-1.0)
@@ -116,7 +116,7 @@ def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: i
     return picks_B, costs_B
 
 
-def _eliminate(shifted: Shifted, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
     target_OF = weight_OF @ shifted.matrix_FF

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import channels
 from .channels import ChannelRecovery, judged
-from .quadratic import Solved
+from .quadratic import RidgeSolution
 
 _STILL_VARIANCE_REL = 1e-12  # an output whose variance is below this share of its scale is a constant
 
@@ -111,7 +111,7 @@ def _together(
         columns(kept_K, taps),
         at_taps.weight_OK.view(outputs, taps, kept).transpose(1, 2).reshape(outputs, kept * taps),
         old_O + at_taps.bias_O.view(outputs, taps).sum(dim=1),
-        Solved(solution_OK=at_taps.weight_OK, condition=at_taps.condition, ridge=at_taps.ridge),
+        RidgeSolution(solution_OK=at_taps.weight_OK, condition=at_taps.condition, ridge=at_taps.ridge),
     )
 
 

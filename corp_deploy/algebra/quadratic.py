@@ -13,7 +13,7 @@ _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class RidgeSolution:
     """X with X (gram + ridge I) = cross, and the 1-norm condition number of that (at most 1/eps) or a bound."""
 
     solution_OK: Tensor
@@ -37,7 +37,7 @@ def _bound(width: int, ridge_rel: float) -> float:
     return width * (1.0 + width / ridge_rel) if ridge_rel > 0.0 else math.inf
 
 
-def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> Solved:
+def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> RidgeSolution:
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
     By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues
@@ -46,7 +46,7 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
     """
     assert ridge_rel >= 0.0, ridge_rel
     if not gram_KK.numel():
-        return Solved(solution_OK=cross_OK.clone(), condition=1.0, ridge=0.0)
+        return RidgeSolution(solution_OK=cross_OK.clone(), condition=1.0, ridge=0.0)
     ridge = ridge_rel * max(float(gram_KK.diagonal().mean()), 0.0)  # of constants rounding alone is left
     matrix_KK = gram_KK.clone()
     matrix_KK.diagonal().add_(ridge)
@@ -58,9 +58,9 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
             condition = max(float(norm * torch.linalg.matrix_norm(torch.cholesky_inverse(factor_KK), ord=1)), 1.0)
         if condition * _CUTOFF_REL < 1.0:
             solution_OK = torch.cholesky_solve(cross_OK.T, factor_KK).T
-            return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
+            return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
     solution_OK, condition = _pseudo_solve(cross_OK, matrix_KK)
-    return Solved(solution_OK=solution_OK, condition=condition, ridge=ridge)
+    return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
 
 
 def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:

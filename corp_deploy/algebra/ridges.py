@@ -35,14 +35,14 @@ def ridges_from(least: float) -> tuple[float, ...]:
 
 
 def tried(
-    halves: tuple[Statistics, Statistics],
+    splits: tuple[Statistics, Statistics],
     strength: float,
     fit: Callable[[Statistics, float], Fit],
     error: Callable[[Fit, Statistics], float],
 ) -> RidgeChoice:
     """What a strength gives."""
     fitted = held_out = 0.0
-    for own, other in (halves, halves[::-1]):
+    for own, other in (splits, splits[::-1]):
         here = fit(own, strength)
         fitted += 0.5 * error(here, own)
         held_out += 0.5 * error(here, other)
@@ -50,7 +50,7 @@ def tried(
 
 
 def chosen_ridge(
-    halves: tuple[Statistics, Statistics],
+    splits: tuple[Statistics, Statistics],
     strengths: Sequence[float],
     fit: Callable[[Statistics, float], Fit],
     error: Callable[[Fit, Statistics], float],
@@ -61,7 +61,7 @@ def chosen_ridge(
     assert len(strengths) > 0
 
     def held_out(strength: float) -> float:
-        return sum(error(fit(own, strength), other) for own, other in (halves, halves[::-1]))
+        return sum(error(fit(own, strength), other) for own, other in (splits, splits[::-1]))
 
-    best = tried(halves, min(sorted(strengths, reverse=True), key=held_out), fit, error)
+    best = tried(splits, min(sorted(strengths, reverse=True), key=held_out), fit, error)
     return replace(best, strength_whole=max(best.strength_whole, min(strengths)))

@@ -24,7 +24,7 @@ _ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swapped:
+class ExchangedSet:
     """A kept set after exchanges, with the ridge objective (see Elimination) before and after."""
 
     kept_K: Tensor
@@ -168,7 +168,7 @@ def _objective(swept: _Swept) -> float:
 
 def swap(
     covariance_FF: Tensor, weight_OF: Tensor, kept_K: Tensor, *, ridge_rel: float, gain_rel: float = 1e-5
-) -> Swapped:
+) -> ExchangedSet:
     """Exchange pairs until no single exchange lowers the ridge objective by more than gain_rel of it.
 
     Each round looks at every pair once (O(F^2)), makes the best disjoint ones that still help after those before them,
@@ -176,7 +176,7 @@ def swap(
     """
     allowed_F = ~dead_channels(covariance_FF, weight_OF)
     if not bool(allowed_F.any()):
-        return Swapped(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
+        return ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
     swept = _Swept(shifted_covariance(covariance_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
     before = error = _objective(swept)
     swaps, improved = 0, True
@@ -193,4 +193,6 @@ def swap(
                 swaps, improved = swaps + 1, True
         if improved:
             swept.apply()
-    return Swapped(kept_K=swept.channel_F[: swept.kept].sort().values, swaps=swaps, error_before=before, error=error)
+    return ExchangedSet(
+        kept_K=swept.channel_F[: swept.kept].sort().values, swaps=swaps, error_before=before, error=error
+    )

@@ -34,10 +34,10 @@ class RunTangent:
     @classmethod
     def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
         """Outputs may be of as many tokens as they will."""
-        held = list[int]()
+        held_bytes = list[int]()
 
         def kept(tensor: Tensor) -> Tensor:
-            held.append(tensor.nbytes)
+            held_bytes.append(tensor.nbytes)
             return tensor
 
         with torch.enable_grad(), saved_tensors_hooks(kept, lambda tensor: tensor):
@@ -51,7 +51,7 @@ class RunTangent:
             out_XO=out_XO,
             weights_XO=weights_XO,
             pulled_XR=pulled_XR,
-            held_bytes=sum(held),
+            held_bytes=sum(held_bytes),
         )
 
     def along(self, step_RD: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .quadratic import Solved, solve_ridge, variance
+from .quadratic import RidgeSolution, solve_ridge, variance
 from .scores import kept_from_scores
 
 
@@ -109,7 +109,9 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
 
 
-def _refitted(covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float) -> Solved:
+def _refitted(
+    covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
+) -> RidgeSolution:
     """The weights over all heads' new values at once: a ridge toward the ones so far."""
     map_KC = _beside(v_map_HRV)
     spread_CK = covariance_CC @ map_KC.T

@@ -18,7 +18,7 @@ from torch import Tensor
 from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
 from .obs import Elimination
-from .quadratic import Solved, solve_ridge, variance
+from .quadratic import RidgeSolution, solve_ridge, variance
 from .scores import kept_from_scores
 
 Form = Literal["none", "gram", "affine"]
@@ -67,13 +67,13 @@ def averages(cluster_H: Tensor, count: int) -> Tensor:
 
 def grouped(maps: Iterable[Tensor]) -> Tensor:
     """Maps of the heads of each group, in turn, as one block-diagonal map of all heads."""
-    whole: Tensor = torch.block_diag(*maps)
-    return whole
+    block_diagonal: Tensor = torch.block_diag(*maps)
+    return block_diagonal
 
 
 def _fitted(
     moment_CC: Tensor, weight_OC: Tensor, map_KC: Tensor, start_OK: Tensor, ridge_rel: float
-) -> tuple[Tensor, Solved]:
+) -> tuple[Tensor, RidgeSolution]:
     """S + (W - S R) G R' (R G R' + ridge I)^-1: a ridge toward S."""
     spread_CK = moment_CC @ map_KC.T
     step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)

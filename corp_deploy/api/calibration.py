@@ -53,7 +53,7 @@ class CalibrateCall(Decoded, Drawn, CalibrateOptions):
 
 
 @verb(CalibrateCall)
-def calibrate(asked: CalibrateCall) -> Calibration:
+def calibrate(call: CalibrateCall) -> Calibration:
     """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
@@ -63,18 +63,18 @@ def calibrate(asked: CalibrateCall) -> Calibration:
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.
     """
-    require_device(asked.device)
-    path = Path(asked.output)
+    require_device(call.device)
+    path = Path(call.output)
     run = CalibrationRun(
         unfinished=path,
-        snapshots=tuple(asked.snapshots),
+        snapshots=tuple(call.snapshots),
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
     with (
-        opened(asked.model, asked.inputs) as loaded,
-        opened_inputs(loaded.model, asked.inputs, **asked.decoded, **asked.drawn) as opened_set,
+        opened(call.model, call.inputs) as loaded,
+        opened_inputs(loaded.model, call.inputs, **call.decoded, **call.drawn) as opened_set,
     ):
-        dense, given = merging_checkpoint(loaded, asked), asked.in_order(opened_set, **asked.drawn)
-        record, *_ = write_moments(dense, given, asked.request(seed=asked.seed), run, path)
-    left_out = None if asked.hold_out is None else held_out_path(path)
+        dense, input_set = merging_checkpoint(loaded, call), call.in_order(opened_set, **call.drawn)
+        record, *_ = write_moments(dense, input_set, call.request(seed=call.seed), run, path)
+    left_out = None if call.hold_out is None else held_out_path(path)
     return Calibration(path=path, held_out=left_out, inputs=int(record["images"]), record=record)

@@ -53,7 +53,7 @@ class ExportCall(Drawn, ExportOptions):
 
 
 @verb(ExportCall)
-def export(asked: ExportCall) -> Graph:
+def export(call: ExportCall) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
     `auto` looks on `inputs` for the modules that must stay in more bits, until the graph errs no more than a multiple
@@ -62,15 +62,15 @@ def export(asked: ExportCall) -> Graph:
     Raises BadInput for options that the precision would ignore or lacks, for a model that can't be typed so, and for
     a graph that fails ONNX's or our own check; nothing is written then.
     """
-    path = Path(asked.output)
+    path = Path(call.output)
     with ExitStack() as stack:
-        own = stack.enter_context(opened(asked.model, asked.inputs))
-        dense = None if asked.dense is None else stack.enter_context(opened(asked.dense, asked.inputs))
+        own = stack.enter_context(opened(call.model, call.inputs))
+        dense = None if call.dense is None else stack.enter_context(opened(call.dense, call.inputs))
         feeds = None
-        if asked.inputs is not None:
-            opening = opened_inputs(own.model, asked.inputs, **asked.drawn)
+        if call.inputs is not None:
+            opening = opened_inputs(own.model, call.inputs, **call.drawn)
             feeds = inputs_from_set(stack.enter_context(opening)).feeds
-        graphs = Graphs(own, asked, feeds, dense=dense)
+        graphs = Graphs(own, call, feeds, dense=dense)
         (name,) = graphs.paths(path)
         kept = graphs.write(name, path)
     facts = facts_of_onnx(path)

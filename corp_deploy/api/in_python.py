@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Option, Record, options_of
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -17,9 +17,9 @@ from ground.errors import BadInput, Missing
 
 FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
     "calibrate": (CalibrateOptions, Drawn),
-    "reduce": (ReduceOptions, Parted, Drawn),
+    "reduce": (ReduceOptions, HoldOutOptions, Drawn),
     "export": (ExportOptions, Drawn),
-    "verify": (ProofOptions, Parted, Drawn),
+    "verify": (ProofOptions, HoldOutOptions, Drawn),
     "bench": (BenchOptions,),
 }
 INPUTS = ("images", "text", "arrays", "tokens")

@@ -49,12 +49,12 @@ def sites(
     which channels are mixed, for other heads than the program has, and for a module that can't be traced.
     """
     with speaking_python():
-        given = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
+        settings = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
         return with_named_sites(
             model,
             inputs=inputs,
             mlps=mlps or {},
             attentions=attentions or {},
             role=output,
-            preprocessing=given.for_channels(inputs[0]),
+            preprocessing=settings.for_channels(inputs[0]),
         )

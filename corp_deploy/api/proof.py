@@ -10,7 +10,7 @@ from pathlib import Path
 from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
-from corp_deploy.invocation.inputs import Drawn, Parted
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
@@ -40,17 +40,17 @@ def _candidates(
     return of_model(with_runtimes([candidate_from_path(os.fspath(path)) for path in every], runtimes), dense)
 
 
-def _proof_inputs(dense: Checkpoint, given: InputSet, labels: PathLike | Array | None) -> ProofInputs:
+def _proof_inputs(dense: Checkpoint, input_set: InputSet, labels: PathLike | Array | None) -> ProofInputs:
     if labels is None:
-        return inputs_from_set(given)
-    if not isinstance(given, Images):
-        raise BadInput(f"labels are of images, the model takes {given.noun}; leave them out")
+        return inputs_from_set(input_set)
+    if not isinstance(input_set, Images):
+        raise BadInput(f"labels are of images, the model takes {input_set.noun}; leave them out")
     with on_disk(labels, name="labels.npy") as path:
-        return inputs_from_set(given, labels_from_path(path, given, dense.model))
+        return inputs_from_set(input_set, labels_from_path(path, input_set, dense.model))
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCall(Parted, Drawn, ProofOptions):
+class VerifyCall(HoldOutOptions, Drawn, ProofOptions):
     """The options, with what is held against what, and on what."""
 
     reference: ModelLike = field(kw_only=False)
@@ -63,7 +63,7 @@ class VerifyCall(Parted, Drawn, ProofOptions):
 
 
 @verb(VerifyCall)
-def verify(asked: VerifyCall) -> Parity:
+def verify(call: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
     `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
@@ -81,27 +81,27 @@ def verify(asked: VerifyCall) -> Parity:
     inputs a candidate was fitted to. Raises BadInput for candidates that aren't of this model and for engines that were
     not built here unless `trust_engine`; Missing where this machine can't run one.
     """
-    limits = ParityLimits.from_options(asked.values)
-    if asked.output is not None and Path(asked.output).suffix == ".npz":
-        raise BadInput(f"{os.fspath(asked.output)}: the figures of every input go there; expected .json")
+    limits = ParityLimits.from_options(call.values)
+    if call.output is not None and Path(call.output).suffix == ".npz":
+        raise BadInput(f"{os.fspath(call.output)}: the figures of every input go there; expected .json")
     with ExitStack() as stack:
-        stack.enter_context(trusting_engines(asked.trust_engine))
-        dense = stack.enter_context(opened(asked.reference, asked.inputs))
-        stack.enter_context(beside(asked.candidates))
-        steps = _candidates(asked.candidates, dense, asked.runtimes)
-        opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
-        given = stack.enter_context(opening)
-        proof_inputs = _proof_inputs(dense, asked.proving(given, asked.seed), asked.labels)
+        stack.enter_context(trusting_engines(call.trust_engine))
+        dense = stack.enter_context(opened(call.reference, call.inputs))
+        stack.enter_context(beside(call.candidates))
+        steps = _candidates(call.candidates, dense, call.runtimes)
+        opening = opened_inputs(dense.model, call.inputs, **call.drawn)
+        input_set = stack.enter_context(opening)
+        proof_inputs = _proof_inputs(dense, call.proving(input_set, call.seed), call.labels)
         for sentence in limits.unreachable(proof_inputs.images):
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
         proof = prove(
             dense,
             steps,
             proof_inputs,
-            batches=tuple(asked.batches),
+            batches=tuple(call.batches),
             limits=limits,
-            moments=None if asked.moments is None else load_moments(Path(asked.moments)),
+            moments=None if call.moments is None else load_moments(Path(call.moments)),
         )
-    if asked.output is not None:
-        save_proof(proof, Path(asked.output))
+    if call.output is not None:
+        save_proof(proof, Path(call.output))
     return proof.parity

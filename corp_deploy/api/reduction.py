@@ -14,8 +14,8 @@ from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.traced_module import is_reduced
 from corp_deploy.invocation import reduction
-from corp_deploy.invocation.inputs import Drawn, Parted
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
@@ -56,7 +56,7 @@ class Reduced(Directory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(Parted, Drawn, reduction.ReduceOptions):
+class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions):
     """The options, with what is reduced and what it looks at."""
 
     model: ModelLike = field(kw_only=False)
@@ -81,7 +81,7 @@ def _needs(module: nn.Module | None) -> tuple[str, ...]:
 
 
 @verb(ReduceCall)
-def reduce(asked: ReduceCall) -> Reduced:
+def reduce(call: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
     `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
@@ -93,27 +93,27 @@ def reduce(asked: ReduceCall) -> Reduced:
     Raises BadInput where nothing or contradictory things are asked for, for moments of another model, for options that
     the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
     """
-    require_device(asked.device)
-    example = asked.moments if asked.inputs is None or isinstance(asked.inputs, str | os.PathLike) else asked.inputs
+    require_device(call.device)
+    example = call.moments if call.inputs is None or isinstance(call.inputs, str | os.PathLike) else call.inputs
     with ExitStack() as stack:
-        dense, given = on_device(stack.enter_context(opened(asked.model, example)), asked.device), None
+        dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
         _refuse_reduced_in_memory(dense)
-        if asked.inputs is not None:
-            opening = opened_inputs(dense.model, asked.inputs, **asked.drawn)
+        if call.inputs is not None:
+            opening = opened_inputs(dense.model, call.inputs, **call.drawn)
             opened_set = stack.enter_context(opening)
-            given = asked.parted(opened_set, asked.seed).fitted
+            input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
-            Path(asked.moments),
-            request_from_choice(asked, seed=asked.seed),
-            directory=Path(asked.output),
-            images=given,
-            judges=judges_from_choice(dense.model, given, asked),
-            held_out=None if asked.held_out is None else load_moments(Path(asked.held_out)),
+            Path(call.moments),
+            request_from_choice(call, seed=call.seed),
+            directory=Path(call.output),
+            images=input_set,
+            judges=judges_from_choice(dense.model, input_set, call),
+            held_out=None if call.held_out is None else load_moments(Path(call.held_out)),
         )
-    module = in_memory(asked.model) if dense.architecture.family == MEMORY else None
+    module = in_memory(call.model) if dense.architecture.family == MEMORY else None
     return Reduced(
-        path=Path(asked.output),
+        path=Path(call.output),
         module=module,
         model=result.model.eval(),
         sites=result.sites,

@@ -56,7 +56,7 @@ class BenchCall(BenchOptions):
 
 
 @verb(BenchCall)
-def bench(asked: BenchCall) -> Speed:
+def bench(call: BenchCall) -> Speed:
     """Time two models in one process, interleaved, with the first against itself beside them.
 
     Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other;
@@ -67,23 +67,23 @@ def bench(asked: BenchCall) -> Speed:
     Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
     this machine can't run them.
     """
-    if odd := [each for each in (asked.dense, asked.reduced) if not isinstance(each, str | os.PathLike)]:
+    if odd := [each for each in (call.dense, call.reduced) if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"a {type(odd[0]).__name__} in memory can't be timed; export both, and give the two .onnx files")
     with ExitStack() as stack:
-        stack.enter_context(beside([asked.dense, asked.reduced]))
-        stack.enter_context(trusting_code(asked.trust_code))
-        stack.enter_context(trusting_engines(asked.trust_engine))
-        images = None if asked.inputs is None else stack.enter_context(on_disk(asked.inputs))
+        stack.enter_context(beside([call.dense, call.reduced]))
+        stack.enter_context(trusting_code(call.trust_code))
+        stack.enter_context(trusting_engines(call.trust_engine))
+        images = None if call.inputs is None else stack.enter_context(on_disk(call.inputs))
         measured = measure(
-            Path(asked.dense),
-            Path(asked.reduced),
-            batches=asked.batches,
-            plan=asked.plan,
-            running=asked.running,
-            fed=TimedInputs(images=images, text=None if asked.text is None else Path(asked.text)),
-            names=asked.names,
+            Path(call.dense),
+            Path(call.reduced),
+            batches=call.batches,
+            plan=call.plan,
+            running=call.running,
+            fed=TimedInputs(images=images, text=None if call.text is None else Path(call.text)),
+            names=call.names,
         )
-    if asked.output is not None:
-        with replacing(Path(asked.output)) as temporary:
+    if call.output is not None:
+        with replacing(Path(call.output)) as temporary:
             save_bench(measured, temporary)
     return Speed(record=measured, summary=summarise(measured))

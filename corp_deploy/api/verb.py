@@ -28,15 +28,15 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
-                given: dict[str, Any] = signature.bind(*args, **kwargs).arguments
+                arguments: dict[str, Any] = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 words = f"{function.__name__}() {error}; its options are {', '.join(signature.parameters)}"
                 raise TypeError(words) from None
             with speaking_python(record, parameters=signature.parameters):
-                asked = record(*args, **kwargs)
-                kept = asked.values
-                asked.refuse_ignored({name: kept[name] for name in kept if given.get(name) is not None})
-                return function(asked)
+                call = record(*args, **kwargs)
+                kept = call.values
+                call.refuse_ignored({name: kept[name] for name in kept if arguments.get(name) is not None})
+                return function(call)
 
         hints = {name: each.annotation for name, each in signature.parameters.items()}
         called.__annotations__ = hints | {"return": inspect.signature(function).return_annotation}

@@ -25,7 +25,7 @@ from .options import ANY_PATH, FILE, explicit_options, output_options, trust_eng
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
 @click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
-@record_options("asked", BenchOptions)
+@record_options("options", BenchOptions)
 @record_options("of_decoders", DecoderLoad)
 @record_options("fed", FedOptions)
 @trust_option
@@ -35,7 +35,7 @@ def bench(
     dense: Path,
     reduced: Path,
     output: Path,
-    asked: BenchOptions,
+    options: BenchOptions,
     of_decoders: DecoderLoad,
     fed: FedOptions,
     out: Output,
@@ -62,25 +62,25 @@ def bench(
     with usage_errors():
         BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
     if of_graphs:
-        timed = bench_graphs(dense, reduced, output, asked, of_decoders, out)
+        timed = bench_graphs(dense, reduced, output, options, of_decoders, out)
         click.get_current_context().exit(0 if timed else EXIT_INCONCLUSIVE)
     with (
         as_directory(dense, out) as dense_run,
         as_directory(reduced, out) as reduced_run,
-        out.progress("measuring", 100, unit="%") as done,
+        out.progress("measuring", 100, unit="%") as bar,
     ):
         measured = measure(
             dense_run,
             reduced_run,
-            batches=asked.batches,
-            plan=asked.plan,
-            running=asked.running,
+            batches=options.batches,
+            plan=options.plan,
+            running=options.running,
             fed=TimedInputs(images=fed.images, text=fed.text),
-            names=asked.names,
+            names=options.names,
             command=["corp-deploy", *sys.argv[1:]],
-            progress=lambda share, _: done(int(100 * share)),
+            progress=lambda share, _: bar(int(100 * share)),
         )
-        done(100)
+        bar(100)
     with replacing(output) as temporary:
         save_bench(measured, temporary)
     for warning in measured.warnings:

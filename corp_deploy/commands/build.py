@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from export.engine.build import Engine
 
 
-def _built(asked: EngineOptions, graph: Path, done: Callable[[int], None]) -> "Engine":
-    """`done` hears the builder's steps, where it has any."""
+def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
+    """`on_progress` hears the builder's steps, where it has any."""
     from export.engine.build import build_engine
     from export.engine.ort_artifact import build_ort_artifact
 
-    if asked.backend == "onnxruntime":
-        return build_ort_artifact(graph, device=asked.device, precision=asked.precision, command=command_line())
+    if options.backend == "onnxruntime":
+        return build_ort_artifact(graph, device=options.device, precision=options.precision, command=command_line())
 
     def progress(phase: str, steps: int, _: int) -> None:
         if phase == "Building engine":
-            done(steps)
+            on_progress(steps)
 
-    return build_engine(graph, asked.of_engine(command_line()), progress=progress)
+    return build_engine(graph, options.of_engine(command_line()), progress=progress)
 
 
 @click.command(
@@ -47,9 +47,9 @@ def _built(asked: EngineOptions, graph: Path, done: Callable[[int], None]) -> "E
     required=True,
     help="Plan (or optimised graph) to write; its record is written beside it.",
 )
-@record_options("asked", EngineOptions)
+@record_options("options", EngineOptions)
 @output_options
-def build(graph: Path, output: Path, asked: EngineOptions, out: Output) -> None:
+def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> None:
     """Build an engine from a typed ONNX graph. Its record is written beside it.
 
     Example: corp-deploy build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan
@@ -59,12 +59,12 @@ def build(graph: Path, output: Path, asked: EngineOptions, out: Output) -> None:
     from export.engine.build import write_engine
 
     lines: tuple[str, ...] = ()
-    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as done, watch.measure("build"):
-        if asked.compatibility is None:
-            built = _built(asked, graph, done)
+    with stopwatch_on() as watch, out.progress("building", None, unit="steps") as bar, watch.measure("build"):
+        if options.compatibility is None:
+            built = _built(options, graph, bar)
             write_engine(built, output)
         else:
-            built = build_priced(graph, asked.of_engine(command_line()), output)
+            built = build_priced(graph, options.of_engine(command_line()), output)
             lines = bench_lines(built.record, output)
     keep_effort(watch, output, step="build")
     record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}

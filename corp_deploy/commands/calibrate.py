@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.calibration import CalibrateRun
-from corp_deploy.invocation.inputs import KINDS, GivenInputs
+from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.views.console import Output
 
 from .declared import record_options
@@ -21,16 +21,16 @@ from .stopwatch import keep_effort, stopwatch_on
     cls=Command, first="model weights images output samples attention-system hold-out batch-size device text"
 )
 @model_options
-@record_options("inputs", GivenInputs, *KINDS, "samples", "seed", "workers", "max_bad")
+@record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
 @click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
-@record_options("asked", CalibrateRun)
+@record_options("options", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
 @output_options
 def calibrate(
     model: ModelChoice,
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     output: Path,
-    asked: CalibrateRun,
+    options: CalibrateRun,
     summary: Path | None,
     out: Output,
 ) -> None:
@@ -83,35 +83,35 @@ def calibrate(
     from ground.files import write_json, write_text
     from ground.gpu import require_device
 
-    require_device(asked.device)
-    if asked.sequential:
-        return calibrate_by_block(model, inputs, output, asked, summary, out)
-    with stopwatch_on(asked.device) as watch, ranks_of_this_run(asked.device) as ranks:
+    require_device(options.device)
+    if options.sequential:
+        return calibrate_by_block(model, inputs, output, options, summary, out)
+    with stopwatch_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = merging_checkpoint(model.load(out), asked)
-        source = asked.in_order(inputs.open(checkpoint), samples=inputs.samples, seed=inputs.seed)
-        unsaved = "" if asked.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
+        checkpoint = merging_checkpoint(model.load(out), options)
+        source = options.in_order(inputs.open(checkpoint), samples=inputs.samples, seed=inputs.seed)
+        unsaved = "" if options.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
-            save_every=asked.checkpoint_every,
-            snapshots=tuple(asked.snapshots),
-            needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
+            save_every=options.checkpoint_every,
+            snapshots=tuple(options.snapshots),
+            on_bytes_needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
             fitting=lambda share: command_again(attn=f"{share:g}"),
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
         resumed, said = run.goes_on, output.with_suffix(".model.toml")
-        says = bool(model.asked) and not explicit_options()["model"].endswith(".toml")
+        says = bool(model.non_default) and not explicit_options()["model"].endswith(".toml")
         with watch.measure("calibrate"):
-            summaries = write_moments(checkpoint, source, asked.request(seed=inputs.seed), run, output)
+            summaries = write_moments(checkpoint, source, options.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
         if summaries and says:
             write_text(said, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
-        keep_effort(watch, output, step="calibrate", device=asked.device, resumed=resumed)
+        keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
         record, *held_out_record = summaries
         record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
         every = [*record.get("snapshots", []), *summaries]

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import click
 
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Option as Declared
 from corp_deploy.invocation.option import Record, options_of
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 
 from .help import under
@@ -29,18 +29,18 @@ def _option(declared: Declared) -> Option:
     name = spelled(declared.typed)
     default = declared.default
     text = (",".join(map(str, default)) or None) if isinstance(default, tuple) else default
-    given: dict[str, Any] = {"help": declared.help, "default": text}
+    arguments: dict[str, Any] = {"help": declared.help, "default": text}
     short = ("-o",) if name == "--output" else ()
     if declared.of is FLAG:
         return click.option(
-            name if default is False else f"{name}/--no{name[1:]}", declared.name, is_flag=True, **given
+            name if default is False else f"{name}/--no{name[1:]}", declared.name, is_flag=True, **arguments
         )
     if isinstance(declared.of, Repeated):
         return click.option(name, declared.name, multiple=True, type=_type(declared.of.each), help=declared.help)
-    if declared.alone is not None:
-        given |= {"is_flag": False, "flag_value": declared.alone}
-    shown = declared.unsaid or default not in (None, ())
-    return click.option(name, *short, declared.name, type=_type(declared.of), show_default=shown, **given)
+    if declared.flag_value is not None:
+        arguments |= {"is_flag": False, "flag_value": declared.flag_value}
+    shown = declared.unset or default not in (None, ())
+    return click.option(name, *short, declared.name, type=_type(declared.of), show_default=shown, **arguments)
 
 
 def options_from(record: type[Record], *only: str, **helps: str) -> list[Option]:
@@ -52,10 +52,10 @@ def options_from(record: type[Record], *only: str, **helps: str) -> list[Option]
 def record_options(name: str, record: type[R], *only: str, **helps: str) -> Callable[[Command], Command]:
     """A decorator that adds a record's options, see options_from, and hands the command the record as `name`."""
 
-    def made(**values: Any) -> R:
+    def build_record(**values: Any) -> R:
         with usage_errors():
             value = record(**values)
         value.refuse_ignored(explicit_options())
         return value
 
-    return value_options(name, made, *options_from(record, *only, **helps))
+    return value_options(name, build_record, *options_from(record, *only, **helps))

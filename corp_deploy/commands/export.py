@@ -43,7 +43,7 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
     help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
     "beside it.",
 )
-@record_options("asked", ExportOptions)
+@record_options("options", ExportOptions)
 @record_options(
     "inputs",
     InputOptions,
@@ -57,7 +57,7 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
 )
 @output_options
 def export_command(
-    model: ModelChoice, output: Path, asked: ExportOptions, inputs: InputOptions, dense: str | None, out: Output
+    model: ModelChoice, output: Path, options: ExportOptions, inputs: InputOptions, dense: str | None, out: Output
 ) -> None:
     """Write typed ONNX graphs of a dense or reduced model.
 
@@ -68,19 +68,19 @@ def export_command(
     from corp_deploy.store.dense_model import model_of_directory
     from corp_deploy.views.graphs import graph_lines
 
-    asked.require_inputs(inputs.path is not None)
+    options.require_inputs(inputs.path is not None)
     rows: list[dict[str, Any]] = []
     with stopwatch_on() as watch:
         checkpoint = model.load(out)
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds
         yardstick = None if dense is None else model_of_directory(Path(dense))
-        graphs = Graphs(checkpoint, asked, feeds, dense=yardstick, where=model.model, command=command_line())
-        with out.progress("exporting", len(asked.precisions), unit="graphs") as done, watch.measure("export"):
+        graphs = Graphs(checkpoint, options, feeds, dense=yardstick, where=model.model, command=command_line())
+        with out.progress("exporting", len(options.precisions), unit="graphs") as bar, watch.measure("export"):
             for name, path in graphs.paths(output).items():
                 rows.append(_record_of(name, path, graphs.write(name, path)))
-                done(len(rows))
+                bar(len(rows))
     keep_effort(watch, Path(rows[0]["path"]), step="export")
-    if asked.heads == "ragged":
+    if options.heads == "ragged":
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded heads keep it")
     kept = {name: found.kept for name, found in graphs.found.items()}
     for name, sites in kept.items():
@@ -88,4 +88,4 @@ def export_command(
             out.warn(f"{output}: an {PRECISIONS[name].pure} graph, although its name says {name}")
     every = dict.fromkeys(site for sites in kept.values() for site in sites)
     record = {"written": rows, "kept_fp32": list(every), "effort": watch.as_json()}
-    out.result(record, *graph_lines(rows, kept=kept if asked.auto else {}), *watch.lines)
+    out.result(record, *graph_lines(rows, kept=kept if options.auto else {}), *watch.lines)

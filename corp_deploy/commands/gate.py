@@ -38,7 +38,7 @@ class GateOptions(Record):
 
 @click.command()
 @click.argument("records", nargs=-1, required=True, type=FILE)
-@record_options("asked", GateOptions)
+@record_options("options", GateOptions)
 @record_options("baseline", Baseline)
 @click.option(
     "--output", "-o", type=FILE, multiple=True, help="Write gate.json, .md for a pull request, .xml for JUnit."
@@ -48,7 +48,7 @@ class GateOptions(Record):
 def gate(
     ctx: click.Context,
     records: tuple[Path, ...],
-    asked: GateOptions,
+    options: GateOptions,
     baseline: Baseline,
     output: tuple[Path, ...],
     out: Output,
@@ -100,8 +100,8 @@ def gate(
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
-    beside, history = baseline, asked.history
-    parsed = [rule_from_text(text) for text in asked.rules]
+    beside, history = baseline, options.history
+    parsed = [rule_from_text(text) for text in options.rules]
     beside.require(parsed)
     files = records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
@@ -119,7 +119,7 @@ def gate(
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
-    now = evidence_of_files(bench, parity, asked.confidence)
+    now = evidence_of_files(bench, parity, options.confidence)
     rows = [] if parity is None else [parity_row(parity)]
     own = OldRecords(bench=bench, parity=parity)
     older = beside.older(own)
@@ -127,11 +127,11 @@ def gate(
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
     judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)
-    judged = Gate(rules=(*rows, *judged_by_rule), confidence=asked.confidence if parsed else None)
+    judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
         write_gate(judged, path)
-    if asked.track is not None:
-        write_tracking(now, asked.track)
+    if options.track is not None:
+        write_tracking(now, options.track)
     if trend is not None:
         folder = trend_beside(output)
         if folder is not None:

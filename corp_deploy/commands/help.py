@@ -21,8 +21,8 @@ def under(heading: str, option: Callable[..., Any]) -> Callable[..., Any]:
     return decorate if heading else option
 
 
-def _show_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked and not context.resilient_parsing:
+def _show_all(context: click.Context, _: click.Parameter, requested: bool) -> None:
+    if requested and not context.resilient_parsing:
         context.meta[__name__] = True
         click.echo(context.get_help(), color=context.color)
         context.exit()

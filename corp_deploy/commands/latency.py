@@ -32,9 +32,9 @@ class LatencyOptions(GeometryOptions, heading="What is timed"):
 @click.command("latency-table", cls=Command, first="model weights output batch backend heads align threads")
 @model_options
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
-@record_options("asked", LatencyOptions)
+@record_options("options", LatencyOptions)
 @output_options
-def latency_table(model: ModelChoice, output: Path, asked: LatencyOptions, out: Output) -> None:
+def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
     """Measure blocks at each width here, for reduce --latency.
 
     There is no time limit: every width is timed for 8 rounds.
@@ -44,9 +44,9 @@ def latency_table(model: ModelChoice, output: Path, asked: LatencyOptions, out: 
     from corp_deploy.planning.latency import LatencyTarget, measure_tables
     from corp_deploy.views.latency import latency_rows, latency_view
 
-    method = MethodChoice(heads=asked.heads, align=asked.align).method
+    method = MethodChoice(heads=options.heads, align=options.align).method
     target = LatencyTarget(
-        backend=asked.backend, batches=tuple(sorted(asked.batch)), cache=output, threads=asked.threads
+        backend=options.backend, batches=tuple(sorted(options.batch)), cache=output, threads=options.threads
     )
     with out.progress("measuring", None, unit="tables") as done:
         tables = measure_tables(model.load(out), method, target, done=done)

@@ -15,7 +15,7 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
 from .help import under
-from .own_inputs import refuse_own_inputs
+from .input_guard import refuse_own_inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation import values
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.values import TEXT
 from corp_deploy.views.console import Output
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 )
 @click.argument("directory", type=DIRECTORY)
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Triton model repository, created or extended.")
-@record_options("asked", ServingOptions)
+@record_options("options", ServingOptions)
 @record_options("signing", SigningChoice)
 @output_options
 def package(
     directory: Path,
     output: Path,
-    asked: ServingOptions,
+    options: ServingOptions,
     signing: SigningChoice,
     out: Output,
 ) -> None:
@@ -58,23 +58,23 @@ def package(
         signer.require()
     packaged, notes = package_of_directory(
         directory,
-        name=asked.name,
-        version=asked.model_version,
-        labels=asked.labels,
-        server=asked.server,
-        serving=asked.serving,
-        profiles=tuple(asked.batch),
+        name=options.name,
+        version=options.model_version,
+        labels=options.labels,
+        server=options.server,
+        serving=options.serving,
+        profiles=tuple(options.batch),
     )
     written = write_repository(packaged, output)
     if unsign_repository(output) and signer is None:
         out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
     if signer is not None:
-        sign_repository(output, asked.name, str(asked.model_version), signer)
+        sign_repository(output, options.name, str(options.model_version), signer)
     for note in (*notes, *written.warnings):
         out.warn(note)
     signed = "; signed: model.sig" if signer is not None else ""
     record = {"models": list(written.models), "warnings": [*notes, *written.warnings], "signed": signer is not None}
-    out.result(record, f"{output}: version {asked.model_version} of {', '.join(written.models)}{signed}")
+    out.result(record, f"{output}: version {options.model_version} of {', '.join(written.models)}{signed}")
 
 
 @click.command("package lint")
@@ -133,10 +133,10 @@ class RollOptions(Record):
 @click.option(
     "--model-version", type=Value(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
 )
-@record_options("asked", RollOptions)
+@record_options("options", RollOptions)
 @output_options
 @click.pass_context
-def serve_version(ctx: click.Context, repository: Path, model_version: int, asked: RollOptions, out: Output) -> None:
+def serve_version(ctx: click.Context, repository: Path, model_version: int, options: RollOptions, out: Output) -> None:
     """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
@@ -151,9 +151,9 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, aske
     """
     from export.triton.versions import serve_version as serve
 
-    server = asked.server
+    server = options.server
     if server is None:
-        changed = serve(repository, asked.name, model_version)
+        changed = serve(repository, options.name, model_version)
         record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
         verb = "serves" if len(changed.models) == 1 else "serve"
         line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
@@ -163,8 +163,10 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, aske
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 
-    known = None if asked.samples is None else samples_of_release(asked.samples, asked.max_error)
-    rolled = roll(repository, asked.name, model_version, TritonServer(address=server, timeout_s=asked.timeout), known)
+    expected = None if options.samples is None else samples_of_release(options.samples, options.max_error)
+    rolled = roll(
+        repository, options.name, model_version, TritonServer(address=server, timeout_s=options.timeout), expected
+    )
     served = rolled.served
     record = {
         "version": served.version,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.inputs import GivenInputs
+from corp_deploy.invocation.inputs import RequiredInputs
 from corp_deploy.invocation.proof_limits import LanguageOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
@@ -23,9 +23,9 @@ EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE,
 @click.argument("model", metavar="DENSE")
 @click.argument("candidates", nargs=-1, type=ANY_PATH)
 @dense_options
-@record_options("inputs", GivenInputs, "text", "tokens", "samples", "seed")
+@record_options("inputs", RequiredInputs, "text", "tokens", "samples", "seed")
 @click.option("--batch", type=Value(BATCH), default=1, show_default=True, help="Sequences run at once.")
-@record_options("asked", LanguageOptions)
+@record_options("options", LanguageOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Record to write (.json).")
 @output_options
 @click.pass_context
@@ -33,9 +33,9 @@ def perplexity(
     ctx: click.Context,
     model: ModelChoice,
     candidates: tuple[Path, ...],
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     batch: int,
-    asked: LanguageOptions,
+    options: LanguageOptions,
     output: Path | None,
     out: Output,
 ) -> None:
@@ -55,7 +55,7 @@ def perplexity(
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
-    limits, dense = LanguageLimits.from_options(asked.values), model.load(out)
+    limits, dense = LanguageLimits.from_options(options.values), model.load(out)
     steps = [candidate_from_path(path) for path in candidates]
     sequences = inputs.open(dense)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
@@ -63,8 +63,8 @@ def perplexity(
             f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: {LEAST_SEQUENCES} are "
             "needed, or --confidence 0, where the point alone decides"
         )
-    with out.progress("reading", sequences.count, unit=sequences.noun) as done:
-        proof = perplexities(dense, steps, sequences, limits, batch=batch, done=done)
+    with out.progress("reading", sequences.count, unit=sequences.noun) as bar:
+        proof = perplexities(dense, steps, sequences, limits, batch=batch, on_progress=bar)
     if proof.fitted is not None and proof.fitted.has_overlap:
         out.warn(proof.fitted.warning)
     record = proof.as_json()

@@ -47,9 +47,9 @@ class ProofInputChoice(InputOptions):
         return "none" if self.path is None else "images"
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """As they are typed."""
-        return super().words if self.random is None else f"--random {self.random} --seed {self.seed}"
+        return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:
         """Raises BadInput without any."""

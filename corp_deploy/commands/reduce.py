@@ -50,7 +50,7 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.carry_out import measured_speedup, reduce_checkpoint
+    from corp_deploy.planning.execution import measured_speedup, reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
@@ -62,30 +62,30 @@ def reduce_command(
     from ground.gpu import require_device
 
     require_device(reduction.device)
-    asked = request_from_choice(reduction, seed=inputs.seed)
+    request = request_from_choice(reduction, seed=inputs.seed)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with (
         stopwatch_on(reduction.device) as watch,
-        ranks_of_this_run(reduction.device) if asked.polish else nullcontext(ALONE) as ranks,
+        ranks_of_this_run(reduction.device) if request.polish else nullcontext(ALONE) as ranks,
     ):
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         dense = on_device(model.load(out), reduction.device)
-        images = None if inputs.path is None else inputs.parted(inputs.open(dense), inputs.seed).fitted
+        images = None if inputs.path is None else inputs.split(inputs.open(dense), inputs.seed).fitted
         judges = judges_from_choice(dense.model, images, reduction)
-        with out.progress(title, None, unit="sites" if judges is None else "models") as done:
+        with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
                 moments,
-                asked,
+                request,
                 directory=output,
                 images=images,
                 judges=judges,
                 held_out=None if reduction.held_out is None else load_moments(Path(reduction.held_out)),
-                done=done,
+                on_progress=bar,
                 watch=watch,
                 polishing=Polishing(
-                    ranks=ranks, state=state_beside(output), done=lambda now: done.renamed(*polishing_shown(now))
+                    ranks=ranks, state=state_beside(output), on_progress=lambda now: bar.renamed(*polishing_shown(now))
                 ),
             )
     if ranks.rank:

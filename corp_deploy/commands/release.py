@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from corp_deploy.invocation import values
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import TEXT, Repeated
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pace import Pace
@@ -44,7 +44,7 @@ class StarterChoice(Record, heading="A new recipe"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init_model is None and self.asked:
+        if self.init_model is None and self.non_default:
             raise BadInput(f"{', '.join(map(spelled, self.files))} fill in a new recipe; they go with --init")
 
     @property
@@ -65,7 +65,7 @@ class RunChoice(Record, heading="How much is done"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.asked) > 1:
+        if len(self.non_default) > 1:
             raise BadInput("--dry-run, --plan-only and --only exclude one another")
 
 
@@ -110,7 +110,7 @@ def release(
     """
     from corp_deploy.release.recipe_file import load_recipe
 
-    if signing.sign is not None and (new.init_model or run.asked):
+    if signing.sign is not None and (new.init_model or run.non_default):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
     if new.init_model is not None:
         _init(recipe, new.init_model, new, out)
@@ -143,8 +143,8 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
     require_named({spelled(name): path for name, path in new.files.items()})
     write_text(recipe, starter(model, recipe, **new.files))
-    given = (*new.files.values(), Path(model) if Path(model).is_dir() else None)
-    outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in given)
+    sources = (*new.files.values(), Path(model) if Path(model).is_dir() else None)
+    outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in sources)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
 
@@ -191,8 +191,8 @@ def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: Baseline
 
     outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=Pace(out.note))
     _say_of_weights(outcome.finished, output, out)
-    done = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
-    out.result({"made": outcome.finished, "cached": outcome.cached}, done)
+    message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
+    out.result({"made": outcome.finished, "cached": outcome.cached}, message)
 
 
 SIGNATURES = {
@@ -208,7 +208,7 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
     from corp_deploy.release.run import release as make_release
 
     pace = Pace(out.note)
-    done = make_release(
+    released = make_release(
         loaded.recipe,
         output,
         baseline,
@@ -218,28 +218,30 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
         planned=pace.plan,
         signer=signer,
     )
-    outcome = done.outcome
+    outcome = released.outcome
     _say_of_weights(outcome.finished, output, out)
     record = {
         "directory": str(output),
         "made": outcome.finished,
         "cached": outcome.cached,
         "blocked": dict(outcome.blocked),
-        "gate": done.verdict,
-        "signature": done.signature,
+        "gate": released.verdict,
+        "signature": released.signature,
     }
-    if done.exit_code is None:
+    if released.exit_code is None:
         for name, why in outcome.blocked.items():
             out.warn(f"{name}: {why}")
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
         return EXIT_MISSING
-    signature = "" if done.signature is None else f"; {SIGNATURES[done.signature]}"
-    out.result(record, _summary(done), *_gate_rows(output), f"{output}: gate {done.verdict}{signature}", *closing)
-    return done.exit_code
+    signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
+    out.result(
+        record, _summary(released), *_gate_rows(output), f"{output}: gate {released.verdict}{signature}", *closing
+    )
+    return released.exit_code
 
 
-def _summary(done: "Released") -> str:
-    finished, cached = done.outcome.finished, done.outcome.cached
+def _summary(released: "Released") -> str:
+    finished, cached = released.outcome.finished, released.outcome.cached
     if not finished:
         return f"nothing to do: all {len(cached)} stages are up to date"
     return f"{len(finished)} stages done, {len(cached)} kept as they were"

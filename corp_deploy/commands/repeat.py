@@ -43,4 +43,4 @@ def command_again(**added: Any) -> str:
 
 def words_again(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
     """The same as the words behind the program's name, without some options."""
-    return _again(without, added).words[1:]
+    return _again(without, added).argv[1:]

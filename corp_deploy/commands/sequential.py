@@ -15,7 +15,7 @@ def calibrate_by_block(
     model: ModelChoice,
     inputs: InputOptions,
     output: Path,
-    asked: CalibrateRun,
+    options: CalibrateRun,
     summary: Path | None,
     out: Output,
 ) -> None:
@@ -33,24 +33,24 @@ def calibrate_by_block(
         raise BadInput("--sequential: one process takes block after block; start it without torchrun")
     if not model.model.startswith(PREFIX):
         raise BadInput(f"--sequential: --model {model.model} is no directory of a decoder; give --model hf:DIR")
-    with stopwatch_on(asked.device) as watch:
+    with stopwatch_on(options.device) as watch:
         layers = open_layers(Path(model.model.removeprefix(PREFIX)), model.kwargs or {})
         source = inputs.open(layers.checkpoint)
         blocks = layers.arguments.decoder.layers
-        with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as done, watch.measure("calibrate"):
+        with out.progress(f"calibrating {output.stem}", blocks, unit="blocks") as bar, watch.measure("calibrate"):
             run = SequentialRun(
-                statistics=asked.statistics,
-                batch_size=asked.batch_size,
-                device=asked.device,
-                needed=lambda size: out.note(f"a block with all streams will take {size / 2**20:,.0f} MiB"),
-                done=done,
+                statistics=options.statistics,
+                batch_size=options.batch_size,
+                device=options.device,
+                on_bytes_needed=lambda size: out.note(f"a block with all streams will take {size / 2**20:,.0f} MiB"),
+                on_progress=bar,
             )
             record, *held_out = write_moments_by_block(
-                layers, source, run, output, hold_out=asked.hold_out, seed=inputs.seed
+                layers, source, run, output, hold_out=options.hold_out, seed=inputs.seed
             )
         if summary is not None:
             write_json(summary, reference_of_summary(record, str(output)))
-    keep_effort(watch, output, step="calibrate", device=asked.device)
+    keep_effort(watch, output, step="calibrate", device=options.device)
     lines = [line_of_moments(each, source.noun) for each in (record, *held_out)]
     record |= preprocessing_record(layers.checkpoint) | ({"held_out": held_out[0]} if held_out else {})
     out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(layers.checkpoint), *watch.lines)

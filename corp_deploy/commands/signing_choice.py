@@ -70,7 +70,7 @@ class VerifyingChoice(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify is None and self.asked:
+        if self.verify is None and self.non_default:
             raise BadInput("--root, --issuer, --expect-name and --expect-version go with --verify")
 
     def expected(self) -> "Expected | None":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corp_deploy.invocation import values
-from corp_deploy.invocation.inputs import KINDS, GivenInputs
+from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.invocation.option import Record, option
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.views.console import Output
@@ -34,7 +34,7 @@ from .sweep_jobs import ALONE, run_jobs
 if TYPE_CHECKING:
     from calib.input_set import InputSet
     from corp_deploy.planning.calibration_size import CalibrationSize
-    from corp_deploy.planning.sweep import Swept
+    from corp_deploy.planning.sweep import SweepContext
     from corp_deploy.planning.sweep_points import SweepPoint
     from corp_deploy.planning.sweep_trials import SweepRequest
     from corp_deploy.views.console import Bar
@@ -74,7 +74,7 @@ class TrialsChoice(Record, heading="Trials"):
 )
 @record_options(
     "inputs",
-    GivenInputs,
+    RequiredInputs,
     *(*KINDS, "labels", "samples", "seed"),
     labels="Class indices of the images, for accuracy.",
 )
@@ -93,7 +93,7 @@ class TrialsChoice(Record, heading="Trials"):
 def sweep_command(
     model: ModelChoice,
     moments: tuple[Path, ...],
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     output: Path,
     sweep: SweepChoice,
     speed: SweepSpeedChoice,
@@ -110,7 +110,7 @@ def sweep_command(
     Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
     """
-    from corp_deploy.planning.sweep import SweepRun, Swept
+    from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.planning.sweep_scores import scored_inputs
     from corp_deploy.planning.sweep_speed import engine_from_choice, speed_from_choice
@@ -131,7 +131,7 @@ def sweep_command(
         requests = sweep.requests(len(moments))
         source = inputs.open(checkpoint)
         labels, calibration = inputs.class_indices(source, checkpoint), sweep.calibration
-        swept = Swept(
+        swept = SweepContext(
             dense=checkpoint,
             moments=moments,
             source=source,
@@ -151,13 +151,13 @@ def sweep_command(
             command=tuple(words_again()),
         )
         alone = nullcontext() if ranks.rank else sweep_folder(output)
-        with alone, out.progress("sweeping", len(requests), unit="trials") as done:
+        with alone, out.progress("sweeping", len(requests), unit="trials") as bar:
 
-            def told(phase: str, count: int) -> None:
-                done.renamed(phase, count, len(requests), "trials")
+            def show_progress(phase: str, count: int) -> None:
+                bar.renamed(phase, count, len(requests), "trials")
 
-            size = _size(swept, requests, trials.held_out, done)
-            points = sweep_of(swept, requests, replace(run, done=told))
+            size = _size(swept, requests, trials.held_out, bar)
+            points = sweep_of(swept, requests, replace(run, on_progress=show_progress))
     if ranks.rank:
         return
     _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
@@ -165,11 +165,11 @@ def sweep_command(
 
 def _tell(
     sweep: SweepChoice,
-    swept: "Swept",
+    swept: "SweepContext",
     points: "list[SweepPoint]",
     size: "CalibrationSize | None",
     least: float | None,
-    inputs: GivenInputs,
+    inputs: RequiredInputs,
     output: Path,
     out: Output,
 ) -> None:
@@ -215,7 +215,7 @@ def _tell(
 
 
 def _size(
-    swept: "Swept", requests: "list[SweepRequest]", held_out: Path | None, done: "Bar"
+    swept: "SweepContext", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
     """How many images are enough, by the sweep's narrowest model: the one that asks most of a fit."""
     from calib.store import load
@@ -233,12 +233,12 @@ def _size(
         held_out=None if held_out is None else load(held_out),
         scored=swept.scored,
         calibration=swept.calibration,
-        done=lambda judged: done.renamed("judging numbers of images", judged, count, "numbers"),
+        on_progress=lambda judged: bar.renamed("judging numbers of images", judged, count, "numbers"),
     )
 
 
 def _answers(
-    sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: GivenInputs, source: "InputSet"
+    sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: RequiredInputs, source: "InputSet"
 ) -> list[str]:
     """The smallest and the fastest models that agree so much, and what makes them; chosen by the point, which is said
     where verify would leave it open.

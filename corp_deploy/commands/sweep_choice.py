@@ -37,7 +37,7 @@ def _choice(preset: str, knobs: Knobs) -> MethodChoice:
 
 def _takes(preset: str, knobs: Knobs, option: str) -> bool:
     axis, way = _choice(preset, knobs).of_preset
-    return axis.ways[way].takes(option, True)
+    return axis.variants[way].supports(option, True)
 
 
 def _several(words: Sequence[str], default: tuple[str, ...] = (), *, help: str) -> Any:
@@ -116,7 +116,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # budgets are shared out by what is fitted to
         about = {name: value for name, value in options.items() if name in names}
         ways = [_choice(preset, knobs).of_preset for preset in self.preset for knobs in self.knobs]
-        axis = replace(PRESET, ways={name: way for each, _ in ways for name, way in each.ways.items()})
+        axis = replace(PRESET, variants={name: way for each, _ in ways for name, way in each.variants.items()})
         axis.refuse([("", name) for _, name in ways], about)
         every = [(preset, knobs) for preset in self.preset for knobs in self.knobs]
         touching = any(self.touches_attention(*each) for each in every) or bool(self.macs)
@@ -142,7 +142,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def of_model(self, model: "nn.Module") -> "SweepChoice":
         """With the parts that the model has. Raises BadInput for what is asked of others."""
-        from corp_deploy.families.idle_options import kinds_of, refuse_idle_options
+        from corp_deploy.families.ineffective_options import kinds_of, refuse_idle_options
 
         for part, kind in KINDS.items():
             refuse_idle_options(model, kind, {"--parts": self.parts if self.parts == part else None})
@@ -192,8 +192,8 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         merged channels are fitted to the former.
         """
         if self.calibration.path is not None:
-            return [self.calibration.words] * (point.budget is not None or PRESETS[point.preset].merges)
+            return [self.calibration.describe] * (point.budget is not None or PRESETS[point.preset].merges)
         if point.budget is None:
             return []
         drawn = [] if inputs.samples is None else [f"--samples {inputs.samples}", f"--seed {inputs.seed}"]
-        return [inputs.words, *drawn]
+        return [inputs.describe, *drawn]

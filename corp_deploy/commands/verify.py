@@ -41,7 +41,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
     ProofInputChoice,
     *(*KINDS, "random", "labels", "moments", "samples", "seed", "hold_out", "groups"),
 )
-@record_options("asked", VerifyRun)
+@record_options("options", VerifyRun)
 @trust_engine_option
 @output_options
 @click.pass_context
@@ -50,7 +50,7 @@ def verify(
     model: ModelChoice,
     candidates: tuple[Path, ...],
     inputs: ProofInputChoice,
-    asked: VerifyRun,
+    options: VerifyRun,
     out: Output,
 ) -> None:
     """Prove on real inputs how far CANDIDATES are from REFERENCE. That is named as --model elsewhere names a model.
@@ -85,56 +85,56 @@ def verify(
     from corp_deploy.families.decoder_builder import SETTINGS
     from corp_deploy.proof.candidates import candidate_from_path, of_model, with_runtimes
     from corp_deploy.proof.chain import prove
+    from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import require_runnable
-    from corp_deploy.proof.own_metrics import Meter
     from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.store.hub_snapshot import PREFIX
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table
 
-    limits = ParityLimits.from_options(asked.values)
-    of_engines = asked.is_of_engines(model.model)
+    limits = ParityLimits.from_options(options.values)
+    of_engines = options.is_of_engines(model.model)
     of_graph = len(candidates) == 1 and (candidates[0] / SETTINGS).is_file()
     way = "engine" if of_engines else "decoder" if of_graph else "model"
     VERIFY_REFERENCE.refuse([(model.model, way)], explicit_options())
     if of_engines:
-        ctx.exit(asked.compare(Path(model.model), candidates, inputs, limits, out))
+        ctx.exit(options.compare(Path(model.model), candidates, inputs, limits, out))
     if of_graph:
-        directory, output = Path(model.model.removeprefix(PREFIX)), asked.record_of(candidates)
-        ctx.exit(verify_graph(directory, candidates[0], output, asked, inputs, out))
+        directory, output = Path(model.model.removeprefix(PREFIX)), options.record_of(candidates)
+        ctx.exit(verify_graph(directory, candidates[0], output, options, inputs, out))
     inputs.require()
-    output = asked.record_of(candidates)
-    require_runnable(asked.metrics)
+    output = options.record_of(candidates)
+    require_runnable(options.metrics)
     dense = model.load(out)
-    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], asked.runtimes), dense)
-    if asked.polygraphy is not None:
+    steps = of_model(with_runtimes([candidate_from_path(path) for path in candidates], options.runtimes), dense)
+    if options.polygraphy is not None:
         require_second_opinion(steps)
     if "batch" in explicit_options():
-        _refuse_other_batches(steps, asked.batches)
+        _refuse_other_batches(steps, options.batches)
     proof_inputs = inputs.of_model(dense, pixels=any(step.takes_pixels for step in steps))
     for sentence in limits.unreachable(proof_inputs.images):
         out.warn(sentence)
-    meter = Meter(asked.metrics, proof_inputs, time_limit_s=asked.metric_time_limit)
-    with out.progress("verifying", len(steps), unit="links") as done:
+    meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)
+    with out.progress("verifying", len(steps), unit="links") as bar:
         proof = prove(
             dense,
             steps,
             proof_inputs,
-            batches=asked.batches,
+            batches=options.batches,
             limits=limits,
             moments=None if inputs.moments is None else load_moments(inputs.moments),
-            done=done,
+            on_progress=bar,
             answered=meter.measure,
         )
     proof = meter.beside(proof)
     save_proof(proof, output)
     again: list[str] = []
-    if asked.polygraphy is not None:
-        there = asked.polygraphy
+    if options.polygraphy is not None:
+        there = options.polygraphy
         again = [
             f"in {there}:",
-            *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(asked.batches)),
+            *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
         ]
     if proof.parity.fitted is not None and proof.parity.fitted.has_overlap:
         out.warn(proof.parity.fitted.warning)

@@ -19,10 +19,10 @@ from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
+    from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
-    from corp_deploy.proof.own_metrics import Meter
 
     from .proof_input_choice import ProofInputChoice
 
@@ -113,7 +113,7 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         else:
             inputs.require()
             first = artefact_from_path(reference)
-            elsewhere = Commands(inputs=inputs.words, output=str(output)).elsewhere(reference, candidates)
+            elsewhere = Commands(inputs=inputs.describe, output=str(output)).elsewhere(reference, candidates)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
             golden = _answered(first, inputs, _sizes([first, *steps], self.batches), elsewhere)
@@ -122,8 +122,8 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         return _compared(golden, steps, output, _sizes(steps, self.batches), limits, elsewhere, meter, out)
 
     def _meter(self, golden: "Golden") -> "Meter":
+        from corp_deploy.proof.custom_metrics import Meter
         from corp_deploy.proof.inputs import ProofInputs
-        from corp_deploy.proof.own_metrics import Meter
 
         inputs = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
         return Meter(self.metrics, inputs, time_limit_s=self.metric_time_limit)
@@ -138,7 +138,7 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         from corp_deploy.proof.golden import read_golden
 
         if inputs.way != "none":
-            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.words} out")
+            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.describe} out")
         return read_golden(directory)
 
     def _keep(
@@ -189,14 +189,14 @@ def _compared(
 
     for sentence in limits.unreachable(golden.images):
         out.warn(sentence)
-    with out.progress("verifying", len(steps), unit="engines") as done:
+    with out.progress("verifying", len(steps), unit="engines") as bar:
         proof = compare(
             golden,
             steps,
             batches=batches,
             limits=limits,
             elsewhere=elsewhere,
-            done=done,
+            on_progress=bar,
             answered=meter.measure,
         )
     proof = meter.beside(proof)

@@ -30,7 +30,7 @@ SCALE = DemoScale()
 
 def itself(example: Example) -> Invocation:
     """The demo's own command."""
-    return Invocation(command="demo", options={**example.said, "output": "."})
+    return Invocation(command="demo", options={**example.demo_options, "output": "."})
 
 
 def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:

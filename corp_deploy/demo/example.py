@@ -16,8 +16,8 @@ CONV_SPARSITY = 0.4
 class Example:
     """A trained model among the digits, in `folder`, and how the demo reduces it.
 
-    `said`: what its command says of it; `reduce`: the options of reduce that settle the method; `method`: the same
-    widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words;
+    `demo_options`: what its command says of it; `reduce`: the options of reduce that settle the method; `method`: the
+    same widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words;
     `max_error`: of the outputs, for the proof.
     """
 
@@ -28,7 +28,7 @@ class Example:
     method: Mapping[str, Any]
     beside: tuple[str, ...]
     max_error: float
-    said: Mapping[str, str] = field(default_factory=dict)
+    demo_options: Mapping[str, str] = field(default_factory=dict)
 
 
 VIT = Example(
@@ -66,6 +66,6 @@ RESNET = Example(
     method={"conv_sparsity": CONV_SPARSITY, "align_conv": 8},
     beside=("none", "grail"),
     max_error=0.1,
-    said={"example": "resnet"},
+    demo_options={"example": "resnet"},
 )
 EXAMPLES: Mapping[str, Example] = MappingProxyType({"vit": VIT, "resnet": RESNET})

@@ -42,24 +42,24 @@ def listed(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} [{', '.join(map(str, port.shape))}] {port.dtype}" for port in ports)
 
 
-def ports_said(model: nn.Module) -> tuple[Port, ...] | None:
+def declared_ports(model: nn.Module) -> tuple[Port, ...] | None:
     """What a module says that it takes, as `inputs`; None where it says nothing. Raises BadInput for what is no shape
     and no tensor, and for what forward has not.
     """
-    said = getattr(model, "inputs", None)
-    return ports_of(model, said) if isinstance(said, Mapping) and said else None
+    declared = getattr(model, "inputs", None)
+    return ports_of(model, declared) if isinstance(declared, Mapping) and declared else None
 
 
-def ports_of(model: nn.Module, said: Mapping[Any, Any]) -> tuple[Port, ...]:
-    """What is said that a module takes. Raises BadInput as ports_said does."""
-    name, taken = type(model).__name__, parameters_of(model)
-    missing = [each for each, needed in taken.items() if needed and each not in said]
-    unknown = [each for each in said if each not in taken and "**" not in taken]
+def ports_of(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
+    """What a module takes by these. Raises BadInput as declared_ports does."""
+    name, parameters = type(model).__name__, parameters_of(model)
+    missing = [each for each, needed in parameters.items() if needed and each not in declared]
+    unknown = [each for each in declared if each not in parameters and "**" not in parameters]
     if missing or unknown:
         wrong = f"has no parameter {unknown[0]!r:.100}" if unknown else f"needs {missing[0]} too"
-        known = ", ".join(each for each in taken if each != "**")
-        raise BadInput(f"{name}: `inputs` are {', '.join(map(str, said))}, but forward({known}) {wrong}; {WRITE}")
-    return tuple(_port(f"{name}: `inputs`: {each}", str(each), value) for each, value in said.items())
+        names = ", ".join(each for each in parameters if each != "**")
+        raise BadInput(f"{name}: `inputs` are {', '.join(map(str, declared))}, but forward({names}) {wrong}; {WRITE}")
+    return tuple(_port(f"{name}: `inputs`: {each}", str(each), value) for each, value in declared.items())
 
 
 def parameters_of(model: nn.Module) -> dict[str, bool]:
@@ -95,8 +95,8 @@ def batch_of_ports(ports: Sequence[Port], count: int, device: torch.device | str
     ]
 
 
-def random_batch(ports: Sequence[Port], known: Mapping[str, int], count: int, device: torch.device) -> list[Tensor]:
-    """Normal noise, ids below as many as are `known`, and ones of masks and of what else no noise can be of."""
+def random_batch(ports: Sequence[Port], sizes: Mapping[str, int], count: int, device: torch.device) -> list[Tensor]:
+    """Normal noise, ids below as many as are `sizes`, and ones of masks and of what else no noise can be of."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(port: Port, plain: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def random_batch(ports: Sequence[Port], known: Mapping[str, int], count: int, de
             return torch.ones_like(plain)
         if port.dtype == "float32":
             return torch.randn(plain.shape, generator=generator)
-        return torch.randint(known.get(port.name, 2), plain.shape, generator=generator, dtype=plain.dtype)
+        return torch.randint(sizes.get(port.name, 2), plain.shape, generator=generator, dtype=plain.dtype)
 
     plain = batch_of_ports(ports, count, "cpu")
     return [drawn(port, each).to(device) for port, each in zip(ports, plain, strict=True)]

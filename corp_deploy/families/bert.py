@@ -43,7 +43,7 @@ def architecture_of(name: str, arguments: EncoderArguments) -> Architecture:
 
 
 def build(architecture: Architecture) -> nn.Module:
-    """The encoder with its initial weights, in eval mode; its tokenizer is set by `take_beside_`."""
+    """The encoder with its initial weights, in eval mode; its tokenizer is set by `load_extra_files_`."""
     arguments = arguments_of(architecture)
     with torch.device("meta"):
         count = parameters(TextEncoder(arguments.encoder))

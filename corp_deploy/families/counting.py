@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from corp_deploy.traced.programs.twins import twin
+from corp_deploy.traced.programs.module_copies import twin
 from ground.ports import Port
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ PRODUCTS: Mapping[Any, Product] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class MacCounts:
     """Multiply-adds of one input by the module that ran them ('' is the model's own code).
 
     `chain` is the longest row of products from the input to the output, each fed by the one before; `shapes` those of
@@ -89,11 +89,11 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return func(*args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
     key = func, structure, *(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-    known = _OUTCOMES.get(key)
-    if known is not None:
-        kinds, shape = known
-        made = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
-        return tree_unflatten(made, shape)
+    cached = _OUTCOMES.get(key)
+    if cached is not None:
+        kinds, shape = cached
+        empty_tensors = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
+        return tree_unflatten(empty_tensors, shape)
     out = func(*args, **kwargs)
     tensors, shape = tree_flatten(out)
     if all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
@@ -142,7 +142,7 @@ def _names_of_running(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def count(model: nn.Module, ports: Sequence[Port]) -> Counted:
+def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     """Run one input through a copy of the model that has no memory, and count.
 
     Attention is run as its two products, whichever kernel computes it elsewhere.
@@ -154,4 +154,4 @@ def count(model: nn.Module, ports: Sequence[Port]) -> Counted:
             out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))
-    return Counted(by_module=dict(counting.by_module), chain=chain, shapes=shapes)
+    return MacCounts(by_module=dict(counting.by_module), chain=chain, shapes=shapes)

@@ -47,7 +47,7 @@ def architecture_of(name: str, arguments: DecoderArguments) -> Architecture:
 
 
 def build(architecture: Architecture) -> nn.Module:
-    """The decoder with its initial weights, in eval mode; its tokenizer is set by `take_beside_`."""
+    """The decoder with its initial weights, in eval mode; its tokenizer is set by `load_extra_files_`."""
     arguments = arguments_of(architecture)
     with torch.device("meta"):
         count = parameters(TextDecoder(arguments.decoder))
@@ -57,7 +57,7 @@ def build(architecture: Architecture) -> nn.Module:
 
 
 def traced_decoder(decoder: TextDecoder, text: Tokenization) -> TracedModule:
-    """Ready to be reduced; its tokenizer is set by `take_beside_`. No engine gives a layer a bias that it has not."""
+    """To be reduced; its tokenizer is set by `load_extra_files_`. Engines give no layer a bias that it has not."""
     spec = SequenceSpec(tokenization=text, tokenizer_json="", vocabulary=decoder.architecture.vocabulary)
     return traced_module(decoder, Facts(spec=spec, outputs=(LOGITS,), classes=0, biasless=True, multiple=MULTIPLE))
 

@@ -176,13 +176,13 @@ def names_by_block(
 def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[str, int | None, str]]:
     """Every name with its block, None for one outside of all, and what it is called there."""
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
-    seen = set[str]()
+    used_names = set[str]()
     for name in state:
         own = name.removeprefix(names.base)
         own = own if own != name else name.removeprefix(names.base.rpartition(".")[0].rpartition(".")[2] + ".")
-        if own in seen:
+        if own in used_names:
             raise BadInput(f"{where}: {own!r:.150} is there with and without {names.base!r}; save one of the two")
-        seen.add(own)
+        used_names.add(own)
         match = block.fullmatch(own)
         yield (name, int(match[1]), match[2]) if match else (name, None, own)
 

@@ -32,8 +32,8 @@ def hidden_entry(model_type: str) -> str:
 
 
 def _narrower(name: str, dense: DecoderArchitecture, kind: str) -> str:
-    turned = "how fast positions turn them would be made anew from that width, and be wrong"
-    why = turned if dense.rope else f"{kind} reads no width of them"
+    rope_reason = "how fast positions turn them would be made anew from that width, and be wrong"
+    why = rope_reason if dense.rope else f"{kind} reads no width of them"
     return f"{name} has heads narrower than {dense.head}, and {why}"
 
 
@@ -78,14 +78,14 @@ def _said(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArc
     return own | {hidden_entry(kind): hidden, **heads, "head_dim": dense.head}
 
 
-def sayable_widths(config: Mapping[str, Any], sites: Sites, asked: Widths) -> Widths:
+def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -> Widths:
     """Of a decoder with these sites, some of other widths, as `refuse_unsayable` has it: of queries and keys as if all
     heads were there; of values that are narrower now those of one head. Of a constant 0.
     """
     dense = architecture_from_transformers(config, where="--save-as hf")
     widths: dict[str, Width] = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}
     for site in sites.every:
-        width = asked.get(site.name, site.width)
+        width = requested.get(site.name, site.width)
         if isinstance(site, TracedPairs):
             width = width // len(site.groups_HP) * dense.groups
         elif isinstance(site, TracedValues) and site.width != site.parts * dense.head:

@@ -1,4 +1,4 @@
-"""The seam: how a model is built by the family that config.json names, and what is told of it once it is traced.
+"""How a model is built by the family that config.json names, and what is told of it once it is traced.
 
 Builders alone spell their library's names. What is done at a site is the business of the kind of site.
 """
@@ -25,10 +25,10 @@ from .architecture import Architecture
 from .array_inputs import batch_of_ports
 from .modules import device
 from .outputs import Outputs
-from .seam import Family, ImageSpec, InputSpec, Medium
+from .protocols import Family, ImageSpec, InputSpec, Medium
 from .site import Site
 from .sites import Sites
-from .steps import Step, Walk
+from .steps import Step, StreamState
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
 from .traced_module import TracedModule
@@ -137,7 +137,7 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     return traced_model.steps_to_outputs(model)
 
 
-def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
+def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs of a model of any family for what is behind the last of these steps."""
     return traced_model.answers(model, walk, inputs)
 

@@ -19,7 +19,7 @@ from .architecture import Architecture
 from .array_inputs import ArraySpec, parameters_of
 from .module_facts import facts_of_images, facts_of_module, facts_with
 from .preprocessing import Preprocessing
-from .traced_module import Facts, TracedModule, known_of, traced_module
+from .traced_module import Facts, TracedModule, traced_module, traced_state
 
 NAME = "memory"
 _GIVEN: ContextVar[nn.Module | None] = ContextVar("given", default=None)
@@ -70,7 +70,7 @@ def given(module: nn.Module | None) -> Iterator[None]:
 
 
 def _class_of(module: nn.Module) -> str:
-    plain = known_of(module).plain if isinstance(module, TracedModule) else type(module)
+    plain = traced_state(module).plain if isinstance(module, TracedModule) else type(module)
     return f"{plain.__module__}.{plain.__qualname__}"
 
 

@@ -86,7 +86,7 @@ def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]
     positions are of whole ones.
     """
     config = model.config
-    if config.turns and any(side % patch for side, patch in zip(sides, config.patch, strict=True)):
+    if config.has_rope and any(side % patch for side, patch in zip(sides, config.patch, strict=True)):
         raise BadInput(f"images of {sides} are no whole patches of {config.patch}; give img_size")
     return {
         "img_size": list(sides),
@@ -97,5 +97,5 @@ def timm_arguments(model: VisionModel, sides: tuple[int, int]) -> dict[str, Any]
         "num_heads": config.num_attention_heads,
         "mlp_ratio": ratio_of(config.hidden, config.hidden_size),
         "norm_layer": {"name": "layernorm", "eps": config.layer_norm_eps},
-        **(_eva_arguments(model) if config.turns else _vit_arguments(model)),
+        **(_eva_arguments(model) if config.has_rope else _vit_arguments(model)),
     }

@@ -109,17 +109,17 @@ def state_of(directory: Path, architecture: Architecture) -> tuple[dict[str, Any
     that are missing.
     """
     arguments = arguments_of(architecture.kwargs, where=str(directory))
-    model, told = _read(directory, arguments)
-    missing = sorted(told["missing_keys"])
+    model, loading_info = _read(directory, arguments)
+    missing = sorted(loading_info["missing_keys"])
     if missing and all(".pooler." in f".{name}" for name in missing) and not arguments.without_pooler:
         arguments = msgspec.structs.replace(arguments, without_pooler=True)
-        model, told = _read(directory, arguments)
-        missing = sorted(told["missing_keys"])
-    odd = [*missing, *(str(each[0]) for each in told["mismatched_keys"])]
+        model, loading_info = _read(directory, arguments)
+        missing = sorted(loading_info["missing_keys"])
+    odd = [*missing, *(str(each[0]) for each in loading_info["mismatched_keys"])]
     if odd:
         raise BadInput(f"{directory}: no weights of the model's shape of {', '.join(odd[:3])}; save the whole model")
     without = {"without_pooler": True} if arguments.without_pooler else {}
-    return without, dict(model.state_dict()), tuple(sorted(told["unexpected_keys"]))
+    return without, dict(model.state_dict()), tuple(sorted(loading_info["unexpected_keys"]))
 
 
 def _read(directory: Path, arguments: Arguments) -> tuple[nn.Module, Mapping[str, Any]]:
@@ -201,15 +201,15 @@ def _class_of(values: Mapping[str, Any], where: str) -> Any:
     written = values.get("architectures") or [""]
     name = written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
     if not name or name.endswith(_HEADS_OF_TRAINING):
-        known = type(config) in library.MODEL_MAPPING
-        base = library.MODEL_MAPPING[type(config)] if known else None
+        has_class = type(config) in library.MODEL_MAPPING
+        base = library.MODEL_MAPPING[type(config)] if has_class else None
         kind = base[0] if isinstance(base, list | tuple) else base
     else:
         kind = getattr(library, name, None)
     if not (isinstance(kind, type) and issubclass(kind, library.PreTrainedModel)):
         raise BadInput(f"{where}: architectures is {written!r:.100}, no class of the installed transformers")
-    wanted: Any = kind
-    if not isinstance(config, wanted.config_class):
+    annotation: Any = kind
+    if not isinstance(config, annotation.config_class):
         raise BadInput(f"{where}: architectures is {name}, which is no {values.get('model_type')}")
     return kind
 
@@ -227,8 +227,10 @@ def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) 
         size: Any = arguments.img_size or getattr(config, "image_size", None) or 224
         shape = (channels, *both(tuple(size) if isinstance(size, list) else size))
         prepared = {**PREPARED, **preprocessing.spread(channels).settings}
-        known = {key: value for key, value in prepared.items() if preprocessing.settings or key not in ("mean", "std")}
-        return ImageSpec(shape=shape, config={**known, "input_size": shape}), (main,)
+        settings = {
+            key: value for key, value in prepared.items() if preprocessing.settings or key not in ("mean", "std")
+        }
+        return ImageSpec(shape=shape, config={**settings, "input_size": shape}), (main,)
     if main != _TEXT:
         return ArraySpec(ports=(Port(name=main, shape=(arguments.length or LENGTH,)),)), (main,)
     if arguments.text is not None:

@@ -151,7 +151,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
         return both(self.image_size)
 
     @property
-    def turns(self) -> bool:
+    def has_rope(self) -> bool:
         """Whether positions turn queries and keys, which timm's Eva has."""
         return self.rope_theta is not None
 
@@ -202,10 +202,10 @@ def _refusal(config: VisionConfig, output: Output) -> str:
             config.hidden_act not in ACTIVATIONS
         ),
         f"its activation is {config.hidden_act!r:.60}, expected {_of_turned(config)} of MLPs of its kind": (
-            config.turns and config.hidden_act != _of_turned(config)
+            config.has_rope and config.hidden_act != _of_turned(config)
         ),
-        "its projections or MLPs have no biases": config.turns and not (config.proj_bias and config.mlp_bias),
-        f"heads of {width // heads} have no planes for two axes": config.turns and width // heads % 4 != 0,
+        "its projections or MLPs have no biases": config.has_rope and not (config.proj_bias and config.mlp_bias),
+        f"heads of {width // heads} have no planes for two axes": config.has_rope and width // heads % 4 != 0,
         f"a width of {width} is no multiple of {heads} heads": width % heads != 0,
         f"its heads are {config.head_dim} wide instead of {width // heads}; read the model they were reduced from": (
             config.head_dim not in (None, width // heads)

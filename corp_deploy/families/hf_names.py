@@ -138,7 +138,7 @@ def _pool(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def _with_zero_biases(rows: dict[str, dict[str, Tensor]], model: VisionModel) -> None:
     """Of queries, keys and values that have none, beside some that have: zeros, where a class knows each alone."""
     for target, parts in rows.items():
-        if model.config.turns and target.endswith("attn.qkv.bias"):
+        if model.config.has_rope and target.endswith("attn.qkv.bias"):
             paths = next(paths for paths in _JOINED["attn.qkv"] if set(paths) & parts.keys())
             nothing = torch.zeros_like(next(iter(parts.values())))
             parts |= {path: nothing for path in paths if path not in parts}
@@ -174,7 +174,7 @@ def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, 
     beside: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Tensor]] = {}
     headless = model.output == "class token"
-    scales, plain = (_SCALES_OF_EVA, not model.config.use_gated_mlp) if model.config.turns else (_SCALES, False)
+    scales, plain = (_SCALES_OF_EVA, not model.config.use_gated_mlp) if model.config.has_rope else (_SCALES, False)
     for name, tensor in _without_prefix(state, model.kind.prefix, where).items():
         match = _BLOCK.fullmatch(name)
         if name.startswith(_BESIDE) or (headless and name.startswith(_HEADS)):
@@ -194,7 +194,7 @@ def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, 
             mapped[target] = _token_rows(tensor) if name in _TOKENS else tensor
         else:
             raise _refuse(name, model, where)
-    if not model.config.num_register_tokens and model.config.turns:
+    if not model.config.num_register_tokens and model.config.has_rope:
         mapped.pop("reg_token", None)  # of no tokens
     _with_zero_biases(rows, model)
     mapped |= _join(rows, where)

@@ -154,7 +154,7 @@ def _by_attention(model: VisionModel, widths: Widths) -> dict[str, _Heads | int]
         if part not in ("qk", "v") or not isinstance(width, int):
             together[name] = width
             continue
-        in_group = 2 if part == "qk" and model.config.turns else 1
+        in_group = 2 if part == "qk" and model.config.has_rope else 1
         own = together.get(path, _Heads(qk=dense, v=dense))
         assert isinstance(own, _Heads), path
         together[path] = replace(own, **{part: width * in_group // heads})
@@ -183,7 +183,7 @@ def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias:
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
         tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
-    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV_OF_DINOV3 if model.config.turns else _QKV
+    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV_OF_DINOV3 if model.config.has_rope else _QKV
     return {
         f"{path}.{kind}": _with_scale(part, factor if place == 0 else 1.0)
         for kind, tensor in tensors.items()
@@ -194,7 +194,7 @@ def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias:
 def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """Everything of a block, by its names on disk."""
     at, clip = f"blocks.{index}.", _of_clip(model)
-    plain = _DINOV3 if model.config.turns else _DINOV2 if model.config.mlp_ratio is not None else _VIT
+    plain = _DINOV3 if model.config.has_rope else _DINOV2 if model.config.mlp_ratio is not None else _VIT
     names = _CLIP if clip else plain
     names = names | _GATED if model.config.use_swiglu_ffn else names
     block = _attention(f"{at}attn", model, state, bias)
@@ -210,13 +210,13 @@ def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bo
         for kind in ("weight", "bias"):
             parts = block[f"mlp.up_proj.{kind}"].chunk(2)
             block[f"mlp.gate_proj.{kind}"], block[f"mlp.up_proj.{kind}"] = parts
-    layers = "encoder.layers" if clip else "layer" if model.config.turns else "encoder.layer"
+    layers = "encoder.layers" if clip else "layer" if model.config.has_rope else "encoder.layer"
     return {f"{layers}.{index}.{name}": tensor for name, tensor in block.items()}
 
 
 def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What stands around the blocks and belongs to the tower, by its names on disk."""
-    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE_OF_DINOV3 if model.config.turns else _OUTSIDE
+    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE_OF_DINOV3 if model.config.has_rope else _OUTSIDE
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         path, _, kind = name.rpartition(".")
@@ -227,7 +227,7 @@ def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
     if "reg_token" in state:
         token = "distillation_token" if model.config.model_type == "deit" else "register_tokens"
         tensors[f"embeddings.{token}"] = state["reg_token"]
-    elif model.config.turns:
+    elif model.config.has_rope:
         tensors["embeddings.register_tokens"] = state["cls_token"][:, :0]
     for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
         parts = [state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")]
@@ -298,7 +298,7 @@ def _changes(
         changes["mlp_ratio"] = _ratio(hidden, config)
     else:
         changes["intermediate_size"] = hidden
-    if config.turns:
+    if config.has_rope:
         changes |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias)
     elif not _of_clip(model):
         changes["qkv_bias"] = bias

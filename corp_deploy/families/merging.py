@@ -54,7 +54,7 @@ class Merging:
             "unmerged": self.unmerged,
         }
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """For people: `grows from 0 to 36` is read off the numbers, so they stand there."""
         alike = len(set(self.schedule)) == 1
         counts = f"{self.schedule[0]} in each block" if alike else ",".join(map(str, self.schedule))

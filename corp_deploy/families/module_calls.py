@@ -24,8 +24,8 @@ class Calling:
 
     def called(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """The outputs, one of them bare."""
-        given = [value for _, value in leaves(forward(**dict(zip(self.parameters, inputs, strict=True))))]
-        outputs = tuple(given[place] for place in self.outputs)
+        tensors = [value for _, value in leaves(forward(**dict(zip(self.parameters, inputs, strict=True))))]
+        outputs = tuple(tensors[place] for place in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -35,34 +35,34 @@ def by_ports(plain: type[nn.Module], calling: Calling) -> Callable[..., Any]:
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *calling.parameters)])
 
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
-        given = signature.bind(self, *inputs, **named).arguments
-        return calling.called(lambda **each: plain.forward(self, **each), list(given.values())[1:])
+        arguments = signature.bind(self, *inputs, **named).arguments
+        return calling.called(lambda **each: plain.forward(self, **each), list(arguments.values())[1:])
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 
-def leaves(given: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """What stands in a tuple, list, mapping or dataclass, and in those inside it, by name; nothing of None."""
-    if given is None:
+    if value is None:
         return
-    inner = _entries(given)
+    inner = _entries(value)
     if inner is None:
-        yield "_".join(path), given
+        yield "_".join(path), value
         return
     for name, each in inner:
         yield from leaves(each, (*path, name))
 
 
-def _entries(given: Any) -> list[tuple[str, Any]] | None:
+def _entries(value: Any) -> list[tuple[str, Any]] | None:
     """Of what holds others, those with their names."""
-    if isinstance(given, Mapping):
-        return [(str(name), each) for name, each in given.items()]
-    if is_dataclass(given):
-        return [(field.name, getattr(given, field.name)) for field in fields(given)]
-    if isinstance(given, list | tuple):
-        names = getattr(given, "_fields", range(len(given)))  # of a named tuple
-        return [(str(name), each) for name, each in zip(names, given, strict=True)]
+    if isinstance(value, Mapping):
+        return [(str(name), each) for name, each in value.items()]
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", range(len(value)))  # of a named tuple
+        return [(str(name), each) for name, each in zip(names, value, strict=True)]
     return None
 
 
@@ -75,20 +75,20 @@ class Output:
     shape: tuple[int, ...]
 
 
-def outputs_of(model: nn.Module, given: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
+def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[Output, ...]:
     """Of what a module gives to batches of these two sizes those that it says, as `outputs` (names, or roles by name),
     else all. Raises BadInput for what is no floating tensor with the batch in front.
     """
-    first, second = (dict(enumerate(leaves(each))) for each in (given, other))
-    said, name = getattr(model, "outputs", None), type(model).__name__
-    if isinstance(said, list | tuple) and all(isinstance(each, str) for each in said):
-        said = dict.fromkeys(said)
-    if not isinstance(said, Mapping) or not said:
+    first, second = (dict(enumerate(leaves(each))) for each in (result, other))
+    declared, name = getattr(model, "outputs", None), type(model).__name__
+    if isinstance(declared, list | tuple) and all(isinstance(each, str) for each in declared):
+        declared = dict.fromkeys(declared)
+    if not isinstance(declared, Mapping) or not declared:
         chosen: dict[int, tuple[str, Role | None]] = {
             place: (path or LOGITS.name, None) for place, (path, _) in first.items()
         }
     else:
-        chosen = _said(name, said, [path for path, _ in first.values()])
+        chosen = _declared(name, declared, [path for path, _ in first.values()])
     if not chosen:
         raise BadInput(f"{name}: it gives nothing, expected one tensor or more")
     outputs = list[Output]()
@@ -105,18 +105,18 @@ def outputs_of(model: nn.Module, given: Any, other: Any, batches: tuple[int, int
     return tuple(outputs)
 
 
-def _said(name: str, said: Mapping[Any, Any], paths: Sequence[str]) -> dict[int, tuple[str, Role | None]]:
+def _declared(name: str, declared: Mapping[Any, Any], paths: Sequence[str]) -> dict[int, tuple[str, Role | None]]:
     """By place the name that a module says, and a role or none: by the names that it gives them, or in their order."""
-    if odd := [role for role in said.values() if role not in (None, *ROLES)]:
+    if odd := [role for role in declared.values() if role not in (None, *ROLES)]:
         raise BadInput(f"{name}: `outputs` say {odd[0]!r:.50}, expected one of {', '.join(ROLES)}")
-    if all(each in paths for each in said):
-        return {paths.index(each): (each, role) for each, role in said.items()}
-    if len(said) != len(paths) or any(path and not path[0].isdigit() for path in paths):
+    if all(each in paths for each in declared):
+        return {paths.index(each): (each, role) for each, role in declared.items()}
+    if len(declared) != len(paths) or any(path and not path[0].isdigit() for path in paths):
         raise BadInput(
-            f"{name}: `outputs` are {', '.join(map(str, said))}, but it gives {', '.join(paths) or 'nothing'}; name "
-            "those, or as many as there are in their order"
+            f"{name}: `outputs` are {', '.join(map(str, declared))}, but it gives {', '.join(paths) or 'nothing'}; "
+            "name those, or as many as there are in their order"
         )
-    return {place: (str(each), role) for place, (each, role) in enumerate(said.items())}
+    return {place: (str(each), role) for place, (each, role) in enumerate(declared.items())}
 
 
 def _refusal(tensor: Any, again: Any, batches: tuple[int, int]) -> str:

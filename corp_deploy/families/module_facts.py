@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from corp_deploy.traced.programs.twins import twin
+from corp_deploy.traced.programs.module_copies import twin
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role, image_port
 
 from . import timm_library
-from .array_inputs import WRITE, ArraySpec, batch_of_ports, listed, parameters_of, ports_said, takes_by_place
+from .array_inputs import WRITE, ArraySpec, batch_of_ports, declared_ports, listed, parameters_of, takes_by_place
 from .module_calls import Calling, Output, outputs_of
 from .modules import device
 from .preprocessing import Preprocessing
@@ -44,7 +44,7 @@ def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     SIDES that it runs with. Its outputs as it says them (`outputs`), else all. Raises BadInput where these can't be
     told, or it can't be run on them.
     """
-    ports = ports_said(model)
+    ports = declared_ports(model)
     if ports is not None:
         return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])
     return facts_of_images(model, None, preprocessing)
@@ -61,8 +61,8 @@ def facts_of_images(
         raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
     shape = shape or _shape_of_images(model)
     is_timms = type(model).__module__.startswith("timm.")
-    known = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
-    prepared = {**known, **preprocessing.spread(shape[0]).settings}
+    config = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
+    prepared = {**config, **preprocessing.spread(shape[0]).settings}
     return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
 
 
@@ -71,17 +71,17 @@ def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str], role: Ro
     told; of this role, if one is said. Raises BadInput where it can't be run on them.
     """
     try:
-        given, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
+        result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
     except Exception as error:
         raise BadInput(
             f"{type(model).__name__} can't be run on {listed(spec.ports)}: {_reason(error)}. (a) Does it take that? "
             f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
             "a fixed size say that one"
         ) from None
-    outputs = outputs_of(model, given, other, BATCHES)
+    outputs = outputs_of(model, result, other, BATCHES)
     if role is not None:
         outputs = (_of_role(model, outputs, role),)
-    is_plain = isinstance(given, Tensor) and takes_by_place(model, parameters)
+    is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
     places = tuple(each.place for each in outputs)
     return Facts(
         spec=spec,
@@ -132,9 +132,9 @@ def _unlogged() -> Iterator[None]:
 
 def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
     """As the module says, or the first of SIDES that it runs with."""
-    said = getattr(model, "input_size", None)
-    if isinstance(said, list | tuple) and len(said) == 3:
-        return (int(said[0]), int(said[1]), int(said[2]))
+    input_size = getattr(model, "input_size", None)
+    if isinstance(input_size, list | tuple) and len(input_size) == 3:
+        return (int(input_size[0]), int(input_size[1]), int(input_size[2]))
     channels = next((each.in_channels for each in model.modules() if isinstance(each, nn.Conv2d)), 3)
     reason = ""
     for side in SIDES:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.attended import factor
+from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
@@ -20,7 +20,7 @@ from .preprocessing import Preprocessing
 from .site import Site
 from .sites import Sites
 from .traced_facts import tracing
-from .traced_module import TracedModule, Tracing, known_of, traced_module
+from .traced_module import TracedModule, Tracing, traced_module, traced_state
 from .traced_pairs import TracedPairs
 from .traced_sites import names_of, traced_sites
 
@@ -50,8 +50,8 @@ def with_named_sites(
         own = tracing(traced)
         found = _Found(traced, own, traced_sites(own), names_of(own))
         chosen = {name for path, layers in mlps.items() for name in found.of_mlp(path, layers)}
-        chosen |= {name for path, said in attentions.items() for name in found.of_attention(path, said)}
-        known_of(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
+        chosen |= {name for path, entry in attentions.items() for name in found.of_attention(path, entry)}
+        traced_state(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
     return traced
 
 
@@ -71,18 +71,18 @@ class _Found:
         first, last, *up = (self._linear(path, layer) for layer in layers)
         return self._between(path, ("channels", "gated channels"), (first, *up), last)
 
-    def of_attention(self, path: str, said: Mapping[str, Any]) -> list[str]:
+    def of_attention(self, path: str, entry: Mapping[str, Any]) -> list[str]:
         """The names of its values, and of its queries and keys where these are no lump."""
-        if not {"qkv", "proj", "heads"} <= said.keys() <= {"qkv", "proj", "heads", "scale"}:
-            raise BadInput(f"{_where(path)}: got {dict(said)!r:.150}, expected {EXPECTED_ATTENTION}")
-        qkv, proj = (self._linear(path, said[part]) for part in ("qkv", "proj"))
+        if not {"qkv", "proj", "heads"} <= entry.keys() <= {"qkv", "proj", "heads", "scale"}:
+            raise BadInput(f"{_where(path)}: got {dict(entry)!r:.150}, expected {EXPECTED_ATTENTION}")
+        qkv, proj = (self._linear(path, entry[part]) for part in ("qkv", "proj"))
         values = self._between(path, ("values",), (qkv,), proj)
         heads = sum(groups.parts for name, groups in self.named.items() if name in values)
-        if said["heads"] != heads:
-            raise BadInput(f"{_where(path)}: got {said['heads']!r:.50} heads, the program has {heads}; say these")
+        if entry["heads"] != heads:
+            raise BadInput(f"{_where(path)}: got {entry['heads']!r:.50} heads, the program has {heads}; say these")
         pairs = [name for name, groups in self.named.items() if _is_written(groups, ("queries and keys",), (qkv,))]
-        if said.get("scale") is not None:
-            _refuse_other_scale(path, [each for each in self.sites.every if each.name in pairs], said["scale"])
+        if entry.get("scale") is not None:
+            _refuse_other_scale(path, [each for each in self.sites.every if each.name in pairs], entry["scale"])
         return [*values, *pairs]
 
     def _linear(self, path: str, layer: str) -> str:
@@ -90,8 +90,8 @@ class _Found:
         try:
             module = self.model.get_submodule(name)
         except AttributeError:
-            known = [each for each, _ in self.model.named_modules() if each and each.count(".") == name.count(".")][:4]
-            raise BadInput(f"sites: the model has no module {name!r:.150}; it has such as {', '.join(known)}") from None
+            peers = [each for each, _ in self.model.named_modules() if each and each.count(".") == name.count(".")][:4]
+            raise BadInput(f"sites: the model has no module {name!r:.150}; it has such as {', '.join(peers)}") from None
         if not isinstance(module, nn.Linear):
             raise BadInput(f"sites: {name} is {type(module).__name__}, expected a linear layer")
         return name
@@ -112,12 +112,12 @@ class _Found:
         """What the program says of layers that have no such site between them."""
         if uncalled := [each for each in (*firsts, last) if f"{each}.weight" not in self.own.uses]:
             return f"{uncalled[0]} is never called"
-        stays = {each.name: each.reason for each in self.own.found.stays}
+        stays = {each.name: each.reason for each in self.own.analysis.stays}
         if reasons := [stays[f"{each}.weight"] for each in firsts if f"{each}.weight" in stays]:
             return reasons[0]
-        given = [groups for groups in self.named.values() if f"{firsts[0]}.weight" in _names(groups.writers)]
-        readers = {name.removesuffix(".weight") for groups in given for name in _names(groups.readers)}
-        kinds = dict.fromkeys(groups.kind for groups in given)
+        reached_sites = [groups for groups in self.named.values() if f"{firsts[0]}.weight" in _names(groups.writers)]
+        readers = {name.removesuffix(".weight") for groups in reached_sites for name in _names(groups.readers)}
+        kinds = dict.fromkeys(groups.kind for groups in reached_sites)
         return f"{firsts[0]} gives {' and '.join(kinds)}, which {', '.join(sorted(readers))} reads"
 
 
@@ -137,8 +137,8 @@ def _is_written(groups: Groups, kinds: Sequence[str], layers: Sequence[str]) -> 
 def _refuse_other_scale(path: str, pairs: Sequence[Site], scale: object) -> None:
     """Raise BadInput for another scale than the program's."""
     own = [_scale(each) for each in pairs if isinstance(each, TracedPairs)]
-    given = float(scale) if isinstance(scale, int | float) else math.nan
-    if own and all(each is not None and math.isclose(each, given, rel_tol=CLOSE) for each in own):
+    stated_scale = float(scale) if isinstance(scale, int | float) else math.nan
+    if own and all(each is not None and math.isclose(each, stated_scale, rel_tol=CLOSE) for each in own):
         return
     by = f"by {own[0]:.6g}" if own and own[0] is not None else "otherwise than by one number"
     raise BadInput(f"{_where(path)}: got scale {scale!r:.50}, the program scales {by}; leave `scale` out")
@@ -157,7 +157,7 @@ def by_layers(model: TracedModule, sites: Container[str], state: Mapping[str, Te
     """Weights of version 0.1 by the names of the model's own layers: in place of named attentions, which are among
     these sites, stood modules with `qkv` and `proj` there.
     """
-    facts, renamed = known_of(model).facts, dict[str, str]()
+    facts, renamed = traced_state(model).facts, dict[str, str]()
     if facts is None or facts.sites is None:
         return state
     for name, groups in names_of(tracing(model)).items():

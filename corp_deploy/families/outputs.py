@@ -91,7 +91,7 @@ class Outputs:
         """Whether any output has a vector for each place of the image."""
         return any(output.has_patches for output in self.every)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """For people."""
         return ", ".join(self.names)
 

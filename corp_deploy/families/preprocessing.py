@@ -26,12 +26,12 @@ class Preprocessing:
                 raise BadInput(f"{name} is {values!r:.100}, expected {quantity} for all channels, or one for each")
         if self.crop_pct is not None and not SHARE_KEPT.holds(self.crop_pct):
             raise BadInput(f"crop_pct is {self.crop_pct!r}, expected {SHARE_KEPT}")
-        for name, word, known in (
+        for name, word, allowed in (
             ("interpolation", self.interpolation, INTERPOLATIONS),
             ("crop_mode", self.crop_mode, CROP_MODES),
         ):
-            if word is not None and word not in known:
-                raise BadInput(f"{name} is {word!r}, expected one of {', '.join(known)}")
+            if word is not None and word not in allowed:
+                raise BadInput(f"{name} is {word!r}, expected one of {', '.join(allowed)}")
 
     @property
     def settings(self) -> dict[str, Any]:

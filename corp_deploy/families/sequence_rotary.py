@@ -50,7 +50,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return torch.where(is_between_P, between_P, slow_P)
 
 
-def turned(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
+def apply_rotary(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
     """Every plane turned by its token's angle: [B,H,N,2P]."""
     one, other = x_BHND.chunk(2, dim=-1)
     return torch.cat((one * cos_HNP - other * sin_HNP, other * cos_HNP + one * sin_HNP), dim=-1)
@@ -68,7 +68,7 @@ class RotaryTables(nn.Module):
         self.register_buffer("cos_HNP", cos_HNP)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return turned(q, self.sin_HNP, self.cos_HNP), turned(k, self.sin_HNP, self.cos_HNP)
+        return apply_rotary(q, self.sin_HNP, self.cos_HNP), apply_rotary(k, self.sin_HNP, self.cos_HNP)
 
 
 class SequenceRotary(nn.Module):

@@ -57,11 +57,11 @@ class Site(Protocol):
         """Where calibration listens."""
         ...
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The widths for people."""
         ...
 
-    def outline(self, geometry: HeadGeometry) -> str:
+    def cost_signature(self, geometry: HeadGeometry) -> str:
         """What two sites that cost the same have in common, for people."""
         ...
 

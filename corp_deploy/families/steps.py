@@ -13,7 +13,7 @@ from .token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class SegmentStep:
     """A segment of a program as rows of tokens.
 
     `sites`: those that stand in it. `compared`: what gives beside what the module does that which tokens are then
@@ -66,7 +66,7 @@ class Unmerge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlet:
+class OutputStep:
     """The end of a layer behind which one of the model's outputs stands; the stream goes on as it is."""
 
     name: str
@@ -75,11 +75,11 @@ class Outlet:
         return x_BNC
 
 
-Step = Merge | Unmerge | Passage | Outlet
+Step = Merge | Unmerge | SegmentStep | OutputStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class StreamState:
     """A residual stream on its way through the steps, with what of the segment behind it tokens are compared by, and
     what it was at the outlets passed.
     """
@@ -89,20 +89,20 @@ class Walk:
     kept: tuple[tuple[str, Tokens], ...] = ()
 
     @classmethod
-    def of(cls, x_BNC: Tensor, weights_BN: Tensor | None) -> "Walk":
+    def of(cls, x_BNC: Tensor, weights_BN: Tensor | None) -> "StreamState":
         """What enters the first step."""
         return cls(tokens=Tokens(x_BNC, weights_BN))
 
-    def behind(self, step: Step) -> "Walk":
+    def behind(self, step: Step) -> "StreamState":
         """The same behind one more step."""
         x_BNC, weights_BN, sources_BM = self.tokens
-        if isinstance(step, Outlet):
+        if isinstance(step, OutputStep):
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))
         if isinstance(step, Merge):
-            return Walk(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
+            return StreamState(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
         if isinstance(step, Unmerge):
-            return Walk(tokens=step(self.tokens), kept=self.kept)
-        if isinstance(step, Passage):
+            return StreamState(tokens=step(self.tokens), kept=self.kept)
+        if isinstance(step, SegmentStep):
             x_BNC, beside_BNX = step.passed(x_BNC, weights_BN)
-            return Walk(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
-        return Walk(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM), kept=self.kept)
+            return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
+        return StreamState(tokens=Tokens(step(x_BNC, weights_BN), weights_BN, sources_BM), kept=self.kept)

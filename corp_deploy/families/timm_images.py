@@ -58,9 +58,9 @@ class ImageSpec:
     def normalisation_refusal(self) -> str:
         """What mean and std are known instead, empty where those of the model's channels are."""
         own = self._fitting
-        return "" if all(name in own for name in BY_CHANNEL) else " and ".join(map(self._known, BY_CHANNEL))
+        return "" if all(name in own for name in BY_CHANNEL) else " and ".join(map(self._source_of, BY_CHANNEL))
 
-    def _known(self, name: str) -> str:
+    def _source_of(self, name: str) -> str:
         values = self.config.get(name)
         return f"its {name}, {_shown(values)}, is of {_channels(len(values))}" if values else f"it has no {name}"
 
@@ -110,6 +110,6 @@ def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) ->
     """
     again = "export the model again"
     settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
-    known = {name: value for name, value in settings.items() if name != "input_size"}
-    prepared = record_from_value(known, Preprocessing, where=f"{where}: its preprocessing").spread(shape[0])
+    overrides = {name: value for name, value in settings.items() if name != "input_size"}
+    prepared = record_from_value(overrides, Preprocessing, where=f"{where}: its preprocessing").spread(shape[0])
     return ImageSpec(shape=shape, config={"input_size": shape, **prepared.settings})

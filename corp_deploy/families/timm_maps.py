@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.traced.programs.twins import without_memory
+from corp_deploy.traced.programs.module_copies import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
 from .maps import map_from_tokens, tokens_from_map
 from .outputs import Output, Outputs
-from .traced_module import Facts, TracedModule, known_of, traced_module
+from .traced_module import Facts, TracedModule, traced_module, traced_state
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
@@ -66,16 +66,16 @@ class _Given:
     def of(self, model: Any, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """One output bare, several as a tuple."""
         last, streams = _streams(model, images)
-        given = []
+        tensors = []
         for output, number in zip(self.outputs, self.numbers, strict=True):
             if number is None:
-                given.append(model.forward_head(last))
+                tensors.append(model.forward_head(last))
                 continue
             stream = streams[number] if number >= 0 else _last_stream(last, streams[-1].map_BCHW)
             if output.layer and output.normed:
                 stream = _last_stream(model.norm(stream.tokens_BNC), stream.map_BCHW)
-            given.append(stream.part(output, self.kinds))
-        return given[0] if len(given) == 1 else tuple(given)
+            tensors.append(stream.part(output, self.kinds))
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
@@ -105,24 +105,24 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
     `block1_class`, `stage1_map`, or by timm's numbers, `feature1_map`; `stage1` for the map's places as tokens
     [B,HW,C]. Raises BadInput for what it hasn't got.
     """
-    known = known_of(model)
-    if known.facts is not None or known.cut is not None:
+    state = traced_state(model)
+    if state.facts is not None or state.cut is not None:
         of = (
             "a reduced model: those are named where it is dense"
-            if known.cut is not None
+            if state.cut is not None
             else ("a model that isn't timm's: a module of your own says them itself, as its `outputs`")
         )
-        raise BadInput(f"outputs: {outputs.words()} can't be named of {of}; leave --outputs out")
+        raise BadInput(f"outputs: {outputs.describe()} can't be named of {of}; leave --outputs out")
     layers = _layers(model)
-    given = _Given(
+    named = _Given(
         outputs=outputs.every,
         numbers=tuple(_number(each, layers) for each in outputs.every),
         kinds=layers.kinds,
     )
     kind: type[nn.Module] = type(
-        known.plain.__name__,
-        (known.plain,),
-        {"forward": lambda self, images: given.of(self, images), "__module__": known.plain.__module__},
+        state.plain.__name__,
+        (state.plain,),
+        {"forward": lambda self, images: named.of(self, images), "__module__": state.plain.__module__},
     )
     plain = kind.__new__(kind)
     plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
@@ -211,8 +211,8 @@ def _refusal_of_head(output: Output, classes: int) -> str:
 def _place(layer: str, layers: Sequence[str]) -> int | None:
     names = {**_names(layers), **{f"feature{number}": number for number in range(len(layers))}}
     word, _, digits = layer.partition("s.")
-    asked = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
-    return next((names[name] for name in asked if name in names), None)
+    accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
+    return next((names[name] for name in accepted if name in names), None)
 
 
 def _refusal(output: Output, number: int | None, layers: _Layers) -> str:

@@ -23,8 +23,8 @@ def constant(name: str, shape: torch.Size, buffers: State, state: State) -> Tens
     """A constant of a program, of this shape; None for any other. `buffers`: those of timm's model, in no file."""
     if name.endswith(_MASK):
         return buffers[name.removesuffix("_folded")].view(shape)
-    if turns := _OF_TURNS.fullmatch(name):
-        return _turns(int(turns[1] or 0), shape, state)
+    if rope_match := _OF_TURNS.fullmatch(name):
+        return _turns(int(rope_match[1] or 0), shape, state)
     of_places, inside = _OF_PLACES.fullmatch(name), re.match(r".*\.attn(?=\.)", name)
     if not (of_places or inside):
         return None

@@ -147,9 +147,9 @@ def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Ten
     even_BA = torch.where(match.is_merged, kept + match.into, place_BA)
     odd_BD = (kept + _places(odd, match.kept)).expand(even_BA.shape[0], -1)
     # Places of even and odd tokens by turns, as they stood.
-    turns = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
+    order = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
     free_BN = (
-        torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(turns, device=even_BA.device)) + protected
+        torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(order, device=even_BA.device)) + protected
     )
     front_BP = _places(protected, free_BN).expand(free_BN.shape[0], -1)
     return torch.cat([front_BP, free_BN], dim=1).gather(1, sources_BM)

@@ -38,9 +38,9 @@ def require_classifier(text: str) -> tuple[str, Any]:
     how images are prepared. Raises BadInput for any other.
     """
     name, _, weights = text.removeprefix(PREFIX).partition(".")
-    known = _library().list_models(module=_library())
-    if name not in known:
-        raise BadInput(f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(known)}")
+    names = _library().list_models(module=_library())
+    if name not in names:
+        raise BadInput(f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(names)}")
     entries = _library().get_model_weights(name)
     if weights and weights not in entries.__members__:
         raise BadInput(
@@ -57,8 +57,8 @@ def architecture_of(
     arguments that ask for weights.
     """
     name, entry = require_classifier(text)
-    if asked := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
-        raise BadInput(f"--model-kwargs: {asked[0]}: nothing is downloaded; give --weights FILE")
+    if reserved := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
+        raise BadInput(f"--model-kwargs: {reserved[0]}: nothing is downloaded; give --weights FILE")
     own: dict[str, Any] = {"transform_input": True} if name in _OF_TRAINING else {}
     side = _side_of_places(state or {})
     if side is not None:

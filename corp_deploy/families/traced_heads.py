@@ -58,8 +58,8 @@ class Heads:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BothHeads:
     """Queries and keys: `groups_HTD` are the site's groups, those of a head that go together at one place p of P:
-    dimensions p, P + p and so on, so many `joined`. `shared` heads in turn have the same keys. `whole`: all dimensions
-    of heads are the site's.
+    dimensions p, P + p and so on, so many `joined`. `shared` heads in turn have the same keys. `complete`: all
+    dimensions of heads are the site's.
     """
 
     queries: Heads
@@ -67,7 +67,7 @@ class BothHeads:
     groups_HTD: Tensor
     joined: int
     shared: int
-    whole: bool
+    complete: bool
 
     @property
     def groups_HP(self) -> Tensor:
@@ -131,8 +131,10 @@ def _of_axes(
             )
         )
     groups_HTD = by_head[0].flatten()[order_HTD]
-    whole = bool((by_head[0] >= 0).all())
-    return BothHeads(queries=sides[0], keys=sides[1], groups_HTD=groups_HTD, joined=joined, shared=shared, whole=whole)
+    complete = bool((by_head[0] >= 0).all())
+    return BothHeads(
+        queries=sides[0], keys=sides[1], groups_HTD=groups_HTD, joined=joined, shared=shared, complete=complete
+    )
 
 
 def _sums_over_several(reader: fx.Node) -> bool:

@@ -32,7 +32,7 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     rows: list[dict[str, Any]] = []
     named = names_of(found)
     for name, groups in ((each, named[each]) for each in named if each in by_name or each in reasons):
-        words = by_name[name].words() if name in by_name else f"{groups.kind} {groups.size}"
+        words = by_name[name].describe() if name in by_name else f"{groups.kind} {groups.size}"
         own = {"parameters": shares.parameters.alone[groups.key], "macs": shares.macs.alone[groups.key]}
         rows.append({"site": name, **own, "width": words, "reason": reasons.get(name, "")})
     rest = {"parameters": parameters(model), "macs": macs}
@@ -85,7 +85,7 @@ def _part(name: str) -> str:
 
 def _reason(model: nn.Module, part: str) -> str:
     """Why most of its channels stay."""
-    stays = [each for each in tracing(model).found.stays if _part(each.name) == part]
+    stays = [each for each in tracing(model).analysis.stays if _part(each.name) == part]
     return max(stays, key=lambda each: each.count).reason if stays else ""
 
 
@@ -117,7 +117,7 @@ def stays_of(model: nn.Module) -> list[dict[str, Any]]:
     layers: dict[str, list[str]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     reasons: dict[str, str] = {}
-    for stay in tracing(model).found.stays:
+    for stay in tracing(model).analysis.stays:
         key = re.sub(r"\d+", "0", stay.reason)
         reasons.setdefault(key, stay.reason)
         layers[key].append(stay.name.removesuffix(".weight"))

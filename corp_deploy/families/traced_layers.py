@@ -13,12 +13,12 @@ from corp_deploy.traced.finding.site import Kind
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.batch import batch_of
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import InFront, Layer, layers, listening
+from corp_deploy.traced.programs.readers import BatchFirst, Layer, layers, listening
 from ground.errors import BadInput
 
 from .token_merging import Tokens
 from .traced_facts import tracing
-from .traced_fewer import Crossing
+from .traced_merged_program import CutState
 from .traced_merging import Mergeable
 from .traced_module import Tracing
 from .traced_narrowing import narrowed
@@ -53,23 +53,23 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     for start, end in pairwise([None, *crossings, None]):
         piece = replace(program, graph=_between(program, start, end, merges=own.merging is not None))
         called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
-        heard, modules, _ = listening(piece, {each.node.name for each in called}, ())
+        hooked, modules, _ = listening(piece, {each.node.name for each in called}, ())
         for each in called:
             if each.bias in own.biasless:
                 modules[each.node.name].bias = None
             path = f"listened.{each.node.name}"
-            inside = ".layer" if isinstance(heard.get_submodule(path), InFront) else ""
+            inside = ".layer" if isinstance(hooked.get_submodule(path), BatchFirst) else ""
             path = path if own.merging is None else f"module.{path}"
-            known = ProgramLayer(
+            layer = ProgramLayer(
                 name=each.name,
                 path=f"{len(run)}.{path}{inside}",
                 weight=each.weight,
                 bias=each.bias,
                 uses=uses[each.weight],
-                kinds=_kinds(own.found, each.weight),
+                kinds=_kinds(own.analysis, each.weight),
             )
-            every.setdefault(each.weight, known)
-        run.append(heard if own.merging is None else _OfTokens(heard, end))
+            every.setdefault(each.weight, layer)
+        run.append(hooked if own.merging is None else _OfTokens(hooked, end))
     return run, tuple(every.values())
 
 
@@ -78,12 +78,12 @@ class _OfTokens(nn.Module):
     inputs, behind the last one outputs.
     """
 
-    def __init__(self, module: nn.Module, end: Crossing | None) -> None:
+    def __init__(self, module: nn.Module, end: CutState | None) -> None:
         super().__init__()
         self.module, self.end = module, end
 
-    def forward(self, given: Tensor | Tokens) -> Any:
-        entering = given if isinstance(given, Tokens) else (given,)
+    def forward(self, stream: Tensor | Tokens) -> Any:
+        entering = stream if isinstance(stream, Tokens) else (stream,)
         leaving = self.module(*(each for each in entering if each is not None))
         if self.end is None:
             return leaving
@@ -91,25 +91,25 @@ class _OfTokens(nn.Module):
         return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
 
 
-def _crossings(own: Tracing) -> tuple[Program, list[Crossing]]:
+def _crossings(own: Tracing) -> tuple[Program, list[CutState]]:
     """What runs, and what crosses its cuts; where tokens are merged with all that is known of them."""
-    nodes = [cut.node for cut in cuts(own.found)]
+    nodes = [cut.node for cut in cuts(own.analysis)]
     if own.merging is None:
-        return own.program, [Crossing(raw=node, node=node) for node in nodes]
+        return own.program, [CutState(raw=node, node=node) for node in nodes]
     assert isinstance(own.mergeable, Mergeable), own.mergeable
     fewer = own.mergeable.merged(own.program, own.merging, follows=True)
     return fewer.program, [fewer.crossing(node) for node in nodes]
 
 
-def _between(program: Program, start: Crossing | None, end: Crossing | None, *, merges: bool) -> fx.GraphModule:
-    before, beside = (None, ()) if start is None else (start.node, start.told)
-    outputs = [end.node, *end.told] if merges and end is not None else None
+def _between(program: Program, start: CutState | None, end: CutState | None, *, merges: bool) -> fx.GraphModule:
+    before, beside = (None, ()) if start is None else (start.node, start.token_state)
+    outputs = [end.node, *end.token_state] if merges and end is not None else None
     return between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
 
 
-def _kinds(found: Found, weight: str) -> frozenset[Kind]:
+def _kinds(analysis: Found, weight: str) -> frozenset[Kind]:
     """Of sites that write or read a weight."""
-    by_site = ((site.kind, {span.name for span in (*site.writers, *site.readers)}) for site in found.sites)
+    by_site = ((site.kind, {span.name for span in (*site.writers, *site.readers)}) for site in analysis.sites)
     return frozenset(kind for kind, names in by_site if weight in names)
 
 

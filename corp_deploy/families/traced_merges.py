@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.attentions import Attention, Block
 from corp_deploy.traced.finding.cuts import ways_out
-from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
@@ -22,8 +22,8 @@ from ground.errors import BadInput
 
 from .merging import Merging
 from .token_merging import TokenMerge, key_bias, unmerged
-from .traced_fewer import Fewer
-from .traced_fewer_nodes import FewerNodes, Stands
+from .traced_merged_nodes import MergedNodes, PositionDependent
+from .traced_merged_program import MergedProgram
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Merges:
     `outside`: nodes on the way to outputs in front of the last; `back`: what is given back to these.
     """
 
-    nodes: FewerNodes
+    nodes: MergedNodes
     blocks: Sequence[Block]
     merging: Merging
     unmerging: fx.Node | None
@@ -51,7 +51,7 @@ class Merges:
     def program(self) -> Program:
         return self.nodes.program
 
-    def made(self) -> Fewer:
+    def merged_program(self) -> MergedProgram:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
         attentions = by_node([each for block in self.blocks for each in block.attentions])
         out = ways_out(self.program)
@@ -63,7 +63,7 @@ class Merges:
             if node is self.unmerging:
                 self._unmerge(node)
         inputs = [node.meta["val"] for node in self.nodes.graph.nodes if node.op == "placeholder"]
-        return Fewer(
+        return MergedProgram(
             program=sized(self.nodes, self.merges, inputs, dead=self.follows),
             stands={node.name: new for node, new in self.nodes.nodes.items()},
             merge_at=self.merge_at,
@@ -105,16 +105,16 @@ class Merges:
     def _tell(self, node: fx.Node) -> None:
         """What is known of the tokens of a node behind a merge."""
         self.merge_at[node.name] = list(self.merges.values())[-1]
-        for known, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
+        for nodes_by_name, of_tokens in ((self.sizes_at, self.sizes), (self.sources_at, self.sources)):
             if of_tokens is not None:
-                known[node.name] = of_tokens
+                nodes_by_name[node.name] = of_tokens
 
     # Attentions.
 
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
         """A key counts as often as tokens stand in it."""
         is_softmax = operation(node) in SOFTMAX
-        if not is_softmax and operation(node) != WHOLE:
+        if not is_softmax and operation(node) != SDPA:
             return
         _refuse_layout(attention)
         scored = new.all_input_nodes[0]
@@ -158,7 +158,9 @@ class Merges:
         if not self.merging.compares_attention:
             return stream
         if len(block.attentions) > 1 and self.merging.how == "drop":
-            raise Stands(block.added, "adds several attentions, which may keep other tokens each; merge instead")
+            raise PositionDependent(
+                block.added, "adds several attentions, which may keep other tokens each; merge instead"
+            )
         for each in block.attentions:
             _refuse_layout(each)
         if self.merging.how == "merge":
@@ -183,15 +185,17 @@ class Merges:
         if node in self.nodes.units:
             self.nodes.nodes[node] = self._new(unmerged, self.nodes.nodes[node], self.sources, like=node)
             self.nodes.end_(node)
-            for told in (self.merge_at, self.sizes_at, self.sources_at):
-                told.pop(node.name)
+            for nodes_by_name in (self.merge_at, self.sizes_at, self.sources_at):
+                nodes_by_name.pop(node.name)
             self.sizes = self.sources = None
 
 
 def _refuse_layout(attention: Attention) -> None:
     queries = attention.queries
     if len(sizes_at_one(queries)) != 4 or batch_of(queries) != IN_FRONT:
-        raise Stands(attention.product, "has heads and images on one axis, so that sizes can't be added to scores")
+        raise PositionDependent(
+            attention.product, "has heads and images on one axis, so that sizes can't be added to scores"
+        )
 
 
 def _bias_like(sizes_BN: Tensor, scored: Tensor) -> Tensor:
@@ -215,9 +219,9 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
     return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
-def _free(name: str, program: Program, taken: Mapping[str, nn.Module]) -> str:
+def _free(name: str, program: Program, used_names: Mapping[str, nn.Module]) -> str:
     """A name that no other merge has, nor a module of the program."""
-    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(taken)
+    used = {str(node.target).rpartition(".")[0] for node in program.nodes if node.op == "get_attr"} | set(used_names)
     while any(each == name or each.startswith(f"{name}.") for each in used):
         name += "_"
     return name
@@ -228,17 +232,17 @@ def by_node(attentions: Sequence[Attention]) -> dict[fx.Node, Attention]:
     return {
         node: each
         for each in attentions
-        for node in (each.product, each.whole, *(() if each.scores is None else each.scores.users))
+        for node in (each.product, each.output, *(() if each.scores is None else each.scores.users))
     }
 
 
-def sized(made: FewerNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
+def sized(nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
     """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
-    program = made.program
-    made.graph.set_codegen(copy(program.graph.graph._codegen))
+    program = nodes.program
+    nodes.graph.set_codegen(copy(program.graph.graph._codegen))
     root: dict[str, Any] = dict(merges)
-    root |= {str(node.target): program.tensor(str(node.target)) for node in made.graph.nodes if node.op == "get_attr"}
-    graph = fx.GraphModule(root, made.graph).eval()
+    root |= {str(node.target): program.tensor(str(node.target)) for node in nodes.graph.nodes if node.op == "get_attr"}
+    graph = fx.GraphModule(root, nodes.graph).eval()
     if not dead:
         graph.graph.eliminate_dead_code()
         graph.recompile()

@@ -14,8 +14,8 @@ from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
 from .merging import Merging, capped, tokens_after
-from .traced_fewer import Fewer
-from .traced_fewer_nodes import FewerNodes, Stands
+from .traced_merged_nodes import MergedNodes, PositionDependent
+from .traced_merged_program import MergedProgram
 from .traced_merges import Merges, by_node, sized
 
 
@@ -36,7 +36,7 @@ class Mergeable:
         """Of the stream that attentions are added to."""
         return int(sizes_at_one(self.blocks[0].added)[2])
 
-    def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> Fewer:
+    def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> MergedProgram:
         """See fewer_tokens. Raises BadInput where the merging doesn't fit too."""
         if len(merging.schedule) != len(self.blocks):
             raise BadInput(
@@ -79,7 +79,7 @@ def merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> 
 
 def fewer_tokens(
     program: Program, blocks: Sequence[Block], protected: int, merging: Merging, *, follows: bool
-) -> Fewer:
+) -> MergedProgram:
     """The program with tokens merged behind these blocks' attentions; `follows`: it is told where each source token is,
     whether anything asks for that or not. Raises BadInput where something needs all tokens.
     """
@@ -88,14 +88,14 @@ def fewer_tokens(
         merged, reader = _made(program, blocks, protected, merging, None, follows), None
         if not merging.unmerged:
             return merged
-    except Stands as read:
+    except PositionDependent as read:
         reason, reader = read, read.node
     unmerging = None if merging.how == "drop" else _last_stream(program, blocks, reader)
     try:
         if unmerging is None:
             raise reason
         return _made(program, blocks, protected, merging, unmerging, follows)
-    except Stands as still:
+    except PositionDependent as still:
         raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
 
@@ -105,18 +105,18 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """
     (entering,) = (node for node in piece.nodes if node.op == "placeholder")
     size_(piece.graph, [entering.meta["val"]], any_batch=True)
-    made, attentions = FewerNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
+    nodes, attentions = MergedNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
     try:
         for node in piece.nodes:
-            if node.op == "output" or operation(node) == "sym_size" or not made.is_behind(node):
-                made.copy_(node)
+            if node.op == "output" or operation(node) == "sym_size" or not nodes.is_behind(node):
+                nodes.copy_(node)
             else:
-                made.behind_(node, attentions.get(node))
+                nodes.behind_(node, attentions.get(node))
             if node is entering:
-                made.begin_(node, tokens)
-    except Stands as reason:
+                nodes.begin_(node, tokens)
+    except PositionDependent as reason:
         raise BadInput(f"{piece.model}: {reason}, so that it can't be timed with fewer") from None
-    return sized(made, {}, [made.values[entering]], dead=False)
+    return sized(nodes, {}, [nodes.values[entering]], dead=False)
 
 
 def _made(
@@ -126,9 +126,9 @@ def _made(
     merging: Merging,
     unmerging: fx.Node | None,
     follows: bool,
-) -> Fewer:
-    nodes = FewerNodes(program=program, protected=protected, as_before=merging.how == "drop")
-    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).made()
+) -> MergedProgram:
+    nodes = MergedNodes(program=program, protected=protected, as_before=merging.how == "drop")
+    return Merges(nodes=nodes, blocks=blocks, merging=merging, unmerging=unmerging, follows=follows).merged_program()
 
 
 def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.traced.finding.attentions import blocks_of
-from corp_deploy.traced.narrowing.severing import filled_
-from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE
+from corp_deploy.traced.narrowing.whole_removal import filled_
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
 from corp_deploy.traced.programs.padding import has_uneven, padded
 from corp_deploy.traced.programs.program import operation
@@ -25,7 +25,7 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import bert, decoder, hf_classes, own_modules, timm_library, torchvision_models
+from . import bert, custom_modules, decoder, hf_classes, timm_library, torchvision_models
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
@@ -33,7 +33,7 @@ from .module_facts import facts_of_module
 from .modules import replaced
 from .site import Site
 from .sites import Sites
-from .steps import Merge, Outlet, Passage, Step, Unmerge, Walk
+from .steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 from .traced_facts import classes as classes
@@ -42,9 +42,9 @@ from .traced_facts import input_spec as input_spec
 from .traced_facts import output_ports as output_ports
 from .traced_facts import tracing as tracing
 from .traced_merging import Mergeable
-from .traced_module import known_of, merging_module, traced_module
+from .traced_module import merging_module, traced_module, traced_state
 from .traced_narrowing import narrowed
-from .traced_segments import ByRows, Layout, Segment, layout_of
+from .traced_segments import Layout, Segment, TokenRows, layout_of
 from .traced_site import TracedSite
 from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
@@ -60,8 +60,8 @@ def build(architecture: Architecture) -> nn.Module:
     """What a user's code makes, a decoder, an encoder of BERT's kind, or a model of transformers or of torchvision.
     Raises BadInput for what these can't build, and for any other name.
     """
-    if architecture.family == own_modules.NAME:
-        return own_modules.build(architecture)
+    if architecture.family == custom_modules.NAME:
+        return custom_modules.build(architecture)
     if architecture.family == decoder.NAME:
         return decoder.build(architecture)
     if architecture.family == bert.NAME:
@@ -87,14 +87,14 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 def sites(model: nn.Module) -> Sites:
     """What is found in the program, dense or already reduced, or of that what its user named."""
-    own, facts = tracing(model), known_of(model).facts
+    own, facts = tracing(model), traced_state(model).facts
     own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
     return own.offered[0]
 
 
 def listened(model: nn.Module) -> nn.Module:
     """What hears the model's sites while it runs."""
-    return tracing(model).heard[0]
+    return tracing(model).hooked[0]
 
 
 def known_numbers(model: nn.Module) -> dict[str, int]:
@@ -121,8 +121,12 @@ def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
 def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
     """The names of the sites that stand in each segment, in order."""
     own = tracing(model)
-    held = {name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()}
-    return {each: tuple(name for name in held if not held[name].isdisjoint(each.held)) for each in own.segments}
+    tensors = {
+        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
+    }
+    return {
+        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
+    }
 
 
 def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
@@ -146,16 +150,16 @@ def _followed(model: nn.Module) -> Iterator[tuple[Segment, tuple[str, ...]]]:
     """With the sites that stand in them."""
     own = tracing(model)
     for segment, inside in sites_by_segment(model).items():
-        if inside or own.given or segment is not own.segments[-1]:
+        if inside or own.cut_outputs or segment is not own.segments[-1]:
             yield segment, inside
 
 
 def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...]) -> Iterator[Step]:
     """A segment and what is done at the cut behind it."""
-    rows, start, end = ByRows(segment, image), segment.start, segment.end
-    if start.is_fewer and not end.is_fewer and end.raw is end.node:
+    rows, start, end = TokenRows(segment, image), segment.start, segment.end
+    if start.is_merged and not end.is_merged and end.raw is end.node:
         yield Unmerge(name=segment.name, gives_back=False)
-    yield Passage(
+    yield SegmentStep(
         module=rows,
         name=segment.name,
         sites=inside,
@@ -170,24 +174,24 @@ def _steps_of(segment: Segment, inside: tuple[str, ...], image: tuple[int, ...])
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     """With an outlet where outputs are of a stream in front of the last."""
-    outlets = {given.before: given.name for given in tracing(model).given[:-1]}
+    outlets = {cut_output.before: cut_output.name for cut_output in tracing(model).cut_outputs[:-1]}
     for segment, inside in _followed(model):
         yield from _steps_of(segment, inside, input_spec(model).shape)
         if (name := outlets.get(segment.end.node)) is not None:
-            yield Outlet(name=name)
+            yield OutputStep(name=name)
 
 
-def answers(model: nn.Module, walk: Walk, inputs: Inputs) -> tuple[Tensor, ...]:
+def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
     own, image, (_, *others) = tracing(model), input_spec(model).shape, tensors_by_name(inputs).values()
-    if not own.given:
+    if not own.cut_outputs:
         return (finished(model, walk.tokens.x, inputs),)
-    at = {**dict(walk.kept), own.given[-1].name: walk.tokens}
+    at = {**dict(walk.kept), own.cut_outputs[-1].name: walk.tokens}
     by_number = {
         key: each
-        for given in own.given
-        if given.name in at
-        for key, each in given(at[given.name], image, others).items()
+        for cut_output in own.cut_outputs
+        if cut_output.name in at
+        for key, each in cut_output(at[cut_output.name], image, others).items()
     }
     return tuple(by_number[number] for number in sorted(by_number))
 
@@ -204,7 +208,7 @@ def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
     if not sites_by_segment(model)[last]:
-        x_BNC = ByRows(last, input_spec(model).shape)(x_BNC, token_weights(model, inputs))
+        x_BNC = TokenRows(last, input_spec(model).shape)(x_BNC, token_weights(model, inputs))
     return leaving.tensor(x_BNC)
 
 
@@ -224,7 +228,7 @@ def depth(model: nn.Module) -> int:
 
 def merging_of(model: nn.Module) -> Merging | None:
     """None for a model that merges nothing."""
-    return known_of(model).merging
+    return traced_state(model).merging
 
 
 def merging_refusal(model: nn.Module) -> str:
@@ -246,16 +250,16 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
-    facts = known_of(model).facts
+    facts = traced_state(model).facts
     named = None if facts is None else facts.named
     if merging is not None and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
             raise BadInput(
-                f"merging: {named.words()} have a vector for each patch, and those that were dropped have none; merge "
-                "instead"
+                f"merging: {named.describe()} have a vector for each patch, and those that were dropped have none; "
+                "merge instead"
             )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
-    program = replaced(model if known_of(model).cut is not None else narrowed(model, {}, {}), {})
+    program = replaced(model if traced_state(model).cut is not None else narrowed(model, {}, {}), {})
     return merging_module(program, merging).eval().requires_grad_(False)
 
 
@@ -276,10 +280,10 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
     compute anew for every batch what is a constant: engines fuse attention with constants alone.
     """
-    is_own = known_of(model).facts is None
+    is_own = traced_state(model).facts is None
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
-    has_attention = any(operation(node) in (WHOLE, *SOFTMAX) for node in program.nodes)
+    has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
     if is_own and not (program.folded and has_attention):
         return None
     graph = copy.deepcopy(padded(program) if is_padded else program.graph)
@@ -297,8 +301,8 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
     reduced one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
     """
-    known = known_of(model)
-    graph = _program(model, is_padded=known.cut is not None and geometry != "ragged", is_exported=True)
+    state = traced_state(model)
+    graph = _program(model, is_padded=state.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
         return replaced(model, {}).eval().requires_grad_(False)
     spelled_out_(graph)
@@ -307,20 +311,20 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     return tree(graph, graph.graph).requires_grad_(False)
 
 
-def beside(model: nn.Module) -> Mapping[str, str]:
+def extra_files(model: nn.Module) -> Mapping[str, str]:
     """The tokenizer of a model that takes texts."""
     spec = input_spec(model)
     return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec | SequenceSpec) else {}
 
 
-def take_beside_(model: nn.Module, directory: Path) -> None:
+def load_extra_files_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
-    known, spec = known_of(model), input_spec(model)
-    if known.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
+    state, spec = traced_state(model), input_spec(model)
+    if state.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
-        known.facts = replace(known.facts, spec=replace(spec, tokenizer_json=content))
+        state.facts = replace(state.facts, spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    return timm_library.adapted_state(model, known_of(model).plain.__module__, state)
+    return timm_library.adapted_state(model, traced_state(model).plain.__module__, state)

@@ -17,8 +17,8 @@ from corp_deploy.traced.finding.shares import Shares, shares
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.sites import Found, find
 from corp_deploy.traced.narrowing.narrow import Narrowed
-from corp_deploy.traced.narrowing.severing import Severed, without_sites
-from corp_deploy.traced.programs.attended import unread
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
+from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_
@@ -33,9 +33,9 @@ from .outputs import Outputs
 from .sites import Sites
 from .timm_images import ImageSpec
 from .tokenizer import SequenceSpec, TextSpec
-from .traced_fewer import Fewer
+from .traced_merged_program import MergedProgram
 from .traced_merging import Mergeable, mergeable, merged_graph
-from .traced_segments import Given, Segment, given_at_cuts, segments
+from .traced_segments import CutOutputs, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -78,8 +78,8 @@ class Cut:
 class Tracing:
     """A model's program with its sites. `added`: biases of zeros that the model itself has not; those of `biasless`
     stay zeros. `multiple`: see Facts. `repairs`, `taps`: of queries and keys, once they were looked for; `offered`:
-    what can be reduced, likewise; `proved`: what was narrowed last; `emptied`: without sites of which constants are
-    left.
+    what can be reduced, likewise; `proved`: what was narrowed last; `folded_to_constant`: without sites of which
+    constants are left.
     """
 
     program: Program
@@ -91,20 +91,20 @@ class Tracing:
     offered: list[Sites] = field(default_factory=list)
     proved: list[Narrowed] = field(default_factory=list)
     merging: Merging | None = None
-    emptied: dict[tuple[Severed, ...], "Tracing"] = field(default_factory=dict, init=False)
+    folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
 
-    def without(self, places: tuple[Severed, ...], inputs: list[Tensor]) -> "Tracing":
+    def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
         """The program without these sites, made once."""
-        if places not in self.emptied:
+        if places not in self.folded_to_constant:
             program = without_sites(self.program, places, inputs)
-            self.emptied[places] = Tracing(
+            self.folded_to_constant[places] = Tracing(
                 program=program,
                 added=self.added,
                 biasless=self.biasless,
                 multiple=self.multiple,
                 merging=self.merging,
             )
-        return self.emptied[places]
+        return self.folded_to_constant[places]
 
     @cached_property
     def mergeable(self) -> Mergeable | str:
@@ -112,7 +112,7 @@ class Tracing:
         return mergeable(self.program)
 
     @cached_property
-    def fewer(self) -> Fewer | None:
+    def merged(self) -> MergedProgram | None:
         """What runs where tokens are merged, with the nodes of the program by their names."""
         if self.merging is None:
             return None
@@ -122,53 +122,53 @@ class Tracing:
     @property
     def running(self) -> Program:
         """What runs: the program, its tokens merged where the model merges any."""
-        return self.program if self.fewer is None else self.fewer.program
+        return self.program if self.merged is None else self.merged.program
 
     def merge_before(self, name: str) -> nn.Module | None:
         """The last merge that made tokens fewer which a node of this name gives; None for all tokens."""
-        return None if self.fewer is None else self.fewer.merge_at.get(name)
+        return None if self.merged is None else self.merged.merge_at.get(name)
 
     @cached_property
-    def found(self) -> Found:
+    def analysis(self) -> Found:
         return find(self.program)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        return segments(self.found, self.fewer)
+        return segments(self.analysis, self.merged)
 
     @cached_property
-    def given(self) -> tuple[Given, ...]:
-        return given_at_cuts(self.found, self.fewer)
+    def cut_outputs(self) -> tuple[CutOutputs, ...]:
+        return given_at_cuts(self.analysis, self.merged)
 
     @cached_property
     def shares(self) -> Shares:
-        if self.fewer is None:
-            return shares(self.found, aside=self.added)
-        now = self.fewer.by_name
-        costs = {node: macs(now[node.name]) if cost else 0 for node, cost in self.found.costs.items()}
-        return shares(replace(self.found, costs=costs), aside=self.added)
+        if self.merged is None:
+            return shares(self.analysis, aside=self.added)
+        now = self.merged.by_name
+        costs = {node: macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
+        return shares(replace(self.analysis, costs=costs), aside=self.added)
 
     @cached_property
-    def heard(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
+    def hooked(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
         """The program to be listened to, its layers, and what gives queries and keys, by their nodes."""
-        given, heard = set[str](), set[str]()
-        for site in self.found.sites:
+        projections, readers = set[str](), set[str]()
+        for site in self.analysis.sites:
             for span in site.listening:
                 reader = self.by_node[span.reader]
                 if reader.target in (LINEAR, CONV2D):
                     if is_heard(reader, self.by_node[span.name]):
-                        heard.add(span.reader)
+                        readers.add(span.reader)
                 elif site.kind == "queries and keys":
-                    given.add(span.name)
-        return listening(self.running, heard, given, dict(self._read(heard)))
+                    projections.add(span.name)
+        return listening(self.running, readers, projections, dict(self._read(readers)))
 
-    def _read(self, heard: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Of layers behind attentions some of whose rows go nowhere which others do."""
-        behind = {span.reader for site in self.found.sites if site.kind == "values" for span in site.listening}
-        for name in sorted(behind & heard):
+        behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
+        for name in sorted(behind & readers):
             node = self.by_node[name]
             if node.target is LINEAR and not any(each.is_meta for each in self.program.graph.parameters()):
-                gone = unread(self.program, node)
+                gone = unread_queries(self.program, node)
                 if gone is not None:
                     yield name, ~gone
 
@@ -186,10 +186,10 @@ class Tracing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Known:
+class TracedState:
     """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
     tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it. `merging`:
-    how tokens are merged, and `whole`, what it would run with all of them; None of one that merges nothing.
+    how tokens are merged, and `unmerged`, what it would run with all of them; None of one that merges nothing.
     """
 
     plain: type[nn.Module]
@@ -197,10 +197,12 @@ class Known:
     cut: Cut | None
     tracing: Tracing | None = None
     merging: Merging | None = None
-    whole: fx.Graph | None = None
+    unmerged: fx.Graph | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Known":
-        return Known(plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, whole=self.whole)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TracedState":
+        return TracedState(
+            plain=self.plain, facts=self.facts, cut=self.cut, merging=self.merging, unmerged=self.unmerged
+        )
 
 
 class TracedModule(nn.Module):
@@ -208,7 +210,7 @@ class TracedModule(nn.Module):
     that a user's module would have.
     """
 
-    known_to_corp_deploy: Known
+    known_to_corp_deploy: TracedState
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Constants of the program may be computed from the weights."""
@@ -221,7 +223,7 @@ class TracedModule(nn.Module):
         return self
 
 
-def known_of(model: nn.Module) -> Known:
+def traced_state(model: nn.Module) -> TracedState:
     """Of a traced module."""
     assert isinstance(model, TracedModule), type(model)
     return model.known_to_corp_deploy
@@ -229,7 +231,7 @@ def known_of(model: nn.Module) -> Known:
 
 def is_reduced(model: nn.Module) -> bool:
     """Whether anything was cut of it."""
-    return known_of(model).cut is not None
+    return traced_state(model).cut is not None
 
 
 def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
@@ -238,13 +240,13 @@ def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut:
     kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), own)
     new = kind.__new__(kind)
     new.__dict__ |= vars(model)
-    new.__dict__["known_to_corp_deploy"] = Known(plain=plain, facts=facts, cut=cut)
+    new.__dict__["known_to_corp_deploy"] = TracedState(plain=plain, facts=facts, cut=cut)
     return new
 
 
 def traced_module(model: nn.Module, facts: Facts | None) -> TracedModule:
     """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
-    plain = known_of(model).plain if isinstance(model, TracedModule) else type(model)
+    plain = traced_state(model).plain if isinstance(model, TracedModule) else type(model)
     return _wearing(model.eval(), plain, facts, None)
 
 
@@ -262,38 +264,38 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | N
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
     """A narrowed module that shares its weights with one, but merges tokens so, or none."""
-    known = known_of(model)
-    assert known.facts is not None, model
-    own = tracing_of(model, known.facts.spec.ports)
-    whole = _all_tokens(model)
-    graph = whole if merging is None else merged_graph(own.program, own.added, merging)
-    new = narrowed_module(graph, known.plain.__name__, known.facts, known.cut)
+    state = traced_state(model)
+    assert state.facts is not None, model
+    own = tracing_of(model, state.facts.spec.ports)
+    all_tokens = _all_tokens(model)
+    graph = all_tokens if merging is None else merged_graph(own.program, own.added, merging)
+    new = narrowed_module(graph, state.plain.__name__, state.facts, state.cut)
     if merging is not None:
-        known_of(new).merging, known_of(new).whole = merging, whole.graph
+        traced_state(new).merging, traced_state(new).unmerged = merging, all_tokens.graph
     return new
 
 
 def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
     """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
-    known = known_of(model)
-    if known.tracing is None:
+    state = traced_state(model)
+    if state.tracing is None:
         with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
             inputs = batch_of_ports(ports, EXAMPLES, device(model))
-            program = trace(model, inputs) if known.cut is None else _again(model, ports, known.cut)
-            added, facts = with_biases_(program), known.facts
-            known.tracing = Tracing(
+            program = trace(model, inputs) if state.cut is None else _again(model, ports, state.cut)
+            added, facts = with_biases_(program), state.facts
+            state.tracing = Tracing(
                 program=program,
                 added=added,
                 biasless=frozenset(added if facts is not None and facts.biasless else ()),
                 multiple=1 if facts is None else facts.multiple,
-                merging=known.merging,
+                merging=state.merging,
             )
-    return known.tracing
+    return state.tracing
 
 
 def _all_tokens(model: nn.Module) -> fx.GraphModule:
     """A copy of what a narrowed module runs, or would where no tokens are merged, with its own weights."""
-    return fx.GraphModule(model, copy.deepcopy(known_of(model).whole or model._graph))  # type: ignore[arg-type]
+    return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
 def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:

@@ -22,8 +22,8 @@ from ground.errors import BadInput
 from .array_inputs import random_batch
 from .modules import device
 from .traced_facts import facts_of, tracing
-from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, known_of, merging_module, narrowed_module
-from .traced_sites import names_of, severed
+from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, merging_module, narrowed_module, traced_state
+from .traced_sites import names_of, whole_removal
 from .widths import Widths
 
 VERSIONS = ("torch", "timm")
@@ -35,20 +35,20 @@ class Narrowed:
     """The narrower model, and the sites that had to stay whole, with the reason."""
 
     model: nn.Module
-    whole: Mapping[str, str]
+    unreduced: Mapping[str, str]
 
 
 def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
     """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
     the reason.
     """
-    emptied, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
+    folded_to_constant, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
     names = {groups.key: name for name, groups in names_of(own).items()}
     keys = {name: key for key, name in names.items()}
     batch = random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
-    own.proved[:] = [given := prove(own.found, {keys[name]: groups for name, groups in rest.items()}, batch)]
-    return emptied | {names[key]: np.asarray(each) for key, each in given.kept.items()}, {
-        names[key]: reason for key, reason in given.whole.items()
+    own.proved[:] = [result := prove(own.analysis, {keys[name]: groups for name, groups in rest.items()}, batch)]
+    return folded_to_constant | {names[key]: np.asarray(each) for key, each in result.kept.items()}, {
+        names[key]: reason for key, reason in result.unreduced.items()
     }
 
 
@@ -57,7 +57,7 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     for one that can't go whole.
     """
     own, named = tracing(model), names_of(tracing(model))
-    empty = {name: severed(own, named[name], name) for name, each in kept.items() if not len(each)}
+    empty = {name: whole_removal(own, named[name], name) for name, each in kept.items() if not len(each)}
     for name, place in empty.items():
         if place is None and empty.get(f"{name.removesuffix('.qk')}.v") is None:
             raise BadInput(
@@ -75,10 +75,10 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
-    (own, rest), before = _left(model, kept), known_of(model).cut
-    given = _narrow(own, rest)
-    given.set_({name: each for name, each in tensors.items() if not _is_emptied(own, name)})
-    graph = given.module
+    (own, rest), before = _left(model, kept), traced_state(model).cut
+    result = _narrow(own, rest)
+    result.set_({name: each for name, each in tensors.items() if not _is_emptied(own, name)})
+    graph = result.module
     needless = tuple(name for name in _added(graph, own) if not bool(graph.get_parameter(name).any()))
     without_biases_(graph, needless)
     biases = tuple(name for name in _added(graph, own) if name not in needless)
@@ -100,9 +100,9 @@ def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
     for name, width in widths.items():
         assert isinstance(width, int), (name, width)
         kept[name] = first_groups(sites[name], width)
-    new, whole = with_groups(model, kept, own.added)
+    new, unreduced = with_groups(model, kept, own.added)
     for name in kept:
-        if reason := whole.get(sites[name].key):
+        if reason := unreduced.get(sites[name].key):
             raise BadInput(f"{name}: it can't be {widths[name]} wide: {reason}; give a budget of --macs")
     return new
 
@@ -121,11 +121,13 @@ def with_groups(
     are; and what it can't be without, with the reason, by the sites' keys.
     """
     own, rest = _left(model, kept)
-    given = narrow(own.found, {groups.key: rest[name] for name, groups in names_of(own).items() if name in rest})
-    without_biases_(given.module, tuple(name for name in _added(given.module, own) if name not in biases))
+    result = narrow(own.analysis, {groups.key: rest[name] for name, groups in names_of(own).items() if name in rest})
+    without_biases_(result.module, tuple(name for name in _added(result.module, own) if name not in biases))
     where = device(model)
-    made_on_(given.module, torch.device("cpu") if where.type == "meta" else where)
-    return _module(model, given.module, _joined(known_of(model).cut, tracing(model), kept, biases)), given.whole
+    made_on_(result.module, torch.device("cpu") if where.type == "meta" else where)
+    return _module(
+        model, result.module, _joined(traced_state(model).cut, tracing(model), kept, biases)
+    ), result.unreduced
 
 
 def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
@@ -138,8 +140,8 @@ def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Proved:
         or chosen.keys() != last.kept.keys()
         or any(list(last.kept[key]) != list(chosen[key]) for key in chosen)
     ):
-        last = narrow(own.found, chosen)
-    assert not last.whole.keys() & chosen.keys(), last.whole
+        last = narrow(own.analysis, chosen)
+    assert not last.unreduced.keys() & chosen.keys(), last.unreduced
     return last
 
 
@@ -149,9 +151,9 @@ def _added(graph: fx.GraphModule, own: Tracing) -> list[str]:
 
 
 def _module(model: nn.Module, graph: fx.GraphModule, cut: Cut) -> nn.Module:
-    known = known_of(model)
-    new = narrowed_module(graph, known.plain.__name__, facts_of(model), cut)
-    return (new if known.merging is None else merging_module(new, known.merging)).eval().requires_grad_(False)
+    state = traced_state(model)
+    new = narrowed_module(graph, state.plain.__name__, facts_of(model), cut)
+    return (new if state.merging is None else merging_module(new, state.merging)).eval().requires_grad_(False)
 
 
 def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases: tuple[str, ...]) -> Cut:
@@ -161,11 +163,11 @@ def _joined(before: Cut | None, own: Tracing, kept: Mapping[str, Index], biases:
         sizes = {name: each.size for name, each in groups.items()}
         digest, any_batch = digest_of(own), own.program.any_batch
         return Cut(sizes=sizes, kept=dict(kept), biases=biases, digest=digest, any_batch=any_batch)
-    whole = {name: before.kept.get(name, np.arange(size)) for name, size in before.sizes.items()}
-    left = {name: each for name, each in whole.items() if len(each)}
+    before_groups = {name: before.kept.get(name, np.arange(size)) for name, size in before.sizes.items()}
+    left = {name: each for name, each in before_groups.items() if len(each)}
     if any(name not in groups or groups[name].size != len(each) for name, each in left.items()):
         raise BadInput("sites of the reduced model are not those of the dense one any more; reduce the dense model")
-    again = {name: whole[name][each] for name, each in kept.items()}
+    again = {name: before_groups[name][each] for name, each in kept.items()}
     return replace(before, kept={**before.kept, **again}, biases=(*before.biases, *biases))
 
 
@@ -185,7 +187,7 @@ def _line(span: Span) -> list[Any]:
 
 def program_record(model: nn.Module) -> dict[str, Any] | None:
     """What says which program was narrowed; None of a dense model, and of one that isn't traced."""
-    cut = known_of(model).cut if isinstance(model, TracedModule) else None
+    cut = traced_state(model).cut if isinstance(model, TracedModule) else None
     if cut is None:
         return None
     versions = {name: version(name) for name in VERSIONS}
@@ -194,7 +196,7 @@ def program_record(model: nn.Module) -> dict[str, Any] | None:
 
 def sites_record(model: TracedModule) -> dict[str, Any]:
     """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
-    cut = known_of(model).cut
+    cut = traced_state(model).cut
     sizes = {name: groups.size for name, groups in names_of(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept
     return {
@@ -227,11 +229,11 @@ def as_recorded(
     if strange := [name for name in program["biases"] if name not in own.added]:
         raise BadInput(f"{where}: the model needs no bias {strange[0]!r:.100}; the file was edited, write it again")
     try:
-        new, whole = with_groups(model, kept, tuple(program["biases"]))
+        new, unreduced = with_groups(model, kept, tuple(program["biases"]))
     except BadInput as error:
         raise BadInput(f"{where}: {error}; the file was edited, write the model again") from None
-    if whole:
-        raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited, write the model again")
+    if unreduced:
+        raise BadInput(f"{where}: {next(iter(unreduced.values()))}; the file was edited, write the model again")
     return new
 
 

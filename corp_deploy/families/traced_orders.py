@@ -43,14 +43,14 @@ def scores(model: nn.Module, stream: Site) -> Tensor:
 def _of_readers(program: Program, stream: Site) -> Iterator[Tensor]:
     """Of each layer that reads the stream [G,M]."""
     nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}
-    for heard in stream.listening:
-        layer, source = nodes[heard.reader], nodes[heard.name]
+    for tap in stream.listening:
+        layer, source = nodes[tap.reader], nodes[tap.name]
         if layer.target in (LINEAR, CONV2D):
             span = read[str(layer.args[1].target)]  # type: ignore[union-attr]
             squares = _laid_out(program.tensor(span.name).detach().double().square(), span.axes)
             gain = _gain(program, source)
             total_GM = squares.reshape(-1, squares.shape[-1]).sum(dim=0)[span.index_GM]
-            yield total_GM if gain is None else total_GM * gain.square()[heard.index_GM]
+            yield total_GM if gain is None else total_GM * gain.square()[tap.index_GM]
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
@@ -79,7 +79,7 @@ def block_of(model: nn.Module, weight: str) -> tuple[Site, int] | None:
     neighbours these may change places: of one head.
     """
     own = tracing(model)
-    reads = ((site, span) for site in own.found.sites for span in site.readers if span.name == weight)
+    reads = ((site, span) for site in own.analysis.sites for span in site.readers if span.name == weight)
     site, span = next(reads, (None, None))
     if site is None or span is None or len(site.readers) > 1 or len(own.uses[weight]) > 1:
         return None
@@ -97,10 +97,10 @@ def _rises(site: Site, span: Span) -> bool:
 
 def _taken(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
     """The elements of each group where those of another stood."""
-    to, taken = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
+    to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
     axes = span.axes
     last = tuple(range(-len(axes), 0))
     moved = tensor.movedim(axes, last)
     flat = moved.flatten(-len(axes))
-    new = flat.index_copy(-1, to.reshape(-1), flat[..., taken.reshape(-1)])
+    new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
     return new.reshape(moved.shape).movedim(last, axes)

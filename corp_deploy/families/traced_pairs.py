@@ -13,8 +13,8 @@ from torch import Tensor
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.between import Between, between
 from corp_deploy.traced.programs.readers import Layer, as_module, layers
+from corp_deploy.traced.programs.subprogram import Subprogram, between
 
 from .traced_heads import BothHeads, Heads, both_heads
 from .traced_module import Tracing
@@ -78,7 +78,7 @@ class TracedPairs(TracedSite):
 
     @property
     def tied(self) -> str:
-        return self.groups.name if self.both.whole else ""
+        return self.groups.name if self.both.complete else ""
 
     @property
     def last(self) -> Layer:
@@ -98,18 +98,18 @@ class TracedPairs(TracedSite):
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
         """To queries and keys."""
-        known = self.tracing.taps
-        if self.name not in known:
-            known[self.name] = taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
-        return (known[self.name],)
+        cache = self.tracing.taps
+        if self.name not in cache:
+            cache[self.name] = taps_of(self.name, self.tracing, self.both, (*self.sources, self.product))
+        return (cache[self.name],)
 
     @property
     def repair(self) -> Repair:
         """Known once weights are; looked for once."""
-        known = self.tracing.repairs
-        if self.name not in known:
-            known[self.name] = _repair(self.tracing, self.groups, self.both)
-        repair: Repair = known[self.name]
+        cache = self.tracing.repairs
+        if self.name not in cache:
+            cache[self.name] = _repair(self.tracing, self.groups, self.both)
+        repair: Repair = cache[self.name]
         return repair
 
 
@@ -175,7 +175,7 @@ def _repair(tracing: Tracing, groups: Groups, both: BothHeads) -> Repair:
     return Repair(mixing="planes" if both.joined == 2 else "free", sides=tuple(sides))
 
 
-def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
+def _side(piece: Subprogram, groups: Groups, heads: Heads, both: BothHeads) -> Side | None:
     """The rows that elements are of, found by giving one row of every group at a time; None where the repair that
     follows from them isn't seen to be one.
     """
@@ -206,7 +206,7 @@ def _side(piece: Between, groups: Groups, heads: Heads, both: BothHeads) -> Side
     return side if _holds(side, piece, heads, both, zeros.device) else None
 
 
-def _holds(side: Side, piece: Between, heads: Heads, both: BothHeads, where: torch.device) -> bool:
+def _holds(side: Side, piece: Subprogram, heads: Heads, both: BothHeads, where: torch.device) -> bool:
     """Whether rows that are mixed give dimensions that are: seen on random numbers."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
@@ -217,11 +217,11 @@ def _holds(side: Side, piece: Between, heads: Heads, both: BothHeads, where: tor
         map_HDD = torch.cat([torch.cat([each.diag_embed() for each in line], dim=2) for line in blocks], dim=1)
     map_HDD = map_HDD.repeat_interleave(both.shared, dim=0)
     rows_HTD, map_HTDD, added_HTD = side.on_rows(map_HDD, torch.arange(dims).expand(len(map_HDD), -1))
-    given = torch.randn(piece.sizes, generator=generator, dtype=torch.float64)
-    mixed = given.movedim(piece.row_axis, -1).clone()
+    example = torch.randn(piece.sizes, generator=generator, dtype=torch.float64)
+    mixed = example.movedim(piece.row_axis, -1).clone()
     mixed[..., rows_HTD] = torch.einsum("htrd,...htd->...htr", map_HTDD, mixed[..., rows_HTD]) + added_HTD
-    got, before = (
-        heads.of_one(piece(each.to(where))).cpu().double() for each in (mixed.movedim(-1, piece.row_axis), given)
+    after, before = (
+        heads.of_one(piece(each.to(where))).cpu().double() for each in (mixed.movedim(-1, piece.row_axis), example)
     )
     expected = torch.einsum("hrd,xhtd->xhtr", map_HDD, before)
-    return bool((got - expected).norm() < _EXACT * expected.norm())
+    return bool((after - expected).norm() < _EXACT * expected.norm())

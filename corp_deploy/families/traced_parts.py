@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from corp_deploy.traced.finding.cost import macs
 from corp_deploy.traced.finding.cuts import between
-from corp_deploy.traced.narrowing.severing import filled_
+from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
@@ -15,7 +15,7 @@ from .traced_merging import Mergeable, at_tokens
 from .traced_model import input_spec, output_ports, sites, sites_by_segment, tracing
 from .traced_module import Tracing
 from .traced_narrowing import at_widths
-from .traced_segments import outline_of
+from .traced_segments import cost_signature_of
 from .traced_site import TracedSite
 
 STREAM = OutputPort(name="stream", role="feature map")
@@ -23,24 +23,24 @@ STREAM = OutputPort(name="stream", role="feature map")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Segments of a program with what enters and leaves them; `outline`: the same for sites that stand alike in alike
-    ones.
+    """Segments of a program with what enters and leaves them; `cost_signature`: the same for sites that stand alike in
+    alike ones.
     """
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
     outputs: tuple[OutputPort, ...]
-    outline: str
+    cost_signature: str
 
 
 def tokens_that_enter(model: nn.Module) -> dict[str, int]:
     """By site how many tokens enter the first segment that it stands in; 0 in a model of none."""
     found, tokens = tracing(model).mergeable, dict[str, int]()
-    whole = found.tokens if isinstance(found, Mergeable) else 0
+    all_tokens = found.tokens if isinstance(found, Mergeable) else 0
     for segment, inside in sites_by_segment(model).items():
-        entering = int(sizes_at_one(segment.before)[1]) if segment.start.is_fewer else whole
+        entering = int(sizes_at_one(segment.before)[1]) if segment.start.is_merged else all_tokens
         tokens = dict.fromkeys(inside, entering) | tokens
-    return {site.name: tokens.get(site.name, whole) for site in sites(model).every}
+    return {site.name: tokens.get(site.name, all_tokens) for site in sites(model).every}
 
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
@@ -53,12 +53,13 @@ def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[i
     """Multiply-adds of a segment at so many tokens each: a polynomial of second degree, attention being what it is."""
     own = tracing(model)
     (segment,) = (each for each in own.segments if each.name == name)
-    whole = int(sizes_at_one(segment.before)[1])
+    all_tokens = int(sizes_at_one(segment.before)[1])
     last, before, first = (
-        sum(map(macs, _at_tokens(own, segment.module, count).nodes)) for count in (whole, whole - 1, whole - 2)
+        sum(map(macs, _at_tokens(own, segment.module, count).nodes))
+        for count in (all_tokens, all_tokens - 1, all_tokens - 2)
     )
     slope, bend = last - before, last - 2 * before + first
-    return [last - gone * slope + gone * (gone - 1) // 2 * bend for gone in (whole - count for count in tokens)]
+    return [last - gone * slope + gone * (gone - 1) // 2 * bend for gone in (all_tokens - count for count in tokens)]
 
 
 def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None = None) -> Part:
@@ -70,22 +71,22 @@ def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None =
     own = tracing(model if width == site.width else at_widths(model, {site.name: width}))
     found = [each for each in own.segments if each.name in inside]
     before = found[0].before if found and found[0] is not own.segments[0] else None
-    after = found[-1].after if found and (own.given or found[-1] is not own.segments[-1]) else None
+    after = found[-1].after if found and (own.cut_outputs or found[-1] is not own.segments[-1]) else None
     module = between(own.program, before, after)
     filled_(module)
-    whole = 0 if isinstance(own.mergeable, str) else own.mergeable.tokens
-    is_stream = before is not None and sizes_at_one(before)[1:2] == (whole,)
-    if is_stream and tokens not in (None, whole):
+    all_tokens = 0 if isinstance(own.mergeable, str) else own.mergeable.tokens
+    is_stream = before is not None and sizes_at_one(before)[1:2] == (all_tokens,)
+    if is_stream and tokens not in (None, all_tokens):
         module = _at_tokens(own, module, tokens).graph
-    held = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
-    touched = [held.index(span.name) for span in site.groups.writers if span.name in held]
+    weight_names = [str(node.target) for node in module.graph.nodes if node.op == "get_attr"]
+    touched = [weight_names.index(span.name) for span in site.groups.writers if span.name in weight_names]
     entering, *masks = (node for node in module.graph.nodes if node.op == "placeholder")
     stream = Port(name="entering", shape=sizes_at_one(entering)[1:])
     return Part(
         module=module,
         inputs=input_spec(model).ports if before is None else (stream, *map(_port, masks)),
         outputs=output_ports(model) if after is None else (STREAM,),
-        outline=f"{site.groups.kind} of {width} written by {touched}\n{outline_of(module.graph, module)}",
+        cost_signature=f"{site.groups.kind} of {width} written by {touched}\n{cost_signature_of(module.graph, module)}",
     )
 
 

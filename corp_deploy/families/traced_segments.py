@@ -20,7 +20,7 @@ from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .token_merging import Tokens
-from .traced_fewer import Crossing, Fewer
+from .traced_merged_program import CutState, MergedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,14 @@ def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
     sizes = sizes_at_one(node)[1:]
     if len(sizes) != 3 or len(image) != 3:
         return Layout(sizes=sizes, axis=len(sizes))
-    wanted = math.log(image[1] / image[2])
-    first, last = (abs(math.log(one / other) - wanted) for one, other in pairwise(sizes))
+    log_aspect = math.log(image[1] / image[2])
+    first, last = (abs(math.log(one / other) - log_aspect) for one, other in pairwise(sizes))
     return Layout(sizes=sizes, axis=1 if last <= first else 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """The program between two cuts, `module` [B,...] -> [B,...] with the model's own parameters, of which `held` are
+    """The program between two cuts, `module` [B,...] -> [B,...] with the model's own parameters, of which `weights` are
     the names; `name`: the path of what it contracts, once in a program. `cut`: the node behind it in the program with
     all tokens.
 
@@ -64,11 +64,11 @@ class Segment:
     """
 
     name: str
-    start: Crossing
-    end: Crossing
+    start: CutState
+    end: CutState
     cut: fx.Node
     module: fx.GraphModule
-    held: frozenset[str]
+    weights: frozenset[str]
     beside: tuple[fx.Node, ...]
 
     @property
@@ -83,7 +83,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
+class CutOutputs:
     """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`, and of where its
     tokens are: a tuple.
     """
@@ -103,30 +103,30 @@ class Given:
         return dict(zip(self.numbers, self.module(x, *beside), strict=True))
 
 
-def _crossing(fewer: Fewer | None, node: fx.Node) -> Crossing:
-    return Crossing(raw=node, node=node) if fewer is None else fewer.crossing(node)
+def _crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
+    return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
-def given_at_cuts(found: Found, fewer: Fewer | None = None) -> tuple[Given, ...]:
+def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple[CutOutputs, ...]:
     """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
-    a model of one, and where some output is of no stream at a cut. `fewer`: what runs where tokens are merged.
+    a model of one, and where some output is of no stream at a cut. `merged`: what runs where tokens are merged.
     """
-    program, running = found.program, found.program if fewer is None else fewer.program
+    program, running = analysis.program, analysis.program if merged is None else merged.program
     leaves, now = (tree_leaves(each.output.args[0]) for each in (program, running))
     if len(leaves) == 1 or not all(isinstance(leaf, fx.Node) for leaf in leaves):
         return ()
-    every, left, given = cuts(found, beside_outputs=True), set(range(len(leaves))), list[Given]()
+    every, left, found_outputs = cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[CutOutputs]()
     for cut in reversed(every):
-        behind, crossing = set(outputs_behind(program, cut.node)), _crossing(fewer, cut.node)
+        behind, crossing = set(outputs_behind(program, cut.node)), _crossing(merged, cut.node)
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
         if numbers:
             outputs = [now[number] for number in numbers]
             beside = _taken(running, crossing, outputs)
             assert crossing.sizes not in beside or crossing.sizes is None, cut
             module = between(running, crossing.node, None, beside=beside, outputs=outputs)
-            given.insert(
+            found_outputs.insert(
                 0,
-                Given(
+                CutOutputs(
                     name=cut.name,
                     before=crossing.node,
                     takes_sources=bool(beside),
@@ -135,35 +135,35 @@ def given_at_cuts(found: Found, fewer: Fewer | None = None) -> tuple[Given, ...]
                 ),
             )
             left.difference_update(numbers)
-    is_to_last = bool(given) and given[-1].before is _crossing(fewer, every[-1].node).node
-    return tuple(given) if is_to_last and not left else ()
+    is_to_last = bool(found_outputs) and found_outputs[-1].before is _crossing(merged, every[-1].node).node
+    return tuple(found_outputs) if is_to_last and not left else ()
 
 
-def _taken(program: Program, at: Crossing, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
+def _taken(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
     """What is told of the tokens at a cut that anything of these ends takes."""
-    nodes = needed(program, at.node, ends, beside=at.told)
-    return tuple(told for told in at.told if told in ends or any(told in node.all_input_nodes for node in nodes))
+    nodes = needed(program, at.node, ends, beside=at.token_state)
+    return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
 
 
-def segments(found: Found, fewer: Fewer | None = None) -> tuple[Segment, ...]:
+def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
     where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
-    behind it. `fewer`: what runs where tokens are merged; none where that is at no cut.
+    behind it. `merged`: what runs where tokens are merged; none where that is at no cut.
     """
-    program = found.program
-    inputs, given = [node for node in program.nodes if node.op == "placeholder"], _given(program)
+    program = analysis.program
+    inputs, output = [node for node in program.nodes if node.op == "placeholder"], single_output(program)
     masks = along(program)
     if len(inputs) > 1 + len(masks) or len(masks) > 1 or not all(map(_is_mask, masks)):
         return ()
-    if given is not None:
-        at, every = cuts(found), cuts(found, to_end=True)
-        streams = [cut for cut in every[len(at) :] if cut.node is not given and len(sizes_at_one(cut.node)) == 3]
-        return _segments(found, [inputs[0], *(cut.node for cut in (*at, *streams)), given], fewer)
-    last = given_at_cuts(found)[-1:]
-    held = {str(node.target) for each in last for node in each.module.graph.nodes if node.op == "get_attr"}
-    if not last or any(span.name in held for site in found.sites for span in (*site.writers, *site.readers)):
+    if output is not None:
+        at, every = cuts(analysis), cuts(analysis, to_end=True)
+        streams = [cut for cut in every[len(at) :] if cut.node is not output and len(sizes_at_one(cut.node)) == 3]
+        return _segments(analysis, [inputs[0], *(cut.node for cut in (*at, *streams)), output], merged)
+    last = given_at_cuts(analysis)[-1:]
+    weights = {str(node.target) for each in last for node in each.module.graph.nodes if node.op == "get_attr"}
+    if not last or any(span.name in weights for site in analysis.sites for span in (*site.writers, *site.readers)):
         return ()
-    return _segments(found, [inputs[0], *(cut.node for cut in cuts(found, beside_outputs=True))], fewer)
+    return _segments(analysis, [inputs[0], *(cut.node for cut in cuts(analysis, beside_outputs=True))], merged)
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -181,8 +181,11 @@ def without_padding(program: Program, count: int, where: torch.device) -> dict[f
     }
 
 
-def _segments(found: Found, at: list[fx.Node], fewer: Fewer | None) -> tuple[Segment, ...]:
-    running, crossings = found.program if fewer is None else fewer.program, [_crossing(fewer, node) for node in at]
+def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[Segment, ...]:
+    running, crossings = (
+        analysis.program if merged is None else merged.program,
+        [_crossing(merged, node) for node in at],
+    )
     masks, count, every = along(running), Counter[str](), list[Segment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         ends = [end.raw] if end.compared is None else [end.raw, end.compared]
@@ -194,26 +197,26 @@ def _segments(found: Found, at: list[fx.Node], fewer: Fewer | None) -> tuple[Seg
         name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
-        held = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
-        every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, held=held, beside=beside))
+        weights = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+        every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside))
     merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
     return () if merges else tuple(every)
 
 
-def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: Crossing) -> fx.GraphModule:
+def _module(program: Program, before: fx.Node | None, beside: tuple[fx.Node, ...], end: CutState) -> fx.GraphModule:
     if end.compared is not None:
         return between(program, before, None, beside=beside, outputs=[end.raw, end.compared])
-    return between(program, before, None if end.raw is _given(program) else end.raw, beside=beside)
+    return between(program, before, None if end.raw is single_output(program) else end.raw, beside=beside)
 
 
-def _given(program: Program) -> fx.Node | None:
+def single_output(program: Program) -> fx.Node | None:
     """What the program gives where that is one tensor."""
     output = program.output
     is_one = program.graph.graph._codegen.pytree_info.out_spec.is_leaf()  # type: ignore[attr-defined]
     return output.all_input_nodes[0] if is_one and sizes_at_one(output.all_input_nodes[0]) else None
 
 
-class ByRows(nn.Module):
+class TokenRows(nn.Module):
     """A segment of streams as rows [B,N,C], with weights of tokens [B,N] where it takes them: a mask, or sizes."""
 
     def __init__(self, segment: Segment, image: tuple[int, ...]) -> None:
@@ -230,15 +233,15 @@ class ByRows(nn.Module):
 
     def compared(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The stream behind it, and what tokens are then compared by where that isn't the stream."""
-        given = self.module(*self.tensors(x_BNC, weights_BN))
-        x, compared_BNX = given if self.compares else (given, None)
+        tensors = self.module(*self.tensors(x_BNC, weights_BN))
+        x, compared_BNX = tensors if self.compares else (tensors, None)
         return self.leaving.rows(x), compared_BNX
 
     def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
         return self.compared(x_BNC, weights_BN)[0]
 
 
-def outline_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:
+def cost_signature_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:
     """The same for two graphs that compute alike on tensors of the same sizes."""
     return "\n".join(_lines(graph, tensors))
 
@@ -249,8 +252,8 @@ def _lines(graph: fx.Graph, tensors: fx.GraphModule) -> Iterator[str]:
         sizes: Any = sizes_at_one(node)
         if node.op == "get_attr":
             sizes = tuple(_attribute(tensors, str(node.target)).shape)
-        said = fx.node.map_aggregate((node.args, node.kwargs), lambda each: place.get(each, each))
-        yield f"{operation(node)} {said} {sizes}"
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), lambda each: place.get(each, each))
+        yield f"{operation(node)} {arguments} {sizes}"
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Tensor:

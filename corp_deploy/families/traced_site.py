@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from calib.sites import ChannelTaps, PatchTaps
 from corp_deploy.traced.finding.site import Index, Span
 from corp_deploy.traced.finding.site import Site as Groups
-from corp_deploy.traced.narrowing.severing import Severed
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 from ground.errors import BadInput
@@ -41,7 +41,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class SiteReader:
     """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
     `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
     `is_squeeze`: it reads the means of maps that others read; `is_biasless`: it gets no bias; `use`: which of a layer's
@@ -101,19 +101,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSite:
-    """Groups that can be removed, in a model that runs in one pass. `macs_now`, `parameters_now`: what goes with all.
-    `severed`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
+    """Groups that can be removed, in an opaque traced model. `macs_now`, `parameters_now`: what goes with all.
+    `whole_removal`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
     nobody says.
     """
 
     kind: ClassVar[str]
     name: str
     groups: Groups
-    readings: tuple[Reading, ...]
+    readings: tuple[SiteReader, ...]
     program: Program
     macs_now: int
     parameters_now: int
-    severed: Severed | None = None
+    whole_removal: WholeRemoval | None = None
     multiple: int = 1
 
     @property
@@ -159,11 +159,11 @@ class TracedSite:
         """To every layer that reads the groups."""
         return tuple(each.tap for each in self.readings)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         of_parts = f", {self.width // self.parts} in each of {self.parts}" if self.parts > 1 else ""
         return f"{self.groups.kind} {self.width}{of_parts}"
 
-    def outline(self, geometry: HeadGeometry) -> str:
+    def cost_signature(self, geometry: HeadGeometry) -> str:
         return f"{self.groups.kind} of {self.width}"
 
     def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
@@ -213,7 +213,7 @@ class TracedChannels(TracedSite):
         return channel_units(self.program, self.groups, [each.source for each in self.readings])
 
 
-def _is_by_place(reading: Reading) -> bool:
+def _is_by_place(reading: SiteReader) -> bool:
     layer = reading.layer
     is_one = isinstance(layer, nn.Linear) or (layer.kernel_size, layer.stride, layer.groups) == ((1, 1), (1, 1), 1)
     return is_one and not reading.is_squeeze

@@ -11,8 +11,8 @@ from torch import fx
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.narrowing.severing import Severed, severed_at
-from corp_deploy.traced.programs.attended import values_product
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
+from corp_deploy.traced.programs.attention_masks import values_product
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
@@ -20,7 +20,7 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_
 from .sites import Refusal, Sites
 from .traced_module import Tracing
 from .traced_pairs import TracedPairs, pairs
-from .traced_site import Reading, TracedChannels, TracedConvolutions, TracedSite, TracedStream
+from .traced_site import SiteReader, TracedChannels, TracedConvolutions, TracedSite, TracedStream
 from .traced_values import TracedValues, values
 
 _CLASSES: dict[str, type[TracedSite]] = {
@@ -41,13 +41,13 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
     for name, groups in named.items():
         kind = _CLASSES[groups.kind]
         if kind is TracedPairs:
-            made: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
+            site: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
-            made = _site(tracing, named, name, kind)
-        if isinstance(made, TracedSite):
-            every.append(made)
+            site = _site(tracing, named, name, kind)
+        if isinstance(site, TracedSite):
+            every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=made, sites={name: kind.kind}))
+            refused.append(Refusal(name=name, reason=site, sites={name: kind.kind}))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
@@ -67,8 +67,8 @@ def _behind(tracing: Tracing, named: Mapping[str, Groups], groups: Groups) -> st
     """The node of the layer that reads the values of the same attention, or what alone is made of these."""
     values = next((each for each in named.values() if each.kind == "values" and each.name == groups.name), None)
     readers = () if values is None else (span.reader for span in values.listening)
-    heard = next((reader for reader in readers if reader in tracing.heard[1]), "")
-    return heard or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
+    hooked_reader = next((reader for reader in readers if reader in tracing.hooked[1]), "")
+    return hooked_reader or _layer_behind(values_product(tracing.by_node[groups.listening[0].reader]))
 
 
 def _layer_behind(node: fx.Node | None) -> str:
@@ -81,7 +81,7 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
     count: Counter[str] = Counter()
     named: dict[str, Groups] = {}
-    for groups in tracing.found.sites:
+    for groups in tracing.analysis.sites:
         path = groups.name.partition("#")[0] + _SUFFIXES.get(groups.kind, "")
         count[path] += 1
         named[path if count[path] == 1 else f"{path}#{count[path]}"] = groups
@@ -92,7 +92,7 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
     groups = named[name]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
-    readings = list[Reading]()
+    readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
         if isinstance(reading, str):
@@ -108,22 +108,22 @@ def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[T
         "program": tracing.program,
         "macs_now": tracing.shares.macs.alone[groups.key],
         "parameters_now": tracing.shares.parameters.alone[groups.key],
-        "severed": severed(tracing, groups, name),
+        "whole_removal": whole_removal(tracing, groups, name),
         "multiple": tracing.multiple if kind is TracedChannels else 1,
     }
     return values(tracing, named, own) if kind is TracedValues else kind(**own)
 
 
-def severed(tracing: Tracing, groups: Groups, name: str) -> Severed | None:
+def whole_removal(tracing: Tracing, groups: Groups, name: str) -> WholeRemoval | None:
     """Where all can go: of an MLP's channels or an attention's values; of those that share a path names would be others
     afterwards.
     """
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
-    return severed_at(tracing.program, groups)
+    return whole_removal_at(tracing.program, groups)
 
 
-def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) -> list[Reading]:
+def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> list[SiteReader]:
     """Of channels, whether what reads them reads places of a map or its means, or takes a mean over the channels."""
     readings = [replace(each, is_squeeze=is_mean(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
@@ -134,7 +134,7 @@ def _squeezes_told(tracing: Tracing, groups: Groups, readings: list[Reading]) ->
     return [replace(each, is_squeeze=count == 1) for each, count in zip(readings, places, strict=True)]
 
 
-def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
+def _refusal(tracing: Tracing, groups: Groups, readings: list[SiteReader]) -> str:
     """Why no repair is known, or nothing."""
     if not readings:
         return "no layer with weights of its own reads it"
@@ -151,20 +151,20 @@ def _refusal(tracing: Tracing, groups: Groups, readings: list[Reading]) -> str:
     return ""
 
 
-def _is_alike(uses: list[Reading], count: int) -> bool:
+def _is_alike(uses: list[SiteReader], count: int) -> bool:
     """Whether these are all uses of a layer, and one repair of it serves all."""
     first, *others = uses
     same = all(np.array_equal(first.columns_GM, each.columns_GM) for each in others)
     return same and len(uses) == count and (not others or all(each.gain_O is None for each in uses))
 
 
-def _reading(tracing: Tracing, span: Span) -> Reading | str:
+def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
     """Or why what hears these groups is no layer whose statistics are known."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not is_heard(node, source):
         return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
-    layer = tracing.heard[1].get(node.name)
+    layer = tracing.hooked[1].get(node.name)
     if layer is None:
         return f"{operation(node)} in {path} reads it, of which no repair is known"
     assert node.target in (LINEAR, CONV2D), node
@@ -176,7 +176,7 @@ def _reading(tracing: Tracing, span: Span) -> Reading | str:
     assert isinstance(bias, fx.Node), node
     distinct = len(np.unique(span.index_GM))
     assert distinct == span.index_GM.size, span
-    return Reading(
+    return SiteReader(
         layer=layer,
         source=span.name,
         columns_GM=span.index_GM,

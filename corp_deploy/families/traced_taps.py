@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from calib.sites import HeadTaps, InputTap, Role, Tap
-from corp_deploy.traced.programs.attended import PRODUCTS, WHOLE, added_scores, seen, unread, values_product
+from corp_deploy.traced.programs.attention_masks import (
+    PRODUCTS,
+    SDPA,
+    added_scores,
+    unread_queries,
+    values_product,
+    visible_keys,
+)
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .traced_heads import BothHeads, Heads
@@ -66,7 +73,7 @@ def taps_of(name: str, tracing: Tracing, both: BothHeads, nodes: tuple[str, str,
     """Of what makes queries and keys, and of their product. Pairs of tokens that never see each other do not count, nor
     do queries that go nowhere, as those of padding, where the program says so of every image.
     """
-    queries, keys = (tracing.heard[2][source] for source in nodes[:2])
+    queries, keys = (tracing.hooked[2][source] for source in nodes[:2])
     counting = _counting(tracing.program, both, *(tracing.by_node[each] for each in nodes))
     return _PairTaps(
         name=name,
@@ -83,20 +90,20 @@ def taps_of(name: str, tracing: Tracing, both: BothHeads, nodes: tuple[str, str,
 
 def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node, product: fx.Node) -> _Counting:
     heads, sizes = both.queries, sizes_at_one(queries)
-    is_told = product.args[0] is queries and operation(product) in (WHOLE, *PRODUCTS)
+    is_told = product.args[0] is queries and operation(product) in (SDPA, *PRODUCTS)
     if not is_told or any(each.is_meta for each in program.graph.parameters()):
         return _Counting()
-    whole, added = values_product(product), added_scores(program, product)
-    gone = None if whole is None else unread(program, whole)
+    output, added = values_product(product), added_scores(program, product)
+    gone = None if output is None else unread_queries(program, output)
     read = None if gone is None else (~gone).unsqueeze(-1)
-    others = sizes_at_one(keys)[-2 if operation(product) == WHOLE else -1]
-    seen_WNM = None if added is None else heads.by_window(seen(added).expand(*sizes[:-1], others))
+    others = sizes_at_one(keys)[-2 if operation(product) == SDPA else -1]
+    seen_WNM = None if added is None else heads.by_window(visible_keys(added).expand(*sizes[:-1], others))
     if seen_WNM is None or heads.places_HTD.shape[1] > 1 or bool(seen_WNM.all()):
         return _Counting(read=read)
     if len(seen_WNM) == 1:
         is_causal = sizes[-2] == others and torch.equal(seen_WNM[0], torch.ones_like(seen_WNM[0]).tril())
         scale = product.kwargs.get("scale") or sizes[-1] ** -0.5
-        in_planes = is_causal and both.joined == 2 and operation(product) == WHOLE
+        in_planes = is_causal and both.joined == 2 and operation(product) == SDPA
         return _Counting(read=read, is_causal=is_causal, plane_scale=float(scale) if in_planes else None)  # type: ignore[arg-type]
     parts = _parts(seen_WNM)
     return _Counting(read=read) if parts is None else _Counting(read=read, parts_V=parts[0], slots_VN=parts[1])

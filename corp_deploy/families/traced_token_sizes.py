@@ -12,27 +12,27 @@ def changed_axes(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[int]:
 
 
 def resized(
-    old: tuple[int, ...], new: tuple[int, ...], given: tuple[int, ...], unit: tuple[int, int]
+    old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
 ) -> list[int] | None:
     """What a reshaping from sizes, which are others now, gives now; None where it takes tokens apart."""
-    wanted = list(given)
-    for entering, leaving in _alike(old, given):
+    result = list(shape)
+    for entering, leaving in _alike(old, shape):
         before, now = (math.prod(sizes[at] for at in entering) for sizes in (old, new))
         if before == now:
             continue
-        held = [at for at in leaving if given[at] % unit[0] == 0]
-        if len(held) != 1 or before * unit[1] != now * unit[0]:
+        multiples = [at for at in leaving if shape[at] % unit[0] == 0]
+        if len(multiples) != 1 or before * unit[1] != now * unit[0]:
             return None
-        wanted[held[0]] = given[held[0]] // unit[0] * unit[1]
-    return wanted
+        result[multiples[0]] = shape[multiples[0]] // unit[0] * unit[1]
+    return result
 
 
-def _alike(old: tuple[int, ...], given: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+def _alike(old: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Axes of two shapes of the same elements, as few at a time as have the same product."""
     one, other = 0, 0
-    while one < len(old) or other < len(given):
-        entering, leaving = list(range(one, min(one + 1, len(old)))), list(range(other, min(other + 1, len(given))))
-        while (left := math.prod(old[at] for at in entering)) != (right := math.prod(given[at] for at in leaving)):
+    while one < len(old) or other < len(shape):
+        entering, leaving = list(range(one, min(one + 1, len(old)))), list(range(other, min(other + 1, len(shape))))
+        while (left := math.prod(old[at] for at in entering)) != (right := math.prod(shape[at] for at in leaving)):
             if left < right:
                 entering.append(one + len(entering))
             else:

@@ -15,9 +15,9 @@ from corp_deploy.traced.finding.choice import gone
 from corp_deploy.traced.finding.cuts import without_values
 from corp_deploy.traced.finding.site import Index, Site, Span
 from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.between import run
 from corp_deploy.traced.programs.program import Program, number_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import with_tensors
+from corp_deploy.traced.programs.subprogram import run
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
 _EXACT = 1e-5
@@ -92,27 +92,29 @@ def channel_units(program: Program, groups: Site, sources: Sequence[str]) -> Uni
     return Units(groups_UV=torch.arange(groups.size)[:, None], rows=rows, region=region)
 
 
-def head_units(found: Found, values: Site, others: Mapping[str, Index], groups_HV: Tensor, span: Span) -> Units | str:
+def head_units(
+    analysis: Found, values: Site, others: Mapping[str, Index], groups_HV: Tensor, span: Span
+) -> Units | str:
     """Each head of one attention, whose values one layer reads as a span says, or why none can be merged. `others`: by
     key of which head each group of other sites is.
     """
     assert values.part_G is not None, values.key
-    rows = _rows_of_heads(found, {values.key: values.part_G, **others}, len(groups_HV))
+    rows = _rows_of_heads(analysis, {values.key: values.part_G, **others}, len(groups_HV))
     if rows is None:
         return "what writes its heads is no rows of layers, so that heads can't be merged"
-    region = _region(found.program, rows, [span.name])
+    region = _region(analysis.program, rows, [span.name])
     units = Units(groups_UV=groups_HV, rows=rows, region=region)
-    if not _are_alike(found.program, units, span):
+    if not _are_alike(analysis.program, units, span):
         return "what stands between its layers is not the same for all heads, so that none can be merged"
     return units
 
 
-def _rows_of_heads(found: Found, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
+def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
     """By tensor the rows that go with each head; None where something else than rows does, or more of some heads."""
-    flow, lines = found.flow, dict[str, list[Tensor]]()
+    flow, lines = analysis.flow, dict[str, list[Tensor]]()
     written = {use.name: use for use in flow.every_use if use.role == "writes"}
     for head in range(heads):
-        goes = gone(flow, found.sites, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
+        goes = gone(flow, analysis.sites, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
         for name, use in written.items():
             own = torch.nonzero(goes[flow.groups.of(use.labels).flatten()])[:, 0]
             if len(own) and use.axes != (0,):
@@ -133,17 +135,17 @@ def _are_alike(program: Program, units: Units, span: Span) -> bool:
         random = torch.randn(sizes_at_one(node), generator=generator, dtype=torch.float64)
         dtype = node.meta["val"].dtype
         entering[node] = (random if dtype.is_floating_point else torch.ones_like(random, dtype=dtype)).to(where)
-    turned = {}
+    moved = {}
     for name, rows_UX in units.rows.items():
-        turned[name] = program.tensor(name).detach().clone()
-        turned[name][rows_UX.to(where)] = program.tensor(name).detach()[rows_UX.roll(1, 0).to(where)]
+        moved[name] = program.tensor(name).detach().clone()
+        moved[name][rows_UX.to(where)] = program.tensor(name).detach()[rows_UX.roll(1, 0).to(where)]
     nodes = [node for node in units.region.nodes if number_of(node) is None]
     (end,) = units.region.ends
     dense, other = (
         run(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
-        for each in (program, with_tensors(program, turned))
+        for each in (program, with_tensors(program, moved))
     )
     columns_UK = torch.from_numpy(span.index_GM)[units.groups_UV].flatten(1).to(where)
     expected = dense.movedim(span.axes[0], -1)[..., columns_UK.roll(1, 0)]
-    got = other.movedim(span.axes[0], -1)[..., columns_UK]
-    return bool((got - expected).norm() <= _EXACT * expected.norm())
+    actual = other.movedim(span.axes[0], -1)[..., columns_UK]
+    return bool((actual - expected).norm() <= _EXACT * expected.norm())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corp_deploy.traced.finding.attentions import attentions_of
 from corp_deploy.traced.finding.heads import beside
-from corp_deploy.traced.finding.labels import Marks, compact
+from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
@@ -22,7 +22,7 @@ from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import layers
 
 from .traced_module import Tracing
-from .traced_site import Reading, TracedSite
+from .traced_site import SiteReader, TracedSite
 from .traced_units import Units, head_units
 
 _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
@@ -78,7 +78,7 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
     @cache
     def with_heads() -> Mapping[str, Index] | str:
-        of_key = beside(tracing.found, groups)
+        of_key = beside(tracing.analysis, groups)
         return (
             of_key
             if isinstance(of_key, str)
@@ -87,9 +87,9 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
 
     @cache
     def units() -> Units | str:
-        others = beside(tracing.found, groups)
+        others = beside(tracing.analysis, groups)
         span = next(each for each in groups.listening if each.name == readings[0].source)
-        return others if isinstance(others, str) else head_units(tracing.found, groups, others, groups_HV, span)
+        return others if isinstance(others, str) else head_units(tracing.analysis, groups, others, groups_HV, span)
 
     return TracedValues(
         **own,
@@ -104,23 +104,23 @@ def values(tracing: Tracing, named: Mapping[str, Groups], own: Mapping[str, Any]
     )
 
 
-def _queries_mixed(tracing: Tracing, reading: Reading) -> str:
+def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
     """What mixes all dimensions of an attention's queries, or nothing that is known."""
-    whole, flow = moved_from(tracing.by_node[reading.source]), tracing.found.flow
-    queries = next((each.queries for each in attentions_of(tracing.program) if each.whole is whole), None)
+    output, flow = moved_from(tracing.by_node[reading.source]), tracing.analysis.flow
+    queries = next((each.queries for each in attentions_of(tracing.program) if each.output is output), None)
     marks = None if queries is None else flow.values.get(queries)
-    if not isinstance(marks, Marks) or marks.labels is None:
-        return marks.why if isinstance(marks, Marks) else ""
+    if not isinstance(marks, LabelTensor) or marks.labels is None:
+        return marks.why if isinstance(marks, LabelTensor) else ""
     groups = flow.groups.of(compact(marks.labels))
     joined = ((flow.groups.of(labels), why) for labels, why in flow.lumps)
     return next((why for labels, why in joined if bool(torch.isin(labels, groups).any())), "")
 
 
-def _rows(tracing: Tracing, groups: Groups, reading: Reading) -> Rows | None:
+def _rows(tracing: Tracing, groups: Groups, reading: SiteReader) -> Rows | None:
     product = moved_from(tracing.by_node[reading.source])
     if operation(product) not in _SUMS:
         return None
     writers = {layer.node: layer for layer in layers(tracing.program)}
     touched = {span.name for span in groups.spans}
-    known = (rows_of(node, writers) for node in product.all_input_nodes)
-    return next((each for each in known if each and touched <= {each.weight, each.bias, reading.weight}), None)
+    rows = (rows_of(node, writers) for node in product.all_input_nodes)
+    return next((each for each in rows if each and touched <= {each.weight, each.bias, reading.weight}), None)

@@ -10,7 +10,7 @@ from ground.quantity import BATCH
 from .limit import EXPECTED, Limit, limit_from_text
 from .option import PathLike, Record, option
 from .passes import BUDGET, cost
-from .values import DIRECTORY, FILE, PATH, Spelled
+from .values import DIRECTORY, FILE, PATH, ParsedText
 
 MOST_CUT = 0.85
 """Each site keeps a seventh: who asks for more wants a smaller model, or a budget that fits what can be cut."""
@@ -36,7 +36,7 @@ class BudgetChoice(Record, heading="Budget"):
         "refused: so much that the model is not one to repair, mostly because little of it can be cut (see inspect).",
     )
     within: Limit | str | None = option(
-        Spelled(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
+        ParsedText(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
         help=f"The smallest model (with --latency-tables: the fastest) that stays within {EXPECTED}, by bisection over "
         "the budget: up to 7 reductions, each judged on images held out of the calibration.",
     )

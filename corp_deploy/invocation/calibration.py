@@ -17,7 +17,7 @@ from .merging import MergedStatistics
 from .method_choice import MULTIPLES
 from .option import PathLike, Record, option
 from .table import CALIBRATE, CALIBRATE_BY
-from .values import FILE, ListOf, Repeated, Spelled
+from .values import FILE, ListOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from calib.input_set import InputSet
@@ -117,7 +117,7 @@ class PassOptions(Record, heading="The pass"):
         "suffix.",
     )
     groups: str | None = option(
-        Spelled(span="TEXT", expected="a text", kind=str, read=str),
+        ParsedText(span="TEXT", expected="a text", kind=str, read=str),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, file "
         "(a tar shard is one), or a .json or .npy file with one label per image.",
     )
@@ -143,7 +143,7 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_ignored(self.asked)
+        self.refuse_ignored(self.non_default)
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         CALIBRATE.refuse([("", self.device)], options)

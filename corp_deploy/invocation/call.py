@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .honours import words_of
+from .option_support import words_of
 
 PROGRAM = "corp-deploy"
 
@@ -45,11 +45,11 @@ class Invocation:
         return {name: self.options[name] for name in options}
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def argv(self) -> tuple[str, ...]:
         return (PROGRAM, self.command, *self.arguments, *words_of(self.options))
 
     def __str__(self) -> str:
-        return shlex.join(self.words)
+        return shlex.join(self.argv)
 
 
 def path_from(directory: Path, path: Path | None) -> str | None:

@@ -16,7 +16,7 @@ class Composition:
     implied: Mapping[str, Any]
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """As they would be typed."""
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.implied.items())
         return f"--preset {self.method} {options}"

@@ -10,9 +10,9 @@ from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .option import PathLike, Record, option
 from .table import BUILD, ENGINE_OPTIONS
-from .values import FILE, OneOf, Repeated, Spelled
+from .values import FILE, OneOf, ParsedText, Repeated
 
-PROFILE = Spelled(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
+PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,6 @@ class EngineOptions(Record, heading="Engine"):
 
     def of_engine(self, command: str) -> BuildOptions:
         """As the room of export takes them; the command goes into the record."""
-        asked = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
-        named = {ENGINE_OPTIONS.get(name, name): value for name, value in asked.items() if name != "device"}
+        options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
+        named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)

@@ -109,7 +109,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_ignored(self.asked)
+        self.refuse_ignored(self.non_default)
         if self.mixed and bool(self.keep_fp32) == self.auto:
             raise BadInput(f"{' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto")
         if self.auto and not (self.mixed or self.quantised):
@@ -119,20 +119,20 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         searching = (*MIXED, *QUANTISED) if self.auto else ()
         EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in self.precisions], options)
 
-    def require_inputs(self, given: bool) -> None:
+    def require_inputs(self, has_inputs: bool) -> None:
         """Raise BadInput where precisions look at inputs and there are none, or would not look at those given."""
-        if self.quantised and not given:
+        if self.quantised and not has_inputs:
             raise BadInput(f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text)")
-        if self.auto != given and not self.quantised:
+        if self.auto != has_inputs and not self.quantised:
             raise BadInput("--auto looks for the blocks on real inputs; give --auto and --images (or --text) together")
 
     @property
-    def said(self) -> dict[str, Any]:
+    def command_options(self) -> dict[str, Any]:
         """What is otherwise than by default, and of INT8 and FP8 graphs how they are made."""
-        known = options_of(ExportOptions)
-        names = ("precision", *self.asked, *(("rest", "scales", "balance") if self.quantised else ()))
-        typed = {known[name].typed for name in names}
-        return {name: value for name, value in super().said.items() if name.removeprefix("no_") in typed}
+        options = options_of(ExportOptions)
+        names = ("precision", *self.non_default, *(("rest", "scales", "balance") if self.quantised else ()))
+        typed = {options[name].typed for name in names}
+        return {name: value for name, value in super().command_options.items() if name.removeprefix("no_") in typed}
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ground.errors import BadInput
 from ground.quantities import BAD_IMAGES, IMAGES, SEED, WORKERS
 
-from .honours import spelled
 from .option import Record, option
+from .option_support import spelled
 from .table import INPUTS
 from .values import FILE, PATH, TEXT
 
@@ -51,7 +51,7 @@ class Decoded(Record, heading="Inputs"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parted(Record, heading="Inputs"):
+class HoldOutOptions(Record, heading="Inputs"):
     """Which of them calibrate was told to hold out. Raises BadInput for groups of which none are."""
 
     hold_out: int | None = option(
@@ -66,7 +66,7 @@ class Parted(Record, heading="Inputs"):
         if self.groups is not None and self.hold_out is None:
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
-    def parted(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
+    def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """What calibrate fits to, and what it holds out, none without `hold_out`."""
         from calib.split import split_of
 
@@ -74,12 +74,12 @@ class Parted(Record, heading="Inputs"):
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Those that a model is proved on: what is held out, or all."""
-        parts = self.parted(inputs, seed)
+        parts = self.split(inputs, seed)
         return parts.fitted if parts.held_out is None else parts.held_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions(Parted, Decoded, Drawn):
+class InputOptions(HoldOutOptions, Decoded, Drawn):
     """Which inputs, one kind of them, or none. Raises BadInput for several."""
 
     images: Path | None = option(
@@ -101,8 +101,8 @@ class InputOptions(Parted, Decoded, Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self._given) > 1:
-            first, second = map(spelled, list(self._given)[:2])
+        if len(self._chosen_paths) > 1:
+            first, second = map(spelled, list(self._chosen_paths)[:2])
             raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
@@ -110,17 +110,17 @@ class InputOptions(Parted, Decoded, Drawn):
             INPUTS.refuse([("", "text" if self.arrays is None else "arrays")], options)
 
     @property
-    def _given(self) -> dict[str, Path]:
+    def _chosen_paths(self) -> dict[str, Path]:
         return {name: path for name in KINDS if (path := self.values[name]) is not None}
 
     @property
     def path(self) -> Path | None:
-        return next(iter(self._given.values()), None)
+        return next(iter(self._chosen_paths.values()), None)
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """The option by which they were given, as a command line has it."""
-        return f"{spelled(next(iter(self._given), 'images'))} {shlex.quote(str(self.path))}"
+        return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint") -> "InputSet":
         """The inputs as the model takes them. Raises BadInput for a model that takes the other kind."""
@@ -147,7 +147,7 @@ class InputOptions(Parted, Decoded, Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenInputs(InputOptions):
+class RequiredInputs(InputOptions):
     """The same where there have to be some."""
 
     def __post_init__(self) -> None:

@@ -9,10 +9,10 @@ from ground.errors import BadInput
 
 from .option import Record, option
 from .reduction_table import MERGING
-from .values import Spelled
+from .values import ParsedText
 
 AUTO = "auto"
-SCHEDULE = Spelled(
+SCHEDULE = ParsedText(
     span="R|SCHEDULE|auto",
     expected="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'",
     kind=str,
@@ -73,8 +73,8 @@ class MergedStatistics(Record, heading="Merged tokens"):
         MERGING.refuse([("", self.merges)], options)
 
     @property
-    def said(self) -> dict[str, Any]:
-        return MERGING.honoured(self.merges, super().said)
+    def command_options(self) -> dict[str, Any]:
+        return MERGING.supported(self.merges, super().command_options)
 
     @property
     def of_statistics(self) -> "MergedStatistics":

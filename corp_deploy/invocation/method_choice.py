@@ -22,8 +22,8 @@ from ground.errors import BadInput
 from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
 
 from .compositions import COMPOSITIONS, NAMES, method_of
-from .honours import Axis
 from .option import Record, option
+from .option_support import Axis
 from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf
 
@@ -77,7 +77,7 @@ class MethodChoice(Record, heading="Widths and method"):
         OneOf(NAMES),
         "best",
         help="How to choose and repair. "
-        + "; ".join(f"{name}: {composition.words}" for name, composition in COMPOSITIONS.items())
+        + "; ".join(f"{name}: {composition.describe}" for name, composition in COMPOSITIONS.items())
         + ", where those options say nothing else, and a budget.",
     )
     select: str | Mapping[str, str] | None = option(
@@ -177,7 +177,7 @@ class MethodChoice(Record, heading="Widths and method"):
             return PRESET, name
         words = f"{name} with {self._knob_words}"
         way = preset_way(words, _method(name, **changed))
-        return replace(PRESET, ways={**PRESET.ways, words: way}), words
+        return replace(PRESET, variants={**PRESET.variants, words: way}), words
 
     @property
     def _knob_words(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 from ground.errors import BadInput
 
 from .call import Pairs
-from .honours import spelled
+from .option_support import spelled
 from .values import FLAG, TEXT, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -20,17 +20,17 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """`alone`: what the option means on a command line without a value. `unsaid`: what None comes to, in a word.
-    `typed`: how a command calls it. `in_recipe`: whether recipes have the key, or how they call it. `heading`: what
-    help shows it under.
+    """`flag_value`: what the option means on a command line without a value. `unset`: what None comes to, in a
+    word. `typed`: how a command calls it. `in_recipe`: whether recipes have the key, or how they call it. `heading`:
+    what help shows it under.
     """
 
     name: str
     of: Values
     default: Any
     help: str
-    alone: str | None
-    unsaid: str | None
+    flag_value: str | None
+    unset: str | None
     typed: str
     in_recipe: bool | str
     heading: str
@@ -39,7 +39,7 @@ class Option:
         """Whether it is a flag that is taken away by name."""
         return value is False and self.default is not False
 
-    def taken(self, value: Any) -> Any:
+    def converted(self, value: Any) -> Any:
         """A value as it is kept; the default for None. Raises BadInput for one that the option may not be."""
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
         try:
@@ -62,14 +62,14 @@ def option(
     default: Any = None,
     *,
     help: str,
-    alone: str | None = None,
-    unsaid: str | None = None,
+    flag_value: str | None = None,
+    unset: str | None = None,
     typed: str | None = None,
     in_recipe: bool | str = True,
 ) -> Any:
     """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
-    said = {"of": of, "help": help, "alone": alone, "unsaid": unsaid, "typed": typed, "in_recipe": in_recipe}
-    return field(default=default, metadata=said)
+    meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
+    return field(default=default, metadata=meta)
 
 
 def _values_of(annotation: Any) -> Values:
@@ -97,7 +97,7 @@ def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
     return {name: every[name] for name in only} if only else every
 
 
-def _told(of: Values, value: Any) -> Any:
+def _command_value(of: Values, value: Any) -> Any:
     if isinstance(value, Mapping):
         return Pairs(value)
     return [*value] if isinstance(of, Repeated) else value
@@ -116,25 +116,25 @@ class Record:
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
-            object.__setattr__(self, name, each.taken(vars(self)[name]))
+            object.__setattr__(self, name, each.converted(vars(self)[name]))
 
     @property
     def values(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in options_of(type(self))}
 
     @property
-    def said(self) -> dict[str, Any]:
+    def command_options(self) -> dict[str, Any]:
         """As a command is told of them, see Invocation, by what they are typed by; None and False are not said."""
-        known = options_of(type(self))
-        told = {each.typed: _told(each.of, self.values[name]) for name, each in known.items()}
-        off = {f"no_{each.typed}": True for each in known.values() if each.off(told[each.typed])}
-        return {name: value for name, value in told.items() if value not in (None, (), [])} | off
+        options = options_of(type(self))
+        values = {each.typed: _command_value(each.of, self.values[name]) for name, each in options.items()}
+        off = {f"no_{each.typed}": True for each in options.values() if each.off(values[each.typed])}
+        return {name: value for name, value in values.items() if value not in (None, (), [])} | off
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def non_default(self) -> dict[str, Any]:
         """What is otherwise than by default."""
-        known = options_of(type(self))
-        return {name: value for name, value in self.values.items() if value != known[name].taken(None)}
+        options = options_of(type(self))
+        return {name: value for name, value in self.values.items() if value != options[name].converted(None)}
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options, asked for by name, that nothing of this honours."""

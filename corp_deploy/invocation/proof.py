@@ -57,6 +57,6 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
     )
 
     @property
-    def said(self) -> dict[str, Any]:
-        told = VERIFY_HEADS.honoured(self._way, super().said)
-        return {name: value for name, value in told.items() if self.shares or name != "confidence"}
+    def command_options(self) -> dict[str, Any]:
+        supported = VERIFY_HEADS.supported(self._way, super().command_options)
+        return {name: value for name, value in supported.items() if self.shares or name != "confidence"}

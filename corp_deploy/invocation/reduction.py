@@ -15,10 +15,10 @@ from ground.quantities import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
 from .compositions import with_implied
-from .honours import Axis
 from .merging import MergingChoice
 from .method_choice import MethodChoice
 from .option import PathLike, Record, option
+from .option_support import Axis
 from .passes import CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice
@@ -34,7 +34,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
     allow_partial: bool = option(default=False, help="Continue if some of the requested sites can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
         OneOf((*LOOPS, "none"), on="asymmetric", off="none"),
-        alone="asymmetric",
+        flag_value="asymmetric",
         help="Block by block on the model reduced so far: without a value or asymmetric, fitted to the dense "
         f"model's stream, {cost(CLOSED_LOOP)}; symmetric, as published by GRAIL, to the outputs of the dense "
         "weights there.",
@@ -83,7 +83,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        self.refuse_ignored(self.asked)
+        self.refuse_ignored(self.non_default)
         super().__post_init__()
         narrows = self.allocates or any(each is not None for each in self.sparsities)
         if not narrows and self.merge_tokens is None and not self.sparse:
@@ -143,8 +143,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     def polish_options(self, *, seed: int) -> PolishOptions | None:
         """As the polish takes them, its inputs drawn by the seed; None where there is none."""
-        asked = PolishOptions(how=self.polishing, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
-        return None if self.polishing == "none" else asked
+        options = PolishOptions(how=self.polishing, steps=self.polish_steps, time_s=self.polish_time, seed=seed)
+        return None if self.polishing == "none" else options
 
     @property
     def method_asked(self) -> Method:

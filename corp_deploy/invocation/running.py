@@ -12,7 +12,7 @@ from ground.quantity import BATCH
 
 from .option import Record, option
 from .table import BENCH
-from .values import FILE, ListOf, Spelled
+from .values import FILE, ListOf, ParsedText
 
 if TYPE_CHECKING:
     from perf.timing.laps import Plan
@@ -30,24 +30,24 @@ class RunOptions(Record, heading="What runs them"):
     """
 
     backend: Backend | None = option(
-        unsaid="onnxruntime",
+        unset="onnxruntime",
         help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
         "for aotinductor.",
     )
     device: Device | None = option(
-        unsaid="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
+        unset="cpu", help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}"
     )
     provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
-        unsaid="cpu",
+        unset="cpu",
         help="ONNX Runtime's execution provider; there is no fallback to another one. " + BENCH.help("provider"),
     )
-    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unsaid="eager", help=BENCH.help("mode"))
+    mode: Literal["eager", "compiled", "cuda_graph"] | None = option(unset="eager", help=BENCH.help("mode"))
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
-        unsaid="fp32",
+        unset="fp32",
         help="The type that torch casts weights to and that OpenVINO computes in; other graphs and engines have "
         f"their own types. {BENCH.help('dtype')}",
     )
-    streams: int | None = option(STREAMS, unsaid="1", help="Above 1: throughput only.")
+    streams: int | None = option(STREAMS, unset="1", help="Above 1: throughput only.")
     flush_l2: bool = option(
         default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
     )
@@ -111,7 +111,7 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
 
     batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
     names: tuple[str, str] = option(
-        Spelled(span="name,name", expected="two names", kind=tuple, read=_two_names),
+        ParsedText(span="name,name", expected="two names", kind=tuple, read=_two_names),
         ("dense", "reduced"),
         help="Names of the two in the record, such as fp16,int8.",
     )

@@ -27,7 +27,7 @@ class ShipOptions(Record, heading="What is made"):
         FILE, help="Class indices of --held-out, without that of all --images: accuracy is told then."
     )
     target: TargetName | None = option(
-        OneOf(get_args(TargetName)), unsaid="the fastest that is here", help="What the model is to run on."
+        OneOf(get_args(TargetName)), unset="the fastest that is here", help="What the model is to run on."
     )
     precision: Sequence[str] = option(
         ListOf(OneOf(EVERY_WORD), "fp32,fp16"),

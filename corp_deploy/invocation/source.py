@@ -13,7 +13,7 @@ from ground.quantity import quoted
 from ground.records import record_from_text
 
 from .option import PathLike, Record, option
-from .values import FILE, ListOf, OneOf, Spelled
+from .values import FILE, ListOf, OneOf, ParsedText
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -24,8 +24,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 CHANNELS = "0.485,0.456,0.406"
-JSON = Spelled(span="json", expected="a JSON object", kind=dict, read=_json_object)
-OUTPUT_NAMES = Spelled(
+JSON = ParsedText(span="json", expected="a JSON object", kind=dict, read=_json_object)
+OUTPUT_NAMES = ParsedText(
     span="name,name,...",
     expected=f"names of outputs, such as {EXAMPLE}",
     kind=tuple,

@@ -8,7 +8,7 @@ from corp_deploy.reduction.sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, 
 from ground.errors import BadInput
 
 from .option import Record, option
-from .values import Spelled
+from .values import ParsedText
 
 EXPECTED = "2:4 for all sites, or mlp=2:4,head=2:4,conv=2:4, any of which may be left out"
 
@@ -28,7 +28,7 @@ def _of_kind(words: list[tuple[str, str, str]], kind: str) -> list[str]:
     return [pattern for name, _, pattern in words if name == kind]
 
 
-PATTERNS = Spelled(
+PATTERNS = ParsedText(
     span="2:4|mlp=2:4,head=2:4,conv=2:4",
     expected=f"a text that is not empty, {EXPECTED}",
     kind=dict,

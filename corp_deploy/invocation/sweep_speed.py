@@ -8,8 +8,8 @@ from ground.errors import BadInput
 from ground.quantities import SECONDS, SHARE_KEPT, THREADS
 from ground.quantity import BATCH
 
-from .honours import ANY, Axis, Values, Way
 from .option import Record, option
+from .option_support import ANY, Axis, Values, Variant
 from .values import ListOf, Repeated
 
 Runtime = Literal["onnxruntime", "openvino", "torch", "engine"]
@@ -17,15 +17,15 @@ EngineBackend = Literal["tensorrt", "tensorrt-rtx"]
 _TIMED: Mapping[str, Values] = dict.fromkeys(("batch", "time_limit", "half_width"), ANY)
 
 
-def _way(words: str, ask: str, **honours: Values) -> Way:
-    return Way(words=words, ask=ask, honours={**_TIMED, **honours})
+def _way(words: str, ask: str, **honours: Values) -> Variant:
+    return Variant(label=words, how=ask, supported={**_TIMED, **honours})
 
 
 BENCH = Axis(
     command="sweep",
-    ways={
-        "none": Way(words="a sweep that times nothing", ask="no --bench", honours={}),
-        "built": Way(words="a sweep that builds engines", ask="--engine tensorrt-rtx", honours={"batch": ANY}),
+    variants={
+        "none": Variant(label="a sweep that times nothing", how="no --bench", supported={}),
+        "built": Variant(label="a sweep that builds engines", how="--engine tensorrt-rtx", supported={"batch": ANY}),
         "onnxruntime": _way("ONNX Runtime", "--bench onnxruntime", threads=ANY, device=ANY, precision=("fp32", "fp16")),
         "openvino": _way("OpenVINO", "--bench openvino", threads=ANY, device=("cpu",), precision=ANY),
         "torch": _way("torch", "--bench torch", threads=ANY, device=ANY, precision=ANY),

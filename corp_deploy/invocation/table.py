@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from export.engine.options import COMPATIBILITIES, REFUSALS
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS
 
-from .honours import ANY, Axis, Values, Way
+from .option_support import ANY, Axis, Values, Variant
 
 ON_GRAPHS = "a graph's precision is in its types: export it with --precision fp16 or bf16"
 OF_ENGINES = "an engine's precision is in its plan: export with --precision fp16 or bf16 and build that graph"
@@ -13,15 +13,15 @@ ENGINE: Mapping[str, Values] = {"device": ("cuda",), "mode": ("eager", "cuda_gra
 GRAPH = "an .onnx file or a model directory"
 
 
-def _onnxruntime(provider: str) -> Way:
+def _onnxruntime(provider: str) -> Variant:
     """ONNX Runtime by one of its execution providers."""
     on_gpu = provider != "cpu"
     own: dict[str, Values] = {"mode": ("eager", "cuda_graph"), "flush_l2": ANY} if on_gpu else {"threads": ANY}
     where = {"cpu": "on the CPU", "cuda": "on a GPU", "tensorrt": "through TensorRT"}[provider]
-    return Way(
-        words=f"ONNX Runtime {where}",
-        ask=f"{GRAPH}, --provider {provider}",
-        honours={
+    return Variant(
+        label=f"ONNX Runtime {where}",
+        how=f"{GRAPH}, --provider {provider}",
+        supported={
             "backend": ("onnxruntime",),
             "provider": (provider,),
             "device": ("cuda" if on_gpu else "cpu",),
@@ -33,10 +33,10 @@ def _onnxruntime(provider: str) -> Way:
     )
 
 
-OPENVINO = Way(
-    words="OpenVINO on the CPU",
-    ask=f"{GRAPH}, --backend openvino",
-    honours={
+OPENVINO = Variant(
+    label="OpenVINO on the CPU",
+    how=f"{GRAPH}, --backend openvino",
+    supported={
         "backend": ("openvino",),
         "device": ("cpu",),
         "dtype": ANY,
@@ -51,11 +51,11 @@ OPENVINO = Way(
 BENCH = Axis(
     command="bench",
     picks=frozenset({"backend", "provider"}),
-    ways={
-        "torch-cpu": Way(
-            words="torch on the CPU",
-            ask="a model directory, --backend torch",
-            honours={
+    variants={
+        "torch-cpu": Variant(
+            label="torch on the CPU",
+            how="a model directory, --backend torch",
+            supported={
                 "backend": ("torch",),
                 "device": ("cpu",),
                 "dtype": ANY,
@@ -64,10 +64,10 @@ BENCH = Axis(
                 "streams": ANY,
             },
         ),
-        "torch-cuda": Way(
-            words="torch on a GPU",
-            ask="a model directory, --backend torch --device cuda",
-            honours={
+        "torch-cuda": Variant(
+            label="torch on a GPU",
+            how="a model directory, --backend torch --device cuda",
+            supported={
                 "backend": ("torch",),
                 "device": ("cuda",),
                 "dtype": ANY,
@@ -76,10 +76,10 @@ BENCH = Axis(
                 "flush_l2": ANY,
             },
         ),
-        "aotinductor": Way(
-            words="a package of AOTInductor",
-            ask="a model directory, --backend aotinductor",
-            honours={
+        "aotinductor": Variant(
+            label="a package of AOTInductor",
+            how="a model directory, --backend aotinductor",
+            supported={
                 "backend": ("aotinductor",),
                 "device": ("cpu",),
                 "dtype": ANY,
@@ -89,10 +89,10 @@ BENCH = Axis(
             },
             instead={"mode": "it is compiled in any case", "device": "packages are compiled for the CPU here"},
         ),
-        "aotinductor-file": Way(
-            words="a package that is handed over",
-            ask="a .pt2 of AOTInductor, --trust-code",
-            honours={
+        "aotinductor-file": Variant(
+            label="a package that is handed over",
+            how="a .pt2 of AOTInductor, --trust-code",
+            supported={
                 "backend": ("aotinductor",),
                 "device": ("cpu",),
                 "mode": ("eager",),
@@ -105,13 +105,13 @@ BENCH = Axis(
         "onnxruntime-cuda": _onnxruntime("cuda"),
         "onnxruntime-tensorrt": _onnxruntime("tensorrt"),
         "openvino": OPENVINO,
-        "tensorrt": Way(
-            words="TensorRT", ask="a .plan of build --backend tensorrt", honours=ENGINE, instead={"dtype": OF_ENGINES}
+        "tensorrt": Variant(
+            label="TensorRT", how="a .plan of build --backend tensorrt", supported=ENGINE, instead={"dtype": OF_ENGINES}
         ),
-        "tensorrt-rtx": Way(
-            words="TensorRT-RTX",
-            ask="a .plan of build --backend tensorrt-rtx",
-            honours=ENGINE,
+        "tensorrt-rtx": Variant(
+            label="TensorRT-RTX",
+            how="a .plan of build --backend tensorrt-rtx",
+            supported=ENGINE,
             instead={"dtype": OF_ENGINES},
         ),
     },
@@ -120,17 +120,17 @@ BENCH = Axis(
 # By what is timed; how models are run is above.
 BENCH_OF = Axis(
     command="bench",
-    ways={
-        "models": Way(
-            words="models",
-            ask="graphs, engines and directories of corp-deploy",
-            honours=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
+    variants={
+        "models": Variant(
+            label="models",
+            how="graphs, engines and directories of corp-deploy",
+            supported=dict.fromkeys(("backend", "device", "provider", "mode", "dtype", "streams", "flush_l2"), ANY)
             | dict.fromkeys(("names", "images", "text"), ANY),
         ),
-        "decoders": Way(
-            words="graphs of decoders",
-            ask="directories of export-decoder",
-            honours={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
+        "decoders": Variant(
+            label="graphs of decoders",
+            how="directories of export-decoder",
+            supported={"backend": ("onnxruntime",), "provider": ("cpu", "cuda"), "length": ANY, "cached": ANY},
             instead={"device": "ONNX Runtime runs on a GPU with --provider cuda"},
         ),
     },
@@ -148,25 +148,25 @@ ENGINE_OPTIONS = {
 }
 
 
-def _engine_builder(backend: str, words: str) -> Way:
+def _engine_builder(backend: str, words: str) -> Variant:
     refused = REFUSALS[backend]
-    return Way(
-        words=words,
-        ask=f"--backend {backend}",
-        honours={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
+    return Variant(
+        label=words,
+        how=f"--backend {backend}",
+        supported={"precision": EVERY_WORD, "compatibility": COMPATIBILITIES[backend]}
         | {name: ANY for name, field in ENGINE_OPTIONS.items() if field not in refused},
         instead={name: refused[field] for name, field in ENGINE_OPTIONS.items() if field in refused}
         | {"device": "an engine is built for a GPU in any case"},
     )
 
 
-def _graph_optimiser(device: str, words: str) -> Way:
+def _graph_optimiser(device: str, words: str) -> Variant:
     # The CPU's kernels compute FP16 graphs in float32, and BF16 ones not at all.
     precision = WORDS[:1] if device == "cpu" else EVERY_WORD
-    return Way(
-        words=words,
-        ask=f"--backend onnxruntime --device {device}",
-        honours={"precision": precision, "device": (device,)},
+    return Variant(
+        label=words,
+        how=f"--backend onnxruntime --device {device}",
+        supported={"precision": precision, "device": (device,)},
         instead=dict.fromkeys(
             (*ENGINE_OPTIONS, "compatibility"), "the rest shapes engines, and an optimised graph takes any batch"
         ),
@@ -175,7 +175,7 @@ def _graph_optimiser(device: str, words: str) -> Way:
 
 BUILD = Axis(
     command="build",
-    ways={
+    variants={
         "tensorrt": _engine_builder("tensorrt", "TensorRT"),
         "tensorrt-rtx": _engine_builder("tensorrt-rtx", "TensorRT-RTX"),
         "onnxruntime-cpu": _graph_optimiser("cpu", "ONNX Runtime on the CPU"),
@@ -185,28 +185,28 @@ BUILD = Axis(
 
 AUDIT = Axis(
     command="audit",
-    ways={
-        "tensorrt": Way(
-            words="TensorRT", ask="--backend tensorrt", honours={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
+    variants={
+        "tensorrt": Variant(
+            label="TensorRT", how="--backend tensorrt", supported={}, instead={"sm": REFUSALS["tensorrt"]["sms"]}
         ),
-        "tensorrt-rtx": Way(words="TensorRT-RTX", ask="--backend tensorrt-rtx", honours={"sm": ANY}),
+        "tensorrt-rtx": Variant(label="TensorRT-RTX", how="--backend tensorrt-rtx", supported={"sm": ANY}),
     },
 )
 
 
-def _mixed(name: str) -> Way:
-    return Way(
-        words=f"precision {name} with its sites named",
-        ask=f"--precision {name} without --auto",
-        honours={"keep_fp32": ANY},
+def _mixed(name: str) -> Variant:
+    return Variant(
+        label=f"precision {name} with its sites named",
+        how=f"--precision {name} without --auto",
+        supported={"keep_fp32": ANY},
     )
 
 
-def _mixed_by_search(name: str) -> Way:
-    return Way(
-        words=f"precision {name} that finds its sites",
-        ask=f"--precision {name} --auto --images P",
-        honours=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
+def _mixed_by_search(name: str) -> Variant:
+    return Variant(
+        label=f"precision {name} that finds its sites",
+        how=f"--precision {name} --auto --images P",
+        supported=dict.fromkeys(("auto", "images", "text", "arrays", "samples", "seed", "dense", "engine"), ANY),
     )
 
 
@@ -217,12 +217,12 @@ _OF_RANGES: dict[str, Values] = dict.fromkeys(("rest", "scales", "balance", "kee
 _OF_INT8: dict[str, Values] = {"weight_bits": ANY}
 
 
-def _quantised(name: str, **more: Values) -> Way:
+def _quantised(name: str, **more: Values) -> Variant:
     search = "auto" in more
-    return Way(
-        words=f"precision {name}{' that finds its sites' * search}",
-        ask=f"--precision {name}{' --auto' * search} --images P",
-        honours={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
+    return Variant(
+        label=f"precision {name}{' that finds its sites' * search}",
+        how=f"--precision {name}{' --auto' * search} --images P",
+        supported={**_DRAWN, **_OF_RANGES, **(_OF_INT8 if name == "int8" else {}), **more},
     )
 
 
@@ -230,9 +230,9 @@ def _quantised(name: str, **more: Values) -> Way:
 EXPORT = Axis(
     command="export",
     picks=frozenset({"keep_fp32", "auto", "dense", "engine", *_DRAWN, *_OF_RANGES, *_OF_INT8}),
-    ways={
+    variants={
         **{
-            name: Way(words=f"precision {name}", ask=f"--precision {name}", honours={})
+            name: Variant(label=f"precision {name}", how=f"--precision {name}", supported={})
             for name, each in PRECISIONS.items()
             if not each.mixed
         },
@@ -246,24 +246,26 @@ EXPORT = Axis(
 # By the head geometry of the model itself.
 EXPORT_HEADS = Axis(
     command="export",
-    ways={
-        "even": Way(words="a model whose queries and values have one width", ask="as trained, or square", honours={}),
-        "uneven": Way(
-            words="a model with queries narrower than its values", ask="reduce --attn", honours={"heads": ANY}
+    variants={
+        "even": Variant(
+            label="a model whose queries and values have one width", how="as trained, or square", supported={}
+        ),
+        "uneven": Variant(
+            label="a model with queries narrower than its values", how="reduce --attn", supported={"heads": ANY}
         ),
     },
 )
 
 VERIFY = Axis(
     command="verify",
-    ways={
-        "images": Way(
-            words="real images",
-            ask="--images P or --text FILE",
-            honours=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
+    variants={
+        "images": Variant(
+            label="real images",
+            how="--images P or --text FILE",
+            supported=dict.fromkeys(("labels", "moments", "samples", "seed", "hold_out", "groups"), ANY),
         ),
-        "random": Way(words="random inputs", ask="--random N", honours={"seed": ANY}),
-        "none": Way(words="the inputs of a golden directory", ask="verify golden B.plan", honours={}),
+        "random": Variant(label="random inputs", how="--random N", supported={"seed": ANY}),
+        "none": Variant(label="the inputs of a golden directory", how="verify golden B.plan", supported={}),
     },
 )
 
@@ -288,21 +290,21 @@ _OF_MODELS = (
 # By what everything is held against.
 VERIFY_REFERENCE = Axis(
     command="verify",
-    ways={
-        "model": Way(
-            words="a model as REFERENCE",
-            ask="verify DIR",
-            honours=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
+    variants={
+        "model": Variant(
+            label="a model as REFERENCE",
+            how="verify DIR",
+            supported=dict.fromkeys(_OF_NAMES + _OF_MODELS, ANY) | _OF_BOTH,
         ),
-        "engine": Way(
-            words="an engine, a graph or a golden directory as REFERENCE",
-            ask="verify A.plan B.plan",
-            honours={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
+        "engine": Variant(
+            label="an engine, a graph or a golden directory as REFERENCE",
+            how="verify A.plan B.plan",
+            supported={"write_golden": ANY, "other_graph": ANY} | _OF_BOTH,
         ),
-        "decoder": Way(
-            words="a decoder's graph as CANDIDATES",
-            ask="verify DIR GRAPH --random 2, with a directory of export-decoder",
-            honours={"length": ANY, "provider": ANY},
+        "decoder": Variant(
+            label="a decoder's graph as CANDIDATES",
+            how="verify DIR GRAPH --random 2, with a directory of export-decoder",
+            supported={"length": ANY, "provider": ANY},
         ),
     },
 )
@@ -310,35 +312,35 @@ VERIFY_REFERENCE = Axis(
 _OF_MAPS: dict[str, Values] = {"map_threshold": ANY, "max_map_error": ANY, "min_iou": ANY, "min_pixels": ANY}
 VERIFY_HEADS = Axis(
     command="verify",
-    ways={
-        "none": Way(words="no head", ask="no --head", honours={}),
-        "some": Way(words="a head", ask="--head HEAD.onnx", honours=_OF_MAPS),
+    variants={
+        "none": Variant(label="no head", how="no --head", supported={}),
+        "some": Variant(label="a head", how="--head HEAD.onnx", supported=_OF_MAPS),
     },
 )
 
 CALIBRATE = Axis(
     command="calibrate",
-    ways={
-        "cpu": Way(words="the CPU", ask="--device cpu", honours={"dtype": ("float32", "bfloat16")}),
-        "cuda": Way(words="a GPU", ask="--device cuda", honours={"dtype": ("float32", "bfloat16", "tf32")}),
+    variants={
+        "cpu": Variant(label="the CPU", how="--device cpu", supported={"dtype": ("float32", "bfloat16")}),
+        "cuda": Variant(label="a GPU", how="--device cuda", supported={"dtype": ("float32", "bfloat16", "tf32")}),
     },
 )
 
 # By how much of the model is held.
 CALIBRATE_BY = Axis(
     command="calibrate",
-    ways={
-        "whole": Way(
-            words="calibration in one pass",
-            ask="no --sequential",
-            honours=dict.fromkeys(
+    variants={
+        "whole": Variant(
+            label="calibration in one pass",
+            how="no --sequential",
+            supported=dict.fromkeys(
                 ("checkpoint_every", "snapshots", "groups", "attn", "align", "residual", "patch_memory"), ANY
             ),
         ),
-        "blocks": Way(
-            words="--sequential",
-            ask="--sequential",
-            honours={},
+        "blocks": Variant(
+            label="--sequential",
+            how="--sequential",
+            supported={},
             instead={"checkpoint_every": "each block that is finished is kept"},
         ),
     },
@@ -347,14 +349,16 @@ CALIBRATE_BY = Axis(
 # By what the model takes.
 INPUTS = Axis(
     command="calibrate",
-    ways={
-        "images": Way(
-            words="images",
-            ask="--images P",
-            honours={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
+    variants={
+        "images": Variant(
+            label="images",
+            how="--images P",
+            supported={"images": ANY, "workers": ANY, "max_bad": ANY, "labels": ANY, "calibration_images": ANY},
         ),
-        "text": Way(words="text", ask="--text FILE", honours={"text": ANY, "tokens": ANY, "calibration_text": ANY}),
-        "arrays": Way(words="arrays", ask="--arrays FILE", honours={"arrays": ANY}),
+        "text": Variant(
+            label="text", how="--text FILE", supported={"text": ANY, "tokens": ANY, "calibration_text": ANY}
+        ),
+        "arrays": Variant(label="arrays", how="--arrays FILE", supported={"arrays": ANY}),
     },
 )
 

@@ -53,7 +53,7 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelled:
+class ParsedText:
     """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves."""
 
     span: str
@@ -98,15 +98,15 @@ class Repeated:
         return (self.each.from_text(text) if self.each else text,)
 
 
-def text_of(span: str) -> Spelled:
+def text_of(span: str) -> ParsedText:
     """Any text, which help calls by this name."""
-    return Spelled(span=span, expected="a text that is not empty", kind=str, read=str)
+    return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
 
 
 TEXT = text_of("TEXT")
-FLAG = Spelled(span="", expected="true or false", kind=bool, read=_no_flag)
+FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
 FILE, DIRECTORY, PATH = (
-    Spelled(span=span, expected="a text that is not empty", kind=Path, read=Path)
+    ParsedText(span=span, expected="a text that is not empty", kind=Path, read=Path)
     for span in ("FILE", "DIRECTORY", "PATH")
 )
 
@@ -120,17 +120,17 @@ class ByKind:
     kinds: Mapping[str, Values]
 
     def __str__(self) -> str:
-        return f"{self._told}; or {self.kinds[CHANNELS]} alone" if CHANNELS in self.kinds else self._told
+        return f"{self._kinds_span}; or {self.kinds[CHANNELS]} alone" if CHANNELS in self.kinds else self._kinds_span
 
     @property
-    def _told(self) -> str:
+    def _kinds_span(self) -> str:
         return "; ".join(f"{kind}= {values}" for kind, values in self.kinds.items() if kind != CHANNELS)
 
     @property
     def span(self) -> str:
         how = "how" if CHANNELS in self.kinds else "n"
-        told = ",".join(f"{kind}={how}" for kind in self.kinds if kind != CHANNELS)
-        return f"{how}|{told}" if CHANNELS in self.kinds else told
+        by_kind = ",".join(f"{kind}={how}" for kind in self.kinds if kind != CHANNELS)
+        return f"{how}|{by_kind}" if CHANNELS in self.kinds else by_kind
 
     def holds(self, value: object) -> bool:
         return isinstance(value, Mapping) and all(
@@ -148,7 +148,7 @@ class ByKind:
         try:
             return self.kinds[kind].from_text(word)
         except BadInput as error:
-            by_kind = f", or {self._told}" if kind == CHANNELS else ""
+            by_kind = f", or {self._kinds_span}" if kind == CHANNELS else ""
             raise BadInput(f"{'' if kind == CHANNELS else f'{kind}='}{error}{by_kind}") from None
 
 

@@ -30,13 +30,13 @@ def dense_cost(model: nn.Module, currency: Currency) -> int:
     return macs(model) if currency == "macs" else parameters(model)
 
 
-def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | None = None) -> Allocation:
+def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
     """The widths of least predicted error that keep at most `share` of the dense cost; exact.
 
-    `dense` is the cost at the sites' own widths; shares are of `whole`, which is more where tokens are merged, and the
-    same by default. Raises BadInput when even the narrowest widths cost more.
+    `dense` is the cost at the sites' own widths; shares are of `full_cost`, which is more where tokens are merged, and
+    the same by default. Raises BadInput when even the narrowest widths cost more.
     """
-    whole = dense if whole is None else whole
+    full_cost = dense if full_cost is None else full_cost
     fixed = dense - sum(curve.cost_now for curve in curves)
     together: dict[str, list[CostCurve]] = {}
     for curve in curves:
@@ -52,11 +52,11 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, whole: int | 
         for name, own in together.items()
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
-    if least > share * whole:
-        raise out_of_reach(curves, dense, share, least / whole, whole=whole)
-    best = knapsack.allocate(options, share * whole - fixed)
+    if least > share * full_cost:
+        raise out_of_reach(curves, dense, share, least / full_cost, full_cost=full_cost)
+    best = knapsack.allocate(options, share * full_cost - fixed)
     widths = {curve.site: curve.widths[best.widths[name]] for name, own in together.items() for curve in own}
-    return Allocation(widths=widths, share=(best.cost + fixed) / whole, predicted_error=best.error**0.5)
+    return Allocation(widths=widths, share=(best.cost + fixed) / full_cost, predicted_error=best.error**0.5)
 
 
 def _of_one_length(tied: list[CostCurve]) -> list[CostCurve]:
@@ -74,28 +74,29 @@ def _of_one_length(tied: list[CostCurve]) -> list[CostCurve]:
     ]
 
 
-def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, whole: int) -> BadInput:
+def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, full_cost: int) -> BadInput:
     """Why no widths keep so little; `least`: the share that the narrowest ones keep."""
     stays = dense - sum(curve.cost_now for curve in curves if len(curve.costs) > 1)
     return BadInput(
-        f"a budget of {share:g} is out of reach: the narrowest widths keep {least:.3f}, of which {stays / whole:.3f} "
-        "belongs to no site that budgets reduce (see inspect; streams go by --residual); ask for more"
+        f"a budget of {share:g} is out of reach: the narrowest widths keep {least:.3f}, "
+        f"of which {stays / full_cost:.3f} belongs to no site that budgets reduce (see inspect; streams go by "
+        "--residual); ask for more"
     )
 
 
 def uniform(
-    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, whole: int | None = None
+    model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, full_cost: int | None = None
 ) -> Allocation:
     """What the method's own uniform sparsities leave and lose, by the curves; a site they don't touch stays whole.
-    `dense` and `whole` as in `allocate`.
+    `dense` and `full_cost` as in `allocate`.
     """
     fixed = dense - sum(curve.cost_now for curve in curves)
-    asked = uniform_widths(model, method)
-    widths = {curve.site: asked.get(curve.site, curve.widths[-1]) for curve in curves}
+    even_widths = uniform_widths(model, method)
+    widths = {curve.site: even_widths.get(curve.site, curve.widths[-1]) for curve in curves}
     picks = [(curve, curve.widths.index(widths[curve.site])) for curve in curves]
     cost = fixed + sum(curve.costs[pick] for curve, pick in picks)
     error = sum(curve.errors[pick] for curve, pick in picks) ** 0.5
-    return Allocation(widths=widths, share=cost / (whole or dense), predicted_error=error)
+    return Allocation(widths=widths, share=cost / (full_cost or dense), predicted_error=error)
 
 
 def uniform_for_share(
@@ -105,7 +106,7 @@ def uniform_for_share(
     dense: int,
     share: float,
     *,
-    whole: int | None = None,
+    full_cost: int | None = None,
     used: Callable[[Allocation], Allocation] = lambda each: each,
 ) -> tuple[float, Allocation] | None:
     """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths.
@@ -114,8 +115,8 @@ def uniform_for_share(
     """
     for percent in range(100):
         even = percent / 100
-        asked = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
-        uniformly = used(uniform(model, asked, curves, dense, whole=whole))
+        method_at_share = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
+        uniformly = used(uniform(model, method_at_share, curves, dense, full_cost=full_cost))
         if uniformly.share <= share:
             return even, uniformly
     return None

@@ -96,8 +96,8 @@ class CalibrationSize:
         """The answer in words."""
         largest = self.points[-1].images
         if self.sufficient is None:
-            known = "" if self.images_by_fit is None else f"; the fitted curve asks for about {self.images_by_fit:,}"
-            return f"{largest:,} images are not shown to be enough: fewer are more than {self.within:.0%} worse{known}"
+            hint = "" if self.images_by_fit is None else f"; the fitted curve asks for about {self.images_by_fit:,}"
+            return f"{largest:,} images are not shown to be enough: fewer are more than {self.within:.0%} worse{hint}"
         return f"{self.sufficient:,} images are enough: no more than {self.within:.0%} worse than {largest:,}"
 
 
@@ -176,15 +176,16 @@ def calibration_size(
     scored: Scored | None = None,
     calibration: InputSet | None = None,
     within: float = WITHIN,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> CalibrationSize:
     """The curve of error against the number of calibration images, one reduction for each of the moments.
 
     Uniform, unless `widths` by site are given.
 
     `every`: moments of ascending numbers of images of one model. `held_out` moments, inputs with the dense answers
-    (`scored`), or both judge; none of them may be calibrated on. `calibration`: as in `sweep`. `done` hears how many
-    reductions are judged. Raises BadInput for numbers that don't ascend, where nothing judges, and as `reduce` does.
+    (`scored`), or both judge; none of them may be calibrated on. `calibration`: as in `sweep`. `on_progress` hears how
+    many reductions are judged. Raises BadInput for numbers that don't ascend, where nothing judges, and as `reduce`
+    does.
     """
     _require_ascending(every)
     if held_out is None and scored is None:
@@ -198,8 +199,8 @@ def calibration_size(
         losses.append(loss_of_sites(reduction.sites))
         if (by_inputs := _judged(reduction.model, scored)) is not None:
             judged.append(by_inputs)
-        if done is not None:
-            done(number)
+        if on_progress is not None:
+            on_progress(number)
     return _concluded([each.images for each in every], losses, judged, within)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs, chunks, map_tensors
 from corp_deploy.families.family import answers, family_of, steps_to_outputs
-from corp_deploy.families.steps import Passage, Walk
+from corp_deploy.families.steps import SegmentStep, StreamState
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30
@@ -55,11 +55,11 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
 def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch.Generator) -> Tangent:
     family = family_of(model)
     x_BNC = family.embedded(model, inputs).detach().requires_grad_()
-    walk = Walk.of(x_BNC, family.token_weights(model, inputs))
+    walk = StreamState.of(x_BNC, family.token_weights(model, inputs))
     behind: dict[str, Tensor] = {}
     for step in steps_to_outputs(model):
         walk = walk.behind(step)
-        if isinstance(step, Passage):
+        if isinstance(step, SegmentStep):
             behind[step.name] = walk.tokens.x
     outputs = joined(answers(model, walk, inputs))
     moved = [

@@ -84,14 +84,14 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
     measured, and says nothing of any width.
     """
     empty = effects[0] if is_empty(curve.alone[0]) else None
-    tried = [
+    trials = [
         (at, math.log(effect / curve.errors[at]))
         for at, effect in zip(_tried(curve), effects, strict=True)
         if effect > 0.0 and curve.errors[at] > 0.0 and (at > 0 or empty is None)
     ]
-    if not tried:
+    if not trials:
         return (0.0 if empty is None else empty, *(0.0,) * (len(curve.errors) - 1))
-    at, logs = zip(*tried, strict=True)
+    at, logs = zip(*trials, strict=True)
     ratios = np.interp(range(len(curve.errors)), at, logs)
     scaled = tuple(error * math.exp(ratio) for error, ratio in zip(curve.errors, ratios, strict=True))
     return scaled if empty is None else (empty, *scaled[1:])
@@ -114,7 +114,7 @@ class SiteCurves:
     """
 
     of_parts: Mapping[str, list[ErrorCurve]]
-    emptied: Mapping[Trial, float]
+    folded_to_constant: Mapping[Trial, float]
 
     @property
     def trials(self) -> list[Trial]:
@@ -140,22 +140,22 @@ def site_curves(probe: Probe) -> SiteCurves:
     sites, where = narrowable(model), device(model)
 
     def curves_at(site: Site) -> list[ErrorCurve]:
-        known = probe.eliminations.get(site.name)
+        cached = probe.eliminations.get(site.name)
         kind = kind_of(site)
         if len(kind.offers(site, method)) == 1:
             return []
-        return kind.curves(site, site_moments(site, probe.moments, where), method, known)
+        return kind.curves(site, site_moments(site, probe.moments, where), method, cached)
 
     of_parts = dict(zip((site.name for site in sites), pool.each(curves_at, sites, where), strict=True))
-    plain = SiteCurves(of_parts=of_parts, emptied={})
+    plain = SiteCurves(of_parts=of_parts, folded_to_constant={})
     empty = [trial for trial in plain.trials if is_empty(trial[1])]
-    return replace(plain, emptied=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
+    return replace(plain, folded_to_constant=probe.few(EMPTIED_SEEN).effects(empty) if empty else {})
 
 
 def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
     """What every width of a site loses of the outputs, squared, relative; one look of the probe tries a few."""
-    small = [trial for trial in curves.trials if trial not in curves.emptied]
-    effects = {**curves.emptied, **probe.linear_effects(small)}
+    small = [trial for trial in curves.trials if trial not in curves.folded_to_constant]
+    effects = {**curves.folded_to_constant, **probe.linear_effects(small)}
     return {site.name: _errors(curves.of_parts[site.name], site, effects) for site in narrowable(probe.model)}
 
 

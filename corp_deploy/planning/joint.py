@@ -48,8 +48,8 @@ class JointAllocation:
     allocated: Allocation
     again: bool = False
 
-    def words(self) -> str:
-        name = "widths alone" if self.merging is None else f"tokens {self.merging.words()}, and widths"
+    def describe(self) -> str:
+        name = "widths alone" if self.merging is None else f"tokens {self.merging.describe()}, and widths"
         return f"{name}, allocated again" if self.again else name
 
 
@@ -70,9 +70,9 @@ class Joint:
     stages: dict[int, Stage | None] = field(default_factory=dict)
 
     @property
-    def whole(self) -> int:
+    def full_cost(self) -> int:
         """The dense model's cost."""
-        return self.prices.whole
+        return self.prices.full_cost
 
     def _stage(self, step: int) -> Stage | None:
         """The schedule that leaves 1 - step * GRID of the cost; None where none does."""
@@ -82,7 +82,7 @@ class Joint:
 
     def _schedules(self, step: int) -> list[Schedule]:
         """Those that leave 1 - step * GRID of the cost: plain ones, the latest first, and the curves' best."""
-        limit = (1.0 - step * GRID) * self.whole
+        limit = (1.0 - step * GRID) * self.full_cost
         losses, costs = self.losses, self.prices.costs
         plain = [shaped_schedule(losses, costs, limit, shape) for shape in shapes(len(losses.errors_LG))]
         settled = (*plain, best_schedule(losses, costs, limit))
@@ -108,9 +108,9 @@ class Joint:
     def _at(self, stage: Stage, share: float) -> JointAllocation | None:
         """None where even the narrowest widths cost more than this schedule leaves."""
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
-        if fixed + sum(min(curve.costs) for curve in stage.curves) > share * self.whole:
+        if fixed + sum(min(curve.costs) for curve in stage.curves) > share * self.full_cost:
             return None
-        widths = allocate(stage.curves, stage.cost, share, whole=self.whole)
+        widths = allocate(stage.curves, stage.cost, share, full_cost=self.full_cost)
         error = (stage.lost + widths.predicted_error**2) ** 0.5
         return JointAllocation(merging=stage.merging, allocated=replace(widths, predicted_error=error))
 
@@ -137,7 +137,7 @@ class Joint:
         stage = self._stage(least)
         assert stage is not None, least
         fixed = stage.cost - sum(curve.cost_now for curve in stage.curves)
-        return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.whole
+        return (fixed + sum(min(curve.costs) for curve in stage.curves)) / self.full_cost
 
     def again(self, way: JointAllocation, share: float) -> JointAllocation | None:
         """The same schedule with widths by what every site loses where tokens are merged so; None where those are the
@@ -151,7 +151,7 @@ class Joint:
             probe = replace(probe, model=merged)
         errors = output_errors(probe, self.own)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]
-        widths = allocate(curves, stage.cost, share, whole=self.whole)
+        widths = allocate(curves, stage.cost, share, full_cost=self.full_cost)
         if widths.widths == way.allocated.widths:
             return None
         error = (stage.lost + widths.predicted_error**2) ** 0.5

@@ -10,7 +10,6 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .apart import from_everywhere
 from .budget_planner import probe_of
 from .curves import cost_curves, site_curves
 from .joint import TRIED, Joint, JointAllocation
@@ -19,6 +18,7 @@ from .merge_curves import merge_curves
 from .merge_prices import prices_in_macs, prices_in_time
 from .merging import merging_of_schedule
 from .probe import Probe
+from .probe_split import from_everywhere
 from .request import ReductionRequest, loop_of
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
@@ -42,7 +42,10 @@ class JointPlanner:
         return WidthPlan(
             method=self.probe.method,
             widths=way.allocated.widths,
-            said=(f"{prices.used(kept, share)}, {way.words()}", *left_alone(self.probe.model, way.allocated.widths)),
+            decisions=(
+                f"{prices.used(kept, share)}, {way.describe()}",
+                *left_alone(self.probe.model, way.allocated.widths),
+            ),
             predicted_speedup=1.0 / kept if prices.currency == "latency" else None,
             eliminations=self.probe.eliminations,
             merging=way.merging,
@@ -62,22 +65,22 @@ class JointPlanner:
         best = errors.index(min(errors))
         if again := self.joint.again(ways[best], share):
             ways, errors = [*ways, again], [*errors, self.joint.measured(self.joint.carried_out(again))]
-        told = tuple(
+        probed = tuple(
             ProbedAllocation(
-                name=way.words(),
+                name=way.describe(),
                 share=way.allocated.share,
                 predicted_error=way.allocated.predicted_error,
                 measured_error=error,
             )
             for way, error in zip(ways, errors, strict=True)
         )
-        return replace(self._planned(ways[errors.index(min(errors))], share), ways=told)
+        return replace(self._planned(ways[errors.index(min(errors))], share), ways=probed)
 
 
 def joint_planner(
     dense: Checkpoint,
     moments: Moments,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     images: InputSet,
     currency: str,
     *,
@@ -92,7 +95,7 @@ def joint_planner(
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")
-    probe = probe_of(dense, moments, asked.method, images, loop_of(asked, moments), watch)
+    probe = probe_of(dense, moments, request.method, images, loop_of(request, moments), watch)
     own = site_curves(probe)
     unfitted = replace(probe, inputs=from_everywhere(dense, images))
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
@@ -101,7 +104,7 @@ def joint_planner(
         prices = prices_in_time(dense, probe, curves, losses, where)
     else:
         prices = prices_in_macs(probe, curves, losses)
-    merging = partial(merging_of_schedule, asked.merging)
+    merging = partial(merging_of_schedule, request.merging)
     return JointPlanner(
         joint=Joint(probe=probe, unfitted=unfitted, own=own, merging=merging, losses=losses, prices=prices)
     )

@@ -99,7 +99,7 @@ class Tables:
         """Of all merges of tokens, each measured alone."""
         return sum(self.by_name[name].latency_ms(1, batch) for name in self.merges.values())
 
-    def whole_ms(self, batch: int) -> float:
+    def model_ms(self, batch: int) -> float:
         """Of the model with nothing merged."""
         return (self.all_tokens or self.dense).latency_ms(1, batch)
 
@@ -157,13 +157,13 @@ class _OfSegments:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        shapes, known = dict[str, str](), dict[str, str]()
+        shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             assert isinstance(site, TracedSite), site
             if len(self._sizes(site)) > 1:
-                outline = part_of(self.model, site, site.width).outline
-                name = f"{site.outline(self.method.geometry)}, as in {site.name}"
-                shapes[site.name] = known.setdefault(outline, name)
+                outline = part_of(self.model, site, site.width).cost_signature
+                name = f"{site.cost_signature(self.method.geometry)}, as in {site.name}"
+                shapes[site.name] = names.setdefault(outline, name)
         return shapes
 
     def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
@@ -177,7 +177,7 @@ class _OfSegments:
 
         return Grid(
             name=name,
-            identity=part.outline,
+            identity=part.cost_signature,
             open_width=open_width,
             inputs=part.inputs,
             widths=spread(self._sizes(own), points),
@@ -190,14 +190,16 @@ def site_grids(model: nn.Module, method: Method, where: LatencyTarget, scratch: 
     return _OfSegments(model=model, method=method, where=where, scratch=scratch)
 
 
-def _names_at_tokens(shapes: Mapping[str, str], tokens: Mapping[str, int], whole: int) -> dict[str, dict[int, str]]:
+def _names_at_tokens(
+    shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
+) -> dict[str, dict[int, str]]:
     """By site the names of its tables, by a few of the numbers of tokens that reach sites of its shape."""
     reach: dict[str, set[int]] = {}
     for site, shape in shapes.items():
         reach.setdefault(shape, set()).add(tokens[site])
     points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
     return {
-        site: {count: shape if count == whole else f"{shape}, {count} tokens" for count in points[shape]}
+        site: {count: shape if count == all_tokens else f"{shape}, {count} tokens" for count in points[shape]}
         for site, shape in shapes.items()
     }
 

@@ -27,26 +27,26 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
     """The reduction and what was decided for it, as JSON values."""
     merging = merging_record(reduction.model)
     return reduction.as_json() | {
-        "decided": [*planned.said, *reduction.said],
+        "decided": [*planned.decisions, *reduction.decisions],
         "ways": [asdict(way) for way in planned.ways],
         **({} if planned.within is None else {"within": dict(planned.within)}),
         **({} if merging is None else {"merging": merging.as_json()}),
     }
 
 
-def _seen(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
+def _used_fingerprints(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
     """All inputs that had a part in the model, those of an earlier reduction too, each once."""
     earlier = fitted_of_lineage(dense.lineage, where="the dense model") or Fingerprints()
-    seen = Fingerprints.concatenated([moments.fingerprints, earlier])
-    others = [each.ids[~torch.isin(each.ids, seen.ids)].unique() for each in looked_at if each is not None]
-    return Fingerprints.concatenated([seen, *(Fingerprints(ids=ids) for ids in others)])
+    fingerprints = Fingerprints.concatenated([moments.fingerprints, earlier])
+    others = [each.ids[~torch.isin(each.ids, fingerprints.ids)].unique() for each in looked_at if each is not None]
+    return Fingerprints.concatenated([fingerprints, *(Fingerprints(ids=ids) for ids in others)])
 
 
 def reduced_checkpoint(
     dense: Checkpoint,
     reduction: Reduction,
     planned: WidthPlan,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     moments: Path,
     held_out: Moments | None,
     looked_at: Sequence[InputSet | None] = (),
@@ -60,12 +60,12 @@ def reduced_checkpoint(
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments),
         "images": carried["images"],
-        "preset": asked.preset,
+        "preset": request.preset,
         "reduction": record_of_reduction(reduction, planned),
     }
-    seen = _seen(dense, fitted, looked_at)
-    if len(seen):
-        lineage[FITTED] = seen.as_json()
+    fingerprints = _used_fingerprints(dense, fitted, looked_at)
+    if len(fingerprints):
+        lineage[FITTED] = fingerprints.as_json()
     if "source" in dense.lineage:
         lineage["source"] = dense.lineage["source"]
     if held_out is not None:

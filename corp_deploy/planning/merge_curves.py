@@ -19,7 +19,7 @@ from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families.family import family_of
 from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Merge, Passage, Unmerge
+from corp_deploy.families.steps import Merge, SegmentStep, Unmerge
 from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
@@ -52,7 +52,7 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     for place, following in zip(at, [*at[1:], end], strict=True):
         before, merge = steps[place - 1], steps[place]
         assert isinstance(merge, Merge), merge
-        behind = [step for step in steps[place + 1 : following] if isinstance(step, Passage)]
+        behind = [step for step in steps[place + 1 : following] if isinstance(step, SegmentStep)]
         places.append(
             MergePlace(
                 before=before.name,
@@ -107,15 +107,15 @@ def merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:
     """By a few forward and backward passes over the inputs, and a few merges of every block's tokens."""
     places, tokens = merge_places(model), len(family_of(model).token_kinds(model))
     protected = places[0].protected
-    tried = amounts_tried(tokens, protected)
-    lost_LT, energy = np.zeros((len(places), len(tried))), 0.0
+    amounts = amounts_tried(tokens, protected)
+    lost_LT, energy = np.zeros((len(places), len(amounts))), 0.0
     with torch.inference_mode(False), evaluating(model):
         for tangent in tangents(model, inputs):
             energy += tangent.energy
             with torch.no_grad():
-                lost_LT += np.array([_lost(place, tangent, tried) for place in places])
-    amounts_G = amounts_offered(tokens, tried[-1] if tried else 0)
-    errors = [np.interp(amounts_G, [0, *tried], [0.0, *lost_T]) for lost_T in lost_LT / energy]
+                lost_LT += np.array([_lost(place, tangent, amounts) for place in places])
+    amounts_G = amounts_offered(tokens, amounts[-1] if amounts else 0)
+    errors = [np.interp(amounts_G, [0, *amounts], [0.0, *lost_T]) for lost_T in lost_LT / energy]
     # More tokens merged never lose less; the estimate may wobble.
     return MergeCurves(
         tokens=tokens,

@@ -16,7 +16,7 @@ from torch import nn
 
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import most_merged
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ class MergeLatencies:
         ]
         return float(np.interp(tokens, measured, at))
 
-    def whole_ms(self) -> float:
+    def model_ms(self) -> float:
         """Of the dense model."""
         return self.dense.latency_ms(1, self.batch)
 
@@ -103,8 +103,8 @@ def measure_merge_latencies(
                 continue
             of_shapes[shape] = {}
             for tokens in counts if shape in behind else counts[-1:]:
-                whole = tokens == losses.tokens
-                name, points = (shape, POINTS) if whole else (f"{shape}, {tokens} tokens", FEWER_POINTS)
+                is_unmerged = tokens == losses.tokens
+                name, points = (shape, POINTS) if is_unmerged else (f"{shape}, {tokens} tokens", FEWER_POINTS)
                 grid = grids.grid(name, behind.get(shape, site), tokens, points=points)
                 of_shapes[shape][tokens] = table(grid)
         merges: dict[int, dict[int, LatencyTable]] = {}
@@ -131,7 +131,7 @@ def measure_merge_latencies(
 def _parts(model: nn.Module) -> tuple[str, ...]:
     """A site for each step, that stands in no other."""
     every = [site.name for site in sites_of(model).every]
-    steps = [step for step in family_of(model).steps(model) if isinstance(step, Passage)]
+    steps = [step for step in family_of(model).steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)
     own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)
     return tuple(names[0] for names in own if names)
@@ -149,7 +149,7 @@ def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, 
 def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:
     """Nanoseconds of one call, by layers and merges measured alone; what they can't explain of the model is fixed."""
     model = dense.model
-    whole = len(family_of(model).token_kinds(model))
+    all_tokens = len(family_of(model).token_kinds(model))
     left = [losses.tokens - int(amount) for amount in losses.amounts_G]
     behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(model)]
     at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in left]
@@ -159,7 +159,7 @@ def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLa
         for other in range(one, len(left)):
             if tokens - left[other] <= most_merged("merge", tokens, losses.protected):
                 merging_GG[one, other] = 1e6 * latencies.merge_ms(tokens, tokens - left[other])
-    alone = sites_ns(dense, latencies, dict.fromkeys(latencies.sites, whole))
-    total = max(round(1e6 * latencies.whole_ms()), sum(alone.values()))
+    alone = sites_ns(dense, latencies, dict.fromkeys(latencies.sites, all_tokens))
+    total = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
     fixed = total - sum(alone[name] for names in behind for name in names)
     return MergeCosts(fixed=float(fixed), running_LG=running_LG, merging_GG=merging_GG)

@@ -27,7 +27,7 @@ class Prices:
     """
 
     currency: Literal["macs", "latency"]
-    whole: int
+    full_cost: int
     costs: MergeCosts
     priced: Callable[[nn.Module], tuple[list[CostCurve], int]]
     where: LatencyTarget | None = None
@@ -38,7 +38,7 @@ class Prices:
             return f"budget: {share:.1%} of the dense {self.currency} used of {allowed:.1%} allowed"
         return (
             f"budget: {share:.1%} of the dense latency predicted of {allowed:.1%} allowed, which is "
-            f"{share * self.whole / 1e6:.3f} of {self.whole / 1e6:.3f} ms at batch {self.where.batches[0]} in "
+            f"{share * self.full_cost / 1e6:.3f} of {self.full_cost / 1e6:.3f} ms at batch {self.where.batches[0]} in "
             f"{self.where.backend}"
         )
 
@@ -58,8 +58,8 @@ def prices_in_macs(probe: Probe, curves: list[CostCurve], losses: MergeCurves) -
         ]
         return repriced, dense_cost(model, "macs")
 
-    whole = dense_cost(probe.model, "macs")
-    return Prices(currency="macs", whole=whole, costs=merge_costs_in_macs(probe.model, losses), priced=priced)
+    full_cost = dense_cost(probe.model, "macs")
+    return Prices(currency="macs", full_cost=full_cost, costs=merge_costs_in_macs(probe.model, losses), priced=priced)
 
 
 def prices_by_latencies(
@@ -68,7 +68,7 @@ def prices_by_latencies(
     """Nanoseconds, by what was measured; a merged model costs what its layers and merges do, beside what is fixed."""
     sites = sites_of(dense.model).by_name
     alone = sites_ns(dense, latencies, tokens_of_sites(dense.model))
-    whole = max(round(1e6 * latencies.whole_ms()), sum(alone.values()))
+    full_cost = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
         tokens = tokens_of_sites(model)
@@ -82,10 +82,10 @@ def prices_by_latencies(
             least = min(costs)
             *of_widths, cost_now = (cost - least for cost in costs)
             repriced.append(replace(curve, costs=tuple(of_widths), cost_now=cost_now))
-        return repriced, whole - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)
+        return repriced, full_cost - sum(alone.values()) + sum(now.values()) + round(1e6 * merging)
 
     costs = merge_costs_in_ns(dense, losses, latencies)
-    return Prices(currency="latency", whole=whole, costs=costs, priced=priced, where=where)
+    return Prices(currency="latency", full_cost=full_cost, costs=costs, priced=priced, where=where)
 
 
 def prices_in_time(

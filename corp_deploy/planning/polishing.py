@@ -27,11 +27,11 @@ class Polishing:
 
     ranks: Ranks = ALONE
     state: Path | None = None
-    done: Callable[[Progress], None] | None = None
+    on_progress: Callable[[Progress], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PolishInputs:
     """The inputs of a polish: `reduced_on` is what the reduction before it may look at, `fitted` what is fitted to, in
     `groups_B` where they are known, `judges` what neither of them saw; None where some of those fitted have to judge.
     """
@@ -51,45 +51,51 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
     if not len(moments.group_ids):
         return None
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
-    known = [group_of.get(each) for each in images.ids.tolist()]
-    return None if None in known else torch.tensor(known, dtype=torch.int64)
+    group_ids = [group_of.get(each) for each in images.ids.tolist()]
+    return None if None in group_ids else torch.tensor(group_ids, dtype=torch.int64)
 
 
-def given_to_polish(
-    asked: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
-) -> Given | None:
+def inputs_to_polish(
+    request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
+) -> PolishInputs | None:
     """The inputs of a polish, None where none is asked for.
 
     Those that calibration left out (--hold-out) judge; a closed form errs less on inputs that it was fitted to, and so
     would seem better than what follows it. With a limit they judge that, and nothing else.
     """
-    if asked.polish is None or images is None:
+    if request.polish is None or images is None:
         return None
     if judges is not None:
         fitted, _ = judges.apart(images, moments)
-        return Given(reduced_on=images, fitted=fitted, groups_B=_groups(fitted, moments), judges=None)
+        return PolishInputs(reduced_on=images, fitted=fitted, groups_B=_groups(fitted, moments), judges=None)
     was_seen_B = torch.isin(images.ids, moments.image_ids)
     if bool(was_seen_B.all()) or not bool(was_seen_B.any()):
-        return Given(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
+        return PolishInputs(reduced_on=images, fitted=images, groups_B=_groups(images, moments), judges=None)
     fitted, others = _positions(images, was_seen_B), _positions(images, ~was_seen_B)
-    return Given(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
+    return PolishInputs(reduced_on=fitted, fitted=fitted, groups_B=None, judges=others)
 
 
 def with_polish(
-    dense: nn.Module, reduction: Reduction, options: PolishOptions, given: Given, how: Polishing, *, reads: Reads | None
+    dense: nn.Module,
+    reduction: Reduction,
+    options: PolishOptions,
+    inputs: PolishInputs,
+    how: Polishing,
+    *,
+    reads: Reads | None,
 ) -> Reduction:
     """The reduction with its model polished, the report in it."""
     result = polished(
         dense,
         reduction.model,
-        given.fitted,
+        inputs.fitted,
         options,
-        groups_B=given.groups_B,
-        judges=given.judges,
+        groups_B=inputs.groups_B,
+        judges=inputs.judges,
         reads=reads,
         state=how.state,
         ranks=how.ranks,
-        done=how.done,
+        on_progress=how.on_progress,
     )
-    said = (*reduction.said, result.report.line)
-    return replace(reduction, model=result.model, said=said, polish=result.report.as_json())
+    decisions = (*reduction.decisions, result.report.line)
+    return replace(reduction, model=result.model, decisions=decisions, polish=result.report.as_json())

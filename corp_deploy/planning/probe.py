@@ -130,12 +130,12 @@ class Probe:
 
     def _exact_effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """Where layers that read a site change alone, by the dense program with those layers."""
-        graph, known = tracing(self.model).running.graph, self._tensors(trials)
+        graph, tensors = tracing(self.model).running.graph, self._tensors(trials)
         inputs = tuple(tensors_by_name(self.inputs).values())
         effects = dict[Trial, float]()
         for trial in trials:
-            if trial in known:
-                changed = {name: each.to(graph.get_parameter(name).dtype) for name, each in known[trial].items()}
+            if trial in tensors:
+                changed = {name: each.to(graph.get_parameter(name).dtype) for name, each in tensors[trial].items()}
                 effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
@@ -153,7 +153,7 @@ class Probe:
 
         def at_site(trial: Trial) -> Reduced:
             name, width = trial
-            known = self.eliminations.get(name)
-            return reduced_site(self.model, sites[name], self.moments, method, width, known=known)
+            cached = self.eliminations.get(name)
+            return reduced_site(self.model, sites[name], self.moments, method, width, cached=cached)
 
         return list(pool.each(at_site, trials, device(self.model)))

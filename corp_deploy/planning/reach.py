@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.idle_options import STREAMS
+from corp_deploy.families.ineffective_options import STREAMS
 from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.traced_facts import tracing

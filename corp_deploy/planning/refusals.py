@@ -6,7 +6,7 @@ from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.idle_options import refuse_idle_options, require_streams
+from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
@@ -18,64 +18,64 @@ from .request import ReductionRequest
 from .saving import require_sayable
 
 
-def refuse_partial(dense: Checkpoint, asked: ReductionRequest) -> None:
+def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
-    if asked.allow_partial or asked.budget is not None or asked.within is not None:
+    if request.allow_partial or request.budget is not None or request.within is not None:
         return
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
-    method = replace(asked.method, geometry="square") if asked.auto_heads else asked.method
+    method = replace(request.method, geometry="square") if request.auto_heads else request.method
     widths = uniform_widths(dense.model, method)
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
-def refuse_idle(dense: Checkpoint, asked: ReductionRequest) -> None:
+def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
-    geometry = "auto" if asked.auto_heads else asked.method.geometry
+    geometry = "auto" if request.auto_heads else request.method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry
     of_heads = {
-        "--attn": asked.method.attention_sparsity,
-        "--whole-heads": asked.method.heads_sparsity,
+        "--attn": request.method.attention_sparsity,
+        "--whole-heads": request.method.heads_sparsity,
         "--heads": heads,
     }
     refuse_idle_options(dense.model, "heads", of_heads)
-    refuse_idle_options(dense.model, "channels", {"--mlp": asked.method.mlp_sparsity})
+    refuse_idle_options(dense.model, "channels", {"--mlp": request.method.mlp_sparsity})
     of_rows = {
-        "--conv": asked.method.conv_sparsity,
-        "--residual": asked.method.residual_sparsity,
-        "--rescale": asked.method.rescales,
+        "--conv": request.method.conv_sparsity,
+        "--residual": request.method.residual_sparsity,
+        "--rescale": request.method.rescales,
     }
     refuse_idle_options(dense.model, "convolutions", of_rows)
-    if asked.method.residual_sparsity is not None:
+    if request.method.residual_sparsity is not None:
         require_streams(sites_of(dense.model), type(dense.model).__name__)
 
 
-def as_merged(dense: Checkpoint, asked: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
+def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
     """The model that merges tokens as asked for, but where a budget will say how, and the request as that model takes
     it. Raises BadInput for a schedule that is none of its blocks.
     """
-    dense = dense if asked.merging.is_auto else merging_checkpoint(dense, asked.merging)
+    dense = dense if request.merging.is_auto else merging_checkpoint(dense, request.merging)
     merging = family_of(dense.model).merging_of(dense.model)
-    if asked.merging.is_auto or merging is not None:  # tokens merge behind attentions
-        asked = replace(asked, method=replace(asked.method, empties=False))
-    return dense, asked
+    if request.merging.is_auto or merging is not None:  # tokens merge behind attentions
+        request = replace(request, method=replace(request.method, empties=False))
+    return dense, request
 
 
-def refuse_unfit(dense: Checkpoint, asked: ReductionRequest) -> None:
+def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput, before any work, for what can't be asked of this model, whatever its moments are."""
-    require_sayable(dense, asked)
-    dense, asked = as_merged(dense, asked)
-    refuse_idle(dense, asked)
-    refuse_partial(dense, asked)
-    refuse_far_budget(dense.model, asked)
+    require_sayable(dense, request)
+    dense, request = as_merged(dense, request)
+    refuse_idle(dense, request)
+    refuse_partial(dense, request)
+    refuse_far_budget(dense.model, request)
 
 
-def refuse_other_eps(moments: Moments, asked: ReductionRequest) -> None:
+def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:
     """Raise BadInput where a closed loop would rank by another count of what is active than the moments'."""
-    ranked = "active" in (asked.method.mlp_selection, asked.method.conv_selection)
+    ranked = "active" in (request.method.mlp_selection, request.method.conv_selection)
     counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
     other = [eps for eps in counted if eps != ACTIVE_EPS]
-    if asked.closed_loop is not None and ranked and other:
+    if request.closed_loop is not None and ranked and other:
         raise BadInput(
             f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
             "calibrate with that --active-eps, or reduce without --closed-loop"

@@ -28,7 +28,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithinRequest:
+class LimitRequest:
     """What the smallest model must stay within, and what it is to be least in; `where` tells latency's."""
 
     limit: Limit
@@ -50,7 +50,7 @@ class ReductionRequest:
     preset: str
     method: Method
     budget: Budget | None = None
-    within: WithinRequest | None = None
+    within: LimitRequest | None = None
     auto_heads: bool = False
     closed_loop: LoopName | None = None
     allow_partial: bool = False
@@ -75,13 +75,13 @@ class ReductionRequest:
         )
 
 
-def loop_of(asked: ReductionRequest, moments: Moments) -> Loop | None:
+def loop_of(request: ReductionRequest, moments: Moments) -> Loop | None:
     """The closed loop that fits to the dense stream as it is asked for; None where none is. The moments' half, where
     they have one, is the loop's too.
     """
-    if asked.closed_loop != "asymmetric":
+    if request.closed_loop != "asymmetric":
         return None
-    return Loop(reads=asked.reads, half_ids=None if moments.half is None else moments.half.image_ids)
+    return Loop(reads=request.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
 def _target(choice: BudgetChoice) -> LatencyTarget | None:
@@ -97,11 +97,11 @@ def _budget(choice: BudgetChoice) -> Budget | None:
     return Budget(currency=choice.currency, share=choice.share, where=_target(choice))
 
 
-def _within(choice: BudgetChoice) -> WithinRequest | None:
+def _within(choice: BudgetChoice) -> LimitRequest | None:
     if choice.limit is None:
         return None
     where = _target(choice)
-    return WithinRequest(limit=choice.limit, currency="macs" if where is None else "latency", where=where)
+    return LimitRequest(limit=choice.limit, currency="macs" if where is None else "latency", where=where)
 
 
 def request_from_choice(choice: ReduceOptions, *, seed: int = 0) -> ReductionRequest:

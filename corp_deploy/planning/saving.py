@@ -13,33 +13,33 @@ from ground.errors import BadInput
 from .request import ReductionRequest
 
 
-def _unsayable(dense: Checkpoint, asked: ReductionRequest) -> str:
+def _unsayable(dense: Checkpoint, request: ReductionRequest) -> str:
     """Why no configuration can say what is asked for, or nothing, as far as the options tell."""
-    if asked.merging.schedule is not None or family_of(dense.model).merging_of(dense.model) is not None:
+    if request.merging.schedule is not None or family_of(dense.model).merging_of(dense.model) is not None:
         return "no class of transformers merges tokens"
-    if asked.budget is not None or asked.within is not None:
+    if request.budget is not None or request.within is not None:
         return (
             "a budget gives every layer widths of its own, and a configuration has one for all; give --mlp and --attn"
         )
-    if asked.auto_heads:
+    if request.auto_heads:
         return "--heads auto may leave queries and keys narrower than values; give --heads square"
     return ""
 
 
-def require_sayable(dense: Checkpoint, asked: ReductionRequest) -> None:
+def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput, before any work, for a reduction that could not be saved as it is asked for."""
-    if asked.save_as is None:
+    if request.save_as is None:
         return
     origin = origin_of(dense)
-    if reason := _unsayable(dense, asked):
+    if reason := _unsayable(dense, request):
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
-    origin.refuse_unsayable(sites_of(dense.model), uniform_widths(dense.model, asked.method))
+    origin.refuse_unsayable(sites_of(dense.model), uniform_widths(dense.model, request.method))
 
 
-def refuse_outdated(directory: Path, asked: ReductionRequest) -> None:
+def refuse_outdated(directory: Path, request: ReductionRequest) -> None:
     """Raise BadInput where a form of transformers would stay beside a model that it is not of."""
     theirs = directory / FOLDER
-    if asked.save_as is None and (theirs / CONFIG).is_file():
+    if request.save_as is None and (theirs / CONFIG).is_file():
         raise BadInput(
             f"{theirs}: this transformers directory of another model would remain beside this one; remove it, "
             "overwrite it with --save-as hf, or choose another --output"

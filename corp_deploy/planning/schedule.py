@@ -100,10 +100,10 @@ def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int
     last = len(curves.amounts_G) - 1
     between = int(curves.amounts_G[min(1, last)]) or 1
     picks, pick = [], 0
-    for wanted in most * np.cumsum(shape):
+    for target in most * np.cumsum(shape):
         merged = int(curves.amounts_G[pick])
         reach = merged + most_merged("merge", curves.tokens - merged, curves.protected)
-        pick = max(pick, min(round(float(wanted) / between), reach // between, last))
+        pick = max(pick, min(round(float(target) / between), reach // between, last))
         picks.append(pick)
     return picks
 

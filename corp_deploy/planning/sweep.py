@@ -30,8 +30,8 @@ from perf.runners.memory import stopwatch
 from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
-from .carry_out import as_planned
 from .curves import eliminations
+from .execution import as_planned
 from .lineage import reduced_checkpoint
 from .request import Budget, ReductionRequest
 from .sweep_points import SweepPoint, with_fronts
@@ -45,7 +45,7 @@ TRIALS = "trials"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweepContext:
     """What a sweep is about: the dense model, its moments by file, the inputs that judge and those that merged channels
     and budgets look at.
     """
@@ -60,9 +60,9 @@ class Swept:
     def fitted(self) -> FittedInputs | None:
         """How many of the inputs that judge the models are fitted to, where the moments tell."""
         judging = Fingerprints.of(self.source.ids, self.scored.inputs)
-        known = [load_moments(path).fingerprints for path in self.moments]
-        known += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
-        return fitted_inputs(judging, known, noun=self.source.noun)
+        fingerprints = [load_moments(path).fingerprints for path in self.moments]
+        fingerprints += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
+        return fitted_inputs(judging, fingerprints, noun=self.source.noun)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class Swept:
 
 
 @dataclass(slots=True)
-class Work:
+class SweepCache:
     """What the reductions of a sweep share: one elimination per MLP serves every width, one set of probes every budget
     of a geometry.
     """
 
-    swept: Swept
+    swept: SweepContext
     loaded: dict[int, Moments] = field(default_factory=dict)
-    known: dict[tuple[int, float], dict[str, Order]] = field(default_factory=dict)
+    elimination_cache: dict[tuple[int, float], dict[str, Order]] = field(default_factory=dict)
     planners: dict[str, BudgetPlanner] = field(default_factory=dict)
 
     def moments(self, place: int) -> Moments:
@@ -96,15 +96,15 @@ class Work:
 
     def _eliminations(self, request: SweepRequest, watch: Stopwatch | None) -> dict[str, Order]:
         method, at = request.method, (request.moments, request.method.ridge_rel)
-        if method.mlp_selection == "obs" and at not in self.known:
+        if method.mlp_selection == "obs" and at not in self.elimination_cache:
             with measured(watch, "select"):
-                self.known[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
-        return self.known.get(at, {})
+                self.elimination_cache[at] = eliminations(self.swept.dense.model, self.moments(request.moments), method)
+        return self.elimination_cache.get(at, {})
 
     def _planned(self, request: SweepRequest, watch: Stopwatch | None) -> WidthPlan:
         method = request.method
         if request.budget is None:
-            return WidthPlan(method=method, widths=None, said=(), eliminations=self._eliminations(request, watch))
+            return WidthPlan(method=method, widths=None, decisions=(), eliminations=self._eliminations(request, watch))
         key = key_of(method=asdict(method), moments=request.moments)
         if key not in self.planners:
             moments, source = self.moments(request.moments), self.swept.calibration or self.swept.source
@@ -117,19 +117,19 @@ class Work:
             planned = self._planned(request, watch)
         dense = self.swept.dense
         budget = None if request.budget is None else Budget(currency="macs", share=request.budget)
-        asked = ReductionRequest(preset=request.preset, method=request.method, budget=budget, allow_partial=True)
+        full_request = ReductionRequest(preset=request.preset, method=request.method, budget=budget, allow_partial=True)
         moments = self.moments(request.moments)
         images = self.swept.calibration
-        reduction = as_planned(dense, moments, asked, planned, images=images, held_out=None, watch=watch)
+        reduction = as_planned(dense, moments, full_request, planned, images=images, held_out=None, watch=watch)
         path = self.swept.moments[request.moments]
-        return reduction, reduced_checkpoint(dense, reduction, planned, asked, path, None, (images,))
+        return reduction, reduced_checkpoint(dense, reduction, planned, full_request, path, None, (images,))
 
 
 def _counts(reduction: Reduction) -> dict[str, int]:
     return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused)}
 
 
-def _point(swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
+def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
     """A reduced model, judged."""
     method, scored = request.method, swept.scored
     answers = outputs(reduced.model, scored.inputs, scored.batch_size)
@@ -160,7 +160,8 @@ def _point(swept: Swept, request: SweepRequest, reduced: Checkpoint, images: int
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
     """How a sweep is carried out: where its trials are kept (None: nowhere), what they are timed in and built for, with
-    which other processes; `keep_models`: the reduced models stay. `done` is told which phase has how many trials.
+    which other processes; `keep_models`: the reduced models stay. `on_progress` is told which phase has how many
+    trials.
     """
 
     folder: Path | None = None
@@ -169,14 +170,14 @@ class SweepRun:
     ranks: Ranks = ALONE
     keep_models: bool = False
     command: tuple[str, ...] = ()
-    done: Done | None = None
+    on_progress: Done | None = None
 
-    def told(self, phase: str, count: int) -> None:
-        if self.done is not None:
-            self.done(phase, count)
+    def report_progress(self, phase: str, count: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(phase, count)
 
 
-def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
+def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
     """Every trial, in the order asked for; those that stand in the folder already are not made again. Raises BadInput
     for moments of another model and budgets out of reach.
     """
@@ -198,7 +199,7 @@ def sweep(swept: Swept, requests: Sequence[SweepRequest], run: SweepRun | None =
     return with_fronts([point for point in found if point is not None])
 
 
-def _folders(swept: Swept, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
+def _folders(swept: SweepContext, requests: Sequence[SweepRequest], root: Path) -> list[TrialFolder]:
     identity, digests = swept.identity, [sha256_of_file(path) for path in swept.moments]
     keys = [
         key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
@@ -217,10 +218,10 @@ def _mine(unfinished: Sequence[int], ranks: Ranks) -> list[int]:
 
 
 def _reduce_all(
-    swept: Swept, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
+    swept: SweepContext, requests: Sequence[SweepRequest], folders: Sequence[TrialFolder], bench: Bench, run: SweepRun
 ) -> None:
     """Reduce, judge and build what is not there yet."""
-    work = Work(swept=swept)
+    work = SweepCache(swept=swept)
 
     def finished(folder: TrialFolder) -> bool:
         scored, timed = folder.scores() is not None, not bench.wants_timing(folder)
@@ -229,19 +230,19 @@ def _reduce_all(
 
     left = [place for place, folder in enumerate(folders) if not finished(folder)]
     mine = _mine(left, run.ranks)
-    run.told("reducing", len(folders) - len(left))
+    run.report_progress("reducing", len(folders) - len(left))
     for count, place in enumerate(mine, start=1):
         _reduce_one(work, requests[place], folders[place], bench)
-        run.told("reducing", len(folders) - len(left) + count)
+        run.report_progress("reducing", len(folders) - len(left) + count)
 
 
-def _reduce_one(work: Work, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
+def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: Bench) -> None:
     watch = stopwatch("cpu")
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
-        reduction, made = work.reduce(request, watch)
+        reduction, checkpoint = work.reduce(request, watch)
         about = {"sweep_trial": folder.key, "sweep_sites": _counts(reduction)}
-        reduced = replace(made, lineage={**made.lineage, **about})
+        reduced = replace(checkpoint, lineage={**checkpoint.lineage, **about})
         folder.write_reduced(reduced)
     if folder.scores() is None:
         images = work.moments(request.moments).images
@@ -258,10 +259,10 @@ def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> No
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
     mine = _of_machine(left, run.ranks)
-    run.told("timing", len(folders) - len(left))
+    run.report_progress("timing", len(folders) - len(left))
     for count, place in enumerate(mine, start=1):
         bench.time(folders[place], command=run.command)
-        run.told("timing", len(folders) - len(left) + count)
+        run.report_progress("timing", len(folders) - len(left) + count)
 
 
 def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
@@ -269,10 +270,12 @@ def _of_machine(left: Sequence[int], ranks: Ranks) -> list[int]:
     as two that time on one machine would time each other.
     """
     own = this_machine()
-    seen = [(machine, place) for machine, places in ranks.all_gather((own, list(left))) for place in places]
+    trials_by_machine = [
+        (machine, place) for machine, places in ranks.all_gather((own, list(left))) for place in places
+    ]
     mine = []
     for place in left:
-        machines = sorted({machine for machine, at in seen if at == place})
+        machines = sorted({machine for machine, at in trials_by_machine if at == place})
         if is_leader() and machines[place % len(machines)] == own:
             mine.append(place)
     return mine

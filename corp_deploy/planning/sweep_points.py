@@ -103,14 +103,14 @@ class SweepPoint:
         return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """What was asked for, in short."""
         knobs = "".join(f" {name} {value}" for name, value in self.knobs.items())
         if self.budget is not None:
             return f"{self.preset}{knobs}, {self.budget:g} of the MACs"
         shares = {"MLP": self.mlp_sparsity, "Q/K": self.attention_sparsity, "conv": self.conv_sparsity}
-        asked = ", ".join(f"{part} {share:g}" for part, share in shares.items() if share)
-        return f"{self.preset}{knobs}{f', {asked} removed' if asked else ''}"
+        sparsities = ", ".join(f"{part} {share:g}" for part, share in shares.items() if share)
+        return f"{self.preset}{knobs}{f', {sparsities} removed' if sparsities else ''}"
 
     def speed_at(self, batch: int) -> SpeedAtBatch | None:
         return next((speed for speed in self.speeds if speed.batch == batch), None)
@@ -194,14 +194,14 @@ def batches_of(points: Sequence[SweepPoint]) -> tuple[int, ...]:
 
 def require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
     """The trials whose agreement is at least `least`. Raises BadInput when there is none."""
-    known = [point for point in points if point.agreement is not None]
-    if not known:
+    labelled = [point for point in points if point.agreement is not None]
+    if not labelled:
         raise BadInput(
             "--min-agreement: too few inputs for embeddings to have neighbours, so none can agree; give more"
         )
-    agreeing = [point for point in known if point.agreement is not None and point.agreement >= least]
+    agreeing = [point for point in labelled if point.agreement is not None and point.agreement >= least]
     if not agreeing:
-        best = max(known, key=lambda point: point.agreement or 0.0)
+        best = max(labelled, key=lambda point: point.agreement or 0.0)
         raise BadInput(
             f"no trial agrees on {least:.2%} of the images, the best reaches {best.agreement:.2%} "
             f"({best.preset}, {best.macs_share:.2f} of the MACs); sweep lower sparsities or lower --min-agreement"

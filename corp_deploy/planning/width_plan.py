@@ -31,11 +31,11 @@ NAMED = 6
 def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
     """A sentence on the sites that a budget spares, none where it spares none."""
     sites = [site for site in sites_of(model).every if not is_empty(site.width)]
-    whole = [site.name for site in sites if widths.get(site.name, site.width) == site.width]
-    if not whole:
+    unreduced = [site.name for site in sites if widths.get(site.name, site.width) == site.width]
+    if not unreduced:
         return ()
-    named = f"{', '.join(whole[:NAMED])}{', ...' if len(whole) > NAMED else ''}"
-    return (f"left alone: {len(whole)} of {len(sites)} sites would lose more than narrower ones save ({named})",)
+    named = f"{', '.join(unreduced[:NAMED])}{', ...' if len(unreduced) > NAMED else ''}"
+    return (f"left alone: {len(unreduced)} of {len(sites)} sites would lose more than narrower ones save ({named})",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class WidthPlan:
 
     method: Method
     widths: Widths | None
-    said: tuple[str, ...]
+    decisions: tuple[str, ...]
     predicted_speedup: float | None = None
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Order] | None = None

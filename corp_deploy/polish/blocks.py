@@ -14,43 +14,43 @@ from calib.distributed import Ranks
 from calib.input_set import InputSet
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import embedded
 
 from .arithmetic import reduced_precision
 from .descent import Descent
 from .draws import Draw
+from .gradient_averaging import GradientAverager
 from .held_out import mean_over
 from .matrices import chosen_
 from .objective import stream_error
 from .parts import Parts
 from .subject import Subject
-from .together import Together
 from .walk import Block, blocks
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
 
-class Both(NamedTuple):
+class StreamPair(NamedTuple):
     """The dense stream [B,M,C] of some inputs, which is never merged, with the weights of its tokens [B,M] (None: all
     alike), and the reduced one on its way.
     """
 
     dense: Tensor
     weights: Tensor | None
-    reduced: Walk
+    reduced: StreamState
 
 
-def joined(rows: Sequence[Both]) -> Both:
+def joined(rows: Sequence[StreamPair]) -> StreamPair:
     """Several as one."""
     walks = [row.reduced for row in rows]
     tokens = (_together([walk.tokens[part] for walk in walks]) for part in range(3))
     beside = _together([walk.beside_BNX for walk in walks])
-    return Both(
+    return StreamPair(
         torch.cat([row.dense for row in rows]),
         _together([row.weights for row in rows]),
-        Walk(tokens=Tokens(*tokens), beside_BNX=beside),  # type: ignore[arg-type]
+        StreamState(tokens=Tokens(*tokens), beside_BNX=beside),  # type: ignore[arg-type]
     )
 
 
@@ -59,14 +59,14 @@ def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors) if tensors else None
 
 
-def first_streams(dense: nn.Module, reduced: nn.Module, inputs: InputSet) -> list[Both]:
+def first_streams(dense: nn.Module, reduced: nn.Module, inputs: InputSet) -> list[StreamPair]:
     """A row an input, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
-    rows: list[Both] = []
+    rows: list[StreamPair] = []
     for x_BMC, weights_BM in embedded(dense, inputs, _AT_ONCE):
         for at in range(len(x_BMC)):
             x_1MC = x_BMC[at : at + 1]
             weights_1M = None if weights_BM is None else weights_BM[at : at + 1]
-            rows.append(Both(x_1MC, weights_1M, Walk.of(x_1MC, weights_1M)))
+            rows.append(StreamPair(x_1MC, weights_1M, StreamState.of(x_1MC, weights_1M)))
     return rows
 
 
@@ -77,7 +77,7 @@ class _Student(nn.Module):
         super().__init__()
         self.model, self.index, self.read = model, index, read
 
-    def forward(self, both: Both) -> Tensor:
+    def forward(self, both: StreamPair) -> Tensor:
         mine = blocks(self.model)[self.index](both.reduced)
         return stream_error(mine.tokens, both.dense, read=self.read)
 
@@ -92,25 +92,25 @@ class OneBlock:
         self,
         model: nn.Module,
         index: int,
-        rows: Sequence[Both],
-        judging: Sequence[Both],
+        rows: Sequence[StreamPair],
+        judging: Sequence[StreamPair],
         *,
         read: Tensor | None,
         piece: int,
         ranks: Ranks,
     ) -> None:
         self.fitted, self.judging, self.piece, self.ranks, self.where = rows, judging, piece, ranks, device(model)
-        self.student = Together(_Student(model, index, read), ranks)
+        self.student = GradientAverager(_Student(model, index, read), ranks)
 
     @property
     def rows(self) -> int:
         return len(self.fitted)
 
-    def _pieces(self, rows: Sequence[Both]) -> list[Both]:
+    def _pieces(self, rows: Sequence[StreamPair]) -> list[StreamPair]:
         return [joined(rows[start : start + self.piece]) for start in range(0, len(rows), self.piece)]
 
     def backward(self, draws: Sequence[Draw]) -> None:
-        def loss(both: Both) -> Tensor:
+        def loss(both: StreamPair) -> Tensor:
             error: Tensor = self.student(both)
             return error * (len(both.dense) / len(draws))
 
@@ -126,12 +126,12 @@ class OneBlock:
 
 
 @torch.no_grad()
-def _behind_dense(block: Block, rows: Sequence[Both]) -> list[Both]:
-    return [row._replace(dense=block(Walk.of(row.dense, row.weights)).tokens.x) for row in rows]
+def _behind_dense(block: Block, rows: Sequence[StreamPair]) -> list[StreamPair]:
+    return [row._replace(dense=block(StreamState.of(row.dense, row.weights)).tokens.x) for row in rows]
 
 
 @torch.no_grad()
-def _behind_reduced(block: Block, rows: Sequence[Both]) -> list[Both]:
+def _behind_reduced(block: Block, rows: Sequence[StreamPair]) -> list[StreamPair]:
     return [row._replace(reduced=block(row.reduced)) for row in rows]
 
 

@@ -82,7 +82,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StepBudget:
     """How far the way goes, in steps, in seconds, or in whichever is over first."""
 
     steps: int | None
@@ -108,7 +108,7 @@ class Descent:
     """One fit: a problem, the matrices that may change, and how far."""
 
     def __init__(
-        self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: Pace, ranks: Ranks
+        self, problem: Problem, matrices: Sequence[Matrix], options: PolishOptions, pace: StepBudget, ranks: Ranks
     ) -> None:
         self.problem, self.matrices, self.options, self.pace, self.ranks = problem, matrices, options, pace, ranks
 
@@ -144,8 +144,8 @@ class Descent:
         position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=averaged),)
 
     def _draws(self, step: int) -> list[Draw]:
-        whole = self.options.batch_size * self.ranks.size
-        draws = drawn(self.problem.rows, first=step * whole, size=whole, seed=self.options.seed)
+        rows_per_step = self.options.batch_size * self.ranks.size
+        draws = drawn(self.problem.rows, first=step * rows_per_step, size=rows_per_step, seed=self.options.seed)
         return draws[self.ranks.rank :: self.ranks.size]
 
     def _seconds(self, before: float, began: float) -> float:
@@ -162,7 +162,7 @@ class Descent:
         position: Position,
         *,
         save: Callable[[Position], None] | None = None,
-        done: Callable[[Position], None] | None = None,
+        on_progress: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way, and leave the matrices at the best that was met."""
         adam = Adam(self.matrices, position.means, position.squares)
@@ -180,8 +180,8 @@ class Descent:
                 self._judge_(position)
                 if save is not None:
                     save(position)
-            if done is not None:
-                done(position)
+            if on_progress is not None:
+                on_progress(position)
         self._set_(position.best)
 
     @staticmethod

@@ -17,7 +17,7 @@ _MOST = 64  # inputs held out: a relative error of more of them is hardly surer,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parted:
+class ValidationSplit:
     """The inputs that are fitted to and those that judge."""
 
     fitted: InputSet
@@ -27,17 +27,19 @@ class Parted:
 def _by_group(groups_B: Tensor, every: int) -> list[int]:
     """The inputs of each `every`-th group, or of the last one where there are fewer groups."""
     groups = list(dict.fromkeys(groups_B.tolist()))
-    held = set(groups[every - 1 :: every] or groups[-1:])
-    return [position for position, group in enumerate(groups_B.tolist()) if group in held]
+    rows = set(groups[every - 1 :: every] or groups[-1:])
+    return [position for position, group in enumerate(groups_B.tolist()) if group in rows]
 
 
-def _thinned(images: InputSet, held: list[int]) -> InputSet:
+def _thinned(images: InputSet, rows: list[int]) -> InputSet:
     """Those at these positions, or so many of them as judge, evenly spaced."""
-    chosen = held if len(held) <= _MOST else [held[index * len(held) // _MOST] for index in range(_MOST)]
+    chosen = rows if len(rows) <= _MOST else [rows[index * len(rows) // _MOST] for index in range(_MOST)]
     return images.subset(chosen)
 
 
-def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None) -> Parted:
+def parted(
+    images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None
+) -> ValidationSplit:
     """All fitted to where there are `judges`; else each `every`-th input held out, or all inputs of each `every`-th
     group in the order in which groups come up.
 
@@ -45,17 +47,17 @@ def parted(images: InputSet, every: int, groups_B: Tensor | None = None, judges:
     left aside too. Raises BadInput where nothing is left on a side.
     """
     if judges is not None:
-        return Parted(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
+        return ValidationSplit(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
     groups_B = torch.arange(images.count) if groups_B is None else groups_B
-    held = _by_group(groups_B, every)
-    aside = torch.isin(images.ids, images.ids[held])
+    rows = _by_group(groups_B, every)
+    aside = torch.isin(images.ids, images.ids[rows])
     fitted = (~aside).nonzero().squeeze(1).tolist()
-    if not held or not fitted:
+    if not rows or not fitted:
         raise BadInput(
             f"polish: {images.count} {images.noun} in {len(groups_B.unique())} different groups; expected two or more, "
             "because some are held out to judge by"
         )
-    return Parted(fitted=images.subset(fitted), held_out=_thinned(images, held))
+    return ValidationSplit(fitted=images.subset(fitted), held_out=_thinned(images, rows))
 
 
 def mean_over(own: Sequence[tuple[float, int]], ranks: Ranks) -> float:

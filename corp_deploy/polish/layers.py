@@ -10,13 +10,13 @@ from torch import nn
 
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import Merge, Passage, Step, Unmerge
-from corp_deploy.families.traced_segments import ByRows
+from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
+from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
 
-from .descent import Pace
-from .newton import Newton, Sweeps
+from .descent import StepBudget
+from .newton import AlternatingFit, Newton
 from .parts import Parts
 from .report import PartReport
 from .segments import segment_sublayer
@@ -41,7 +41,7 @@ def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
     return [site.name for site in narrower if not is_empty(site.width)]
 
 
-Fit = Callable[[Passage, str, list[Pair]], None]
+Fit = Callable[[SegmentStep, str, list[Pair]], None]
 
 
 def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
@@ -53,7 +53,7 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
 
 
 def _sites(step: Step) -> tuple[str, ...]:
-    return step.sites if isinstance(step, Passage) and isinstance(step.module, ByRows) else ()
+    return step.sites if isinstance(step, SegmentStep) and isinstance(step.module, TokenRows) else ()
 
 
 def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit) -> None:
@@ -70,10 +70,10 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit)
         dense_step = next(before)
         for pair in pairs:
             pair.dense = dense_step(pair.dense, pair.weights_BN)
-        if isinstance(step, Passage) and step.name in fitted:
+        if isinstance(step, SegmentStep) and step.name in fitted:
             fit(step, step.name, pairs)
         for pair in pairs:
-            if isinstance(step, Passage):
+            if isinstance(step, SegmentStep):
                 pair.reduced, pair.beside_BNX = step.passed(pair.reduced, pair.present_BN)
             else:
                 pair.reduced = step(pair.reduced, pair.present_BN)
@@ -84,8 +84,8 @@ def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newt
     """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
     reports = list[PartReport]()
 
-    def fit(step: Passage, name: str, both: list[Pair]) -> None:
-        fitted = Sweeps(segment_sublayer(model, step), both, how, Pace(steps=sweeps, seconds=None))
+    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
+        fitted = AlternatingFit(segment_sublayer(model, step), both, how, StepBudget(steps=sweeps, seconds=None))
         position = fitted.start()
         fitted.run(position)
         reports.append(fitted.report(name, position))
@@ -98,8 +98,8 @@ def polish_layers_(subject: Subject, parts: Parts) -> None:
     """Each reduced sublayer, in order, its layers in turn; a step is a sweep over all of them."""
     model, count = subject.model, len(fitted_steps(subject.dense, subject.model))
 
-    def fit(step: Passage, name: str, both: list[Pair]) -> None:
-        sweeps = Sweeps(segment_sublayer(model, step), both, Newton(), parts.pace(count), subject.ranks)
+    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
+        sweeps = AlternatingFit(segment_sublayer(model, step), both, Newton(), parts.pace(count), subject.ranks)
         if not parts.was_finished_(sweeps.matrices):
             parts.fit_(name, sweeps, of=count)
 

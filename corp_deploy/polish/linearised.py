@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corp_deploy.algebra.gauss_newton import Lacking
+from corp_deploy.algebra.gauss_newton import Residuals
 from corp_deploy.algebra.tangents import RunTangent
 from corp_deploy.reduction.streams import Pair
 
@@ -29,7 +29,7 @@ def counts(read: Tensor | None, pair: Pair) -> Tensor:
     return is_read_BN * present_BN.to(is_read_BN)
 
 
-def _size(lacking: Lacking) -> int:
+def _size(lacking: Residuals) -> int:
     tangent: Any = lacking.tangent
     tensors = (getattr(tangent, name) for name in tangent.__slots__)
     own = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
@@ -41,12 +41,12 @@ class Linearised:
     each look.
     """
 
-    def __init__(self, look: Callable[[Pair], Lacking], pairs: Sequence[Pair]) -> None:
+    def __init__(self, look: Callable[[Pair], Residuals], pairs: Sequence[Pair]) -> None:
         self._look, self._pairs = look, pairs
-        self._cached: dict[int, Lacking] = {}
+        self._cached: dict[int, Residuals] = {}
         self._left = _CACHED_BYTES
 
-    def _piece(self, index: int) -> Lacking:
+    def _piece(self, index: int) -> Residuals:
         if index in self._cached:
             return self._cached[index]
         lacking = self._look(self._pairs[index])
@@ -55,5 +55,5 @@ class Linearised:
             self._cached[index] = lacking
         return lacking
 
-    def __iter__(self) -> Iterator[Lacking]:
+    def __iter__(self) -> Iterator[Residuals]:
         return map(self._piece, range(len(self._pairs)))

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
-from corp_deploy.algebra.gauss_newton import Lacking, gauss_newton
-from corp_deploy.families.steps import Passage
+from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.reduction.branch_sums import StreamEnergy
 from corp_deploy.reduction.correct import STRENGTHS
 from corp_deploy.reduction.streams import Pair
 
-from .descent import Descent, Pace, Position
+from .descent import Descent, Position, StepBudget
 from .linearised import counts
 from .matrices import Matrix
 from .report import Judged
@@ -78,7 +78,7 @@ class Step:
     """Matrices that read the same inputs, and how a sublayer's outputs change with all of their rows."""
 
     matrices: tuple[Matrix, ...]
-    linearised: Callable[[Sequence[Pair]], Iterable[Lacking]]
+    linearised: Callable[[Sequence[Pair]], Iterable[Residuals]]
 
     @property
     def rows_RD(self) -> Tensor:
@@ -97,7 +97,7 @@ class Sublayer:
     for all.
     """
 
-    step: Passage
+    step: SegmentStep
     read: Tensor | None
     steps: tuple[Step, ...]
 
@@ -133,7 +133,7 @@ def take_(step: Step, pairs: Sequence[Pair], judge: _Judge, how: Newton, error: 
     return error
 
 
-class Sweeps:
+class AlternatingFit:
     """One sublayer of a reduced model fitted in place, step by step as Descent has it: a step is a sweep over its
     layers, and the sweeps end where nothing is gained.
 
@@ -142,7 +142,7 @@ class Sweeps:
     """
 
     def __init__(
-        self, sublayer: Sublayer, pairs: Sequence[Pair], how: Newton, pace: Pace, ranks: Ranks = ALONE
+        self, sublayer: Sublayer, pairs: Sequence[Pair], how: Newton, pace: StepBudget, ranks: Ranks = ALONE
     ) -> None:
         self.sublayer, self.pairs, self.how, self.pace, self.ranks = sublayer, pairs, how, pace, ranks
         self.fitted = [pair for pair in pairs if not pair.held_out]
@@ -175,7 +175,7 @@ class Sweeps:
         position: Position,
         *,
         save: Callable[[Position], None] | None = None,
-        done: Callable[[Position], None] | None = None,
+        on_progress: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way."""
         for matrix, value in zip(self.matrices, position.values, strict=True):
@@ -189,7 +189,7 @@ class Sweeps:
             position.values, position.best_error = [matrix.values_OK for matrix in self.matrices], error
             position.best = position.values
             position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
-            for hear in (save, done):
+            for hear in (save, on_progress):
                 if hear is not None:
                     hear(position)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import mean_of_sources
 
-from .teacher import Lesson
+from .teacher import TeacherBatch
 from .walk import joined_answers, streams
 
 _LEAST = 1e-12
@@ -48,7 +48,7 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, lesson: Lesson) -> Tensor:
+    def forward(self, lesson: TeacherBatch) -> Tensor:
         """Squared relative errors [1 + K]: of the outputs, then of the stream behind each block."""
         behind = streams(self.model, lesson.entering_BNC, lesson.weights_BN)
         outputs = joined_answers(self.model, behind[-1], lesson.inputs)

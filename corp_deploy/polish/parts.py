@@ -9,11 +9,11 @@ import torch
 from calib.distributed import Ranks
 
 from .arithmetic import tf32
-from .descent import Pace, Position
+from .descent import Position, StepBudget
 from .matrices import Matrix
 from .options import PolishOptions
 from .report import PartReport
-from .state import Reached, StateFile
+from .state import PolishState, StateFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Progress:
 
 
 class Fit(Protocol):
-    """A part being fitted: Descent and Sweeps."""
+    """A part being fitted: Descent and AlternatingFit."""
 
-    pace: Pace
+    pace: StepBudget
 
     @property
     def matrices(self) -> Sequence[Matrix]:
@@ -45,7 +45,7 @@ class Fit(Protocol):
         position: Position,
         *,
         save: Callable[[Position], None] | None = None,
-        done: Callable[[Position], None] | None = None,
+        on_progress: Callable[[Position], None] | None = None,
     ) -> None:
         """Go on to the end of the way, and leave the matrices at the best that was met."""
         ...
@@ -63,22 +63,22 @@ class Parts:
         options: PolishOptions,
         ranks: Ranks,
         file: StateFile | None,
-        done: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
         where: torch.device,
     ) -> None:
-        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, done, where
+        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, on_progress, where
         self._reached = None if file is None else file.load(where)
         self.reports: list[PartReport] = [] if self._reached is None else list(self._reached.finished)
         self._left = {} if self._reached is None else dict(self._reached.matrices)
         self._begun = 0
 
-    def pace(self, count: int) -> Pace:
+    def pace(self, count: int) -> StepBudget:
         """Of the part at work, one of so many: an even share of the time that is left."""
         seconds = None
         if self.options.time_s is not None:
             spent = sum(report.seconds for report in self.reports)
             seconds = max(self.options.time_s - spent, 0.0) / (count - len(self.reports))
-        return Pace(steps=self.options.most_steps, seconds=seconds)
+        return StepBudget(steps=self.options.most_steps, seconds=seconds)
 
     def was_finished_(self, matrices: Sequence[Matrix]) -> bool:
         """Whether the next part was finished by an attempt before; its matrices are then what that left."""
@@ -91,7 +91,7 @@ class Parts:
 
     def _save(self, position: Position) -> None:
         if self.file is not None and self.ranks.rank == 0:
-            self.file.save(Reached(position=position, finished=tuple(self.reports), matrices=self._left))
+            self.file.save(PolishState(position=position, finished=tuple(self.reports), matrices=self._left))
 
     def _hear(self, part: str, fit: Fit, position: Position, of: int) -> None:
         if self.done is not None:
@@ -111,6 +111,6 @@ class Parts:
         reached, self._reached = self._reached, None
         with tf32(self.where):
             position = fit.start() if reached is None else reached.position
-            fit.run(position, save=self._save, done=lambda now: self._hear(part, fit, now, of))
+            fit.run(position, save=self._save, on_progress=lambda now: self._hear(part, fit, now, of))
         self.reports.append(fit.report(part, position))
         self._left |= {matrix.name: matrix.values_OK for matrix in fit.matrices}

@@ -13,7 +13,7 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_site import TracedStream
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
@@ -22,6 +22,7 @@ from ground.errors import BadInput
 from .blocks import polish_blocks_
 from .descent import Descent
 from .draws import Draw
+from .gradient_averaging import GradientAverager
 from .held_out import parted
 from .judge import Judge
 from .layers import polish_layers_, reduced_sites
@@ -33,8 +34,7 @@ from .report import PolishReport
 from .segments import in_rows
 from .state import StateFile
 from .subject import Subject
-from .teacher import AnyTeacher, Teacher, TeacherOfViews
-from .together import Together
+from .teacher import AnyTeacher, AugmentedTeacher, Teacher
 from .walk import blocks
 
 _LEAST = 1e-12
@@ -49,7 +49,7 @@ class WholeModel:
     def __init__(self, model: nn.Module, teacher: AnyTeacher, judge: Judge, *, piece: int, ranks: Ranks) -> None:
         """Parameters that are to change require gradients by now; `piece` inputs go forward and back at a time."""
         self.teacher, self.judge, self.piece = teacher, judge, piece
-        self.student = Together(Student(model), ranks)
+        self.student = GradientAverager(Student(model), ranks)
         first = judge.errors(self.student.module)
         self.scales = tuple(max(float(each), _LEAST) for each in (judge.of(first), first[1:].mean()))
 
@@ -73,7 +73,7 @@ def _teacher(subject: Subject) -> AnyTeacher:
     """Of views where there are any: texts have none."""
     dense, fitted, options = subject.dense, subject.inputs.fitted, subject.options
     if options.views and family_of(dense).input_spec(dense).medium == "images":
-        return TeacherOfViews(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
+        return AugmentedTeacher(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
     return Teacher(dense, fitted, cache_bytes=options.cache_bytes)
 
 
@@ -117,12 +117,12 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
     model's.
     """
     steps = family_of(reduced).steps(reduced)
-    walked = {name for step in steps if isinstance(step, Passage) for name in step.sites}
-    whole = [name for name in reduced_sites(dense, reduced) if name not in walked]
-    if whole and options.how != "model":
+    walked = {name for step in steps if isinstance(step, SegmentStep) for name in step.sites}
+    opaque = [name for name in reduced_sites(dense, reduced) if name not in walked]
+    if opaque and options.how != "model":
         raise BadInput(
-            f"polish {options.how}: {', '.join(whole[:4])} stand in blocks that can't be taken apart; polish model, or "
-            "leave --polish out"
+            f"polish {options.how}: {', '.join(opaque[:4])} stand in blocks that can't be taken apart; polish model, "
+            "or leave --polish out"
         )
     own, dense_own = ([block.name for block in blocks(model)] for model in (reduced, dense))
     if own != dense_own:
@@ -169,7 +169,7 @@ def polished(
     reads: Reads | None = None,
     state: Path | None = None,
     ranks: Ranks = ALONE,
-    done: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Polished:
     """The reduced model fitted to the dense one, without labels; neither of those given is changed.
 
@@ -194,7 +194,7 @@ def polished(
         subject = Subject(dense=dense, model=model, inputs=inputs, options=options, judge=judge, ranks=ranks, read=read)
         before = judge.error(Student(model))
         file = None if state is None else _state_file(state, subject)
-        parts = Parts(options, ranks, file, done, device(model))
+        parts = Parts(options, ranks, file, on_progress, device(model))
         _POLISH[options.how](subject, parts)
         after = judge.error(Student(model))
     report = PolishReport(

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corp_deploy.algebra.gauss_newton import Lacking
+from corp_deploy.algebra.gauss_newton import Residuals
 from corp_deploy.algebra.tangents import RunTangent, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.site import Site
-from corp_deploy.families.steps import Passage
+from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_segments import ByRows, Segment
+from corp_deploy.families.traced_segments import Segment, TokenRows
 from corp_deploy.families.traced_site import TracedSite, TracedStream
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
-from corp_deploy.traced.programs.attended import unread
+from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
@@ -45,11 +45,11 @@ def in_rows(model: nn.Module, sites: Sequence[str]) -> list[str]:
     return [name for name in sites if not of_places.isdisjoint(_touched(by_name[name]))]
 
 
-def segment_sublayer(model: nn.Module, step: Passage) -> Sublayer:
+def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     """All that writes or reads sites within a traced model's step, but streams; layers that read the same take a step
     together. What the program calls several times stays as it is.
     """
-    assert isinstance(step.module, ByRows), step.name
+    assert isinstance(step.module, TokenRows), step.name
     own, by_name = tracing(model), sites_of(model).by_name
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]
@@ -96,13 +96,13 @@ def _matrix(program: Program, layer: Called, is_biasless: bool) -> Matrix:
     return Matrix(name=layer.name, layer=as_module(program, own), scale=1.0)
 
 
-def _read(own: Tracing, segment: Segment, module: ByRows) -> Tensor | None:
+def _read(own: Tracing, segment: Segment, module: TokenRows) -> Tensor | None:
     """The tokens behind the segment that go anywhere, None for all."""
     is_last_axis = module.leaving.axis == len(module.leaving.sizes)
-    gone = unread(own.program, segment.cut) if is_last_axis else None
+    gone = unread_queries(own.program, segment.cut) if is_last_axis else None
     read_N = None if gone is None else ~gone.flatten()
-    if own.fewer is not None:
-        read_N = own.fewer.read_of(segment.after, read_N)
+    if own.merged is not None:
+        read_N = own.merged.read_of(segment.after, read_N)
     return None if read_N is None else read_N.nonzero()[:, 0]
 
 
@@ -114,7 +114,7 @@ class _Way:
     nodes: tuple[fx.Node, ...]
     segment: Segment
     read_X: Tensor | None
-    step: ByRows
+    step: TokenRows
     called: tuple[Called, ...]
 
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
@@ -128,21 +128,21 @@ class _Way:
 
     def behind(self) -> Iterator[fx.Node]:
         """What is made of what the layers give."""
-        made = {each.node for each in self.called}
+        layer_nodes = {each.node for each in self.called}
         for node in self.nodes:
-            if node not in made and not made.isdisjoint(node.all_input_nodes):
-                made.add(node)
+            if node not in layer_nodes and not layer_nodes.isdisjoint(node.all_input_nodes):
+                layer_nodes.add(node)
                 yield node
 
     def through(self, values: Values, given_XR: Tensor) -> Tensor:
         """What counts of the stream behind the segment where the layers give this."""
         behind, nodes = list(self.behind()), [each.node for each in self.called]
         parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
-        given = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
+        outputs = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
-            end = run(self.program, behind, before | beside | given)[self.segment.after]
+            end = run(self.program, behind, before | beside | outputs)[self.segment.after]
         return self.read(self.step.leaving.rows(end))
 
 
@@ -156,7 +156,7 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
-def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
+def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Residuals:
     values = way.values(pair.reduced, pair.present_BN)
     first = way.called[0].node
     entering_XD = rows_of(values[first.all_input_nodes[0]], first)
@@ -164,8 +164,8 @@ def _lacking(way: _Way, is_biasless: bool, pair: Pair) -> Lacking:
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = RunTangent.of(entering_XD, given_XR, partial(way.through, values))
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
-    return Lacking(
+    return Residuals(
         tangent=tangent,
-        lacking_XO=way.read(pair.target) - tangent.out_XO.detach(),
+        residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
         weight_X=None if pair.present_BN is None else weight_X,
     )

@@ -40,7 +40,7 @@ def state_beside(directory: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class PolishState:
     """The position of the part at work, the reports of the parts before it, and the matrices that those left."""
 
     position: Position
@@ -55,7 +55,7 @@ class StateFile:
     path: Path
     run: Mapping[str, str]
 
-    def save(self, reached: Reached) -> None:
+    def save(self, reached: PolishState) -> None:
         """Replaces the file in one step."""
         position = reached.position
         header = _Header(
@@ -69,11 +69,11 @@ class StateFile:
         tensors = {f"matrices/{name}": tensor for name, tensor in reached.matrices.items()}
         for name in _LISTS:
             tensors |= {f"{name}/{index}": tensor for index, tensor in enumerate(getattr(position, name))}
-        whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        cpu_tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         with replacing(self.path) as temporary:
-            save_file(whole, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
+            save_file(cpu_tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
 
-    def load(self, device: torch.device) -> Reached | None:
+    def load(self, device: torch.device) -> PolishState | None:
         """What was saved, or None without a file. Raises BadInput for what is no state, or that of another run."""
         if not self.path.exists():
             return None
@@ -91,7 +91,7 @@ class StateFile:
         matrices = {
             name.removeprefix("matrices/"): tensor for name, tensor in tensors.items() if name.startswith("matrices/")
         }
-        return Reached(position=position, finished=header.finished, matrices=matrices)
+        return PolishState(position=position, finished=header.finished, matrices=matrices)
 
     def _read(self, device: torch.device) -> tuple[_Header, dict[str, Tensor]]:
         remedy = "remove the file to start afresh"

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from calib.distributed import Ranks
 
-from .held_out import Parted
+from .held_out import ValidationSplit
 from .judge import Judge
 from .options import PolishOptions
 
@@ -20,7 +20,7 @@ class Subject:
 
     dense: nn.Module
     model: nn.Module
-    inputs: Parted
+    inputs: ValidationSplit
     options: PolishOptions
     judge: Judge
     ranks: Ranks

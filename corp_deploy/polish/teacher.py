@@ -38,15 +38,15 @@ def view(image_CHW: Tensor, seed: int, number: int) -> Tensor:
     tall, wide = max(1, round(height * side)), max(1, round(width * side))
     top, left = int(down * (height - tall + 1)), int(right * (width - wide + 1))
     part = image_CHW[:, top : top + tall, left : left + wide]
-    whole = F.interpolate(part.unsqueeze(0), size=(height, width), mode="bilinear", align_corners=False)[0]
-    return whole.flip(-1) if mirror < 0.5 else whole
+    resized = F.interpolate(part.unsqueeze(0), size=(height, width), mode="bilinear", align_corners=False)[0]
+    return resized.flip(-1) if mirror < 0.5 else resized
 
 
 _AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TeacherBatch:
     """Some inputs, the residual stream that enters the first block [B,N,C], which tokens are there [B,N] (None: all),
     and the dense model's streams behind its blocks [B,N,C] and outputs [B,...].
     """
@@ -57,9 +57,9 @@ class Lesson:
     streams: tuple[Tensor, ...]
     outputs: Tensor
 
-    def changed(self, every: Callable[[Tensor], Tensor], targets: Callable[[Tensor], Tensor]) -> "Lesson":
+    def changed(self, every: Callable[[Tensor], Tensor], targets: Callable[[Tensor], Tensor]) -> "TeacherBatch":
         """`every` of all tensors, then `targets` of those that the model is fitted to."""
-        return Lesson(
+        return TeacherBatch(
             inputs=map_tensors(self.inputs, every),
             entering_BNC=every(self.entering_BNC),
             weights_BN=None if self.weights_BN is None else every(self.weights_BN),
@@ -74,15 +74,15 @@ class Lesson:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def _row(lesson: Lesson, row: int) -> Lesson:
+def _row(lesson: TeacherBatch, row: int) -> TeacherBatch:
     """One of its inputs alone, the targets in float16."""
     return lesson.changed(lambda tensor: tensor[row : row + 1].clone(), lambda tensor: tensor.half())
 
 
-def joined_lessons(lessons: Sequence[Lesson]) -> Lesson:
+def joined_lessons(lessons: Sequence[TeacherBatch]) -> TeacherBatch:
     """Several as one batch, the targets in float32."""
     weights = [lesson.weights_BN for lesson in lessons if lesson.weights_BN is not None]
-    return Lesson(
+    return TeacherBatch(
         inputs=concatenated([lesson.inputs for lesson in lessons]),
         entering_BNC=torch.cat([lesson.entering_BNC for lesson in lessons]),
         weights_BN=torch.cat(weights) if weights else None,
@@ -92,7 +92,7 @@ def joined_lessons(lessons: Sequence[Lesson]) -> Lesson:
 
 
 @torch.no_grad()
-def lesson_on(model: nn.Module, inputs: Inputs) -> Lesson:
+def lesson_on(model: nn.Module, inputs: Inputs) -> TeacherBatch:
     """What the dense model makes of these inputs, which are where it is."""
     family = family_of(model)
     entering_BNC = family.embedded(model, inputs)
@@ -100,7 +100,9 @@ def lesson_on(model: nn.Module, inputs: Inputs) -> Lesson:
     walked = streams(model, entering_BNC, weights_BN)
     behind = tuple(tokens.x for tokens in walked)
     outputs = joined_answers(model, walked[-1], inputs)
-    return Lesson(inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs)
+    return TeacherBatch(
+        inputs=inputs, entering_BNC=entering_BNC, weights_BN=weights_BN, streams=behind, outputs=outputs
+    )
 
 
 class Teacher:
@@ -116,9 +118,9 @@ class Teacher:
     def __len__(self) -> int:
         return self.inputs.count if self._kept is None else len(self._kept)
 
-    def _all_kept(self, cache_bytes: int) -> list[Lesson] | None:
+    def _all_kept(self, cache_bytes: int) -> list[TeacherBatch] | None:
         """One lesson a row, or None where they take too much or are beyond float16."""
-        kept: list[Lesson] = []
+        kept: list[TeacherBatch] = []
         for batch in self.inputs.batches(_AT_ONCE):
             lesson = lesson_on(self.model, to_device(batch, self.device))
             kept += [_row(lesson, row) for row in range(len(lesson.outputs))]
@@ -127,7 +129,7 @@ class Teacher:
                 return None
         return kept
 
-    def lesson(self, draws: Sequence[Draw]) -> Lesson:
+    def lesson(self, draws: Sequence[Draw]) -> TeacherBatch:
         """The lesson of these rows, where the model is."""
         if self._kept is not None:
             return joined_lessons([self._kept[draw.row] for draw in draws])
@@ -135,7 +137,7 @@ class Teacher:
         return lesson_on(self.model, to_device(concatenated(read), self.device))
 
 
-class TeacherOfViews:
+class AugmentedTeacher:
     """The dense model's lessons on images, another view of each at every draw, so they are always made anew.
 
     The images themselves are kept where they fit into `cache_bytes`.
@@ -149,7 +151,7 @@ class TeacherOfViews:
     def __len__(self) -> int:
         return self.images.count if self._kept is None else len(self._kept)
 
-    def lesson(self, draws: Sequence[Draw]) -> Lesson:
+    def lesson(self, draws: Sequence[Draw]) -> TeacherBatch:
         """The lesson of views of these rows by the numbers of their draws, where the model is."""
         rows = [draw.row for draw in draws]
         images = inputs_at(self.images, rows) if self._kept is None else [self._kept[row] for row in rows]
@@ -160,7 +162,7 @@ class TeacherOfViews:
         return lesson_on(self.model, to_device(concatenated(views), self.device))
 
 
-AnyTeacher = Teacher | TeacherOfViews
+AnyTeacher = Teacher | AugmentedTeacher
 
 
 def _singles(inputs: InputSet) -> list[Inputs]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs
 from corp_deploy.families.family import answers, family_of
-from corp_deploy.families.steps import Passage, Step, Walk
+from corp_deploy.families.steps import SegmentStep, Step, StreamState
 from corp_deploy.families.token_merging import Tokens
 
 
@@ -24,10 +24,10 @@ class Block:
 
     def holds(self, site: str) -> bool:
         """Whether a site of this name stands in it: one that a step says, else one named behind the block."""
-        said = {name for step in self.steps if isinstance(step, Passage) for name in step.sites}
-        return site in said if said else f"{site}.".startswith(f"{self.name}.")
+        named_sites = {name for step in self.steps if isinstance(step, SegmentStep) for name in step.sites}
+        return site in named_sites if named_sites else f"{site}.".startswith(f"{self.name}.")
 
-    def __call__(self, walk: Walk) -> Walk:
+    def __call__(self, walk: StreamState) -> StreamState:
         """Behind all of them."""
         for step in self.steps:
             walk = walk.behind(step)
@@ -36,7 +36,7 @@ class Block:
 
 def _owner(step: Step) -> str | None:
     """A segment is a block; None for what stands between two."""
-    return step.name if isinstance(step, Passage) else None
+    return step.name if isinstance(step, SegmentStep) else None
 
 
 def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
@@ -59,7 +59,7 @@ def blocks(model: nn.Module) -> tuple[Block, ...]:
 
 def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:
     """The residual stream behind each block, of one that enters the first."""
-    walk, behind = Walk.of(x_BNC, weights_BN), list[Tokens]()
+    walk, behind = StreamState.of(x_BNC, weights_BN), list[Tokens]()
     for block in blocks(model):
         walk = block(walk)
         behind.append(walk.tokens)
@@ -70,7 +70,7 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     """The outputs that read the last stream [B,...], or that stream where none does: streams behind blocks are
     lessons by themselves. Several are one [B,F], in which a token counts by its share of an output.
     """
-    outputs = answers(model, Walk(tokens=last), inputs) or (last.x,)
+    outputs = answers(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
         return outputs[0]
     tokens = [output[0].numel() // output.shape[-1] for output in outputs]

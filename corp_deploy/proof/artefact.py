@@ -36,12 +36,12 @@ class Artefact:
     preprocessing: str | None
     movable: bool = True
 
-    def sizes(self, asked: Sequence[int]) -> tuple[int, ...]:
+    def sizes(self, requested: Sequence[int]) -> tuple[int, ...]:
         """Those of the batch sizes that it takes; its largest where it takes none of them."""
         if self.batches is None:
-            return tuple(asked)
+            return tuple(requested)
         least, most = self.batches
-        return tuple(size for size in asked if least <= size <= most) or (most,)
+        return tuple(size for size in requested if least <= size <= most) or (most,)
 
     @contextmanager
     def opened(self, elsewhere: str) -> Iterator[Run]:

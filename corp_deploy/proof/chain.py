@@ -187,7 +187,7 @@ def _walk(
     rules: Sequence[LinkRules],
     heads: Heads,
     answers: Outputs,
-    done: Callable[[Sequence[Step]], None],
+    on_progress: Callable[[Sequence[Step]], None],
 ) -> _Walked:
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
     walked, halves = _Walked(), _halves(candidates)
@@ -207,7 +207,7 @@ def _walk(
         merges = merges if candidate.checkpoint is None else step.merges
         single = single if candidate.rounds or candidate.runtime is not None else step
         walked.steps.append(step)
-        done(walked.steps)
+        on_progress(walked.steps)
     return walked
 
 
@@ -219,16 +219,16 @@ def prove(
     batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
     answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
     A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
     came from and a float32 bound; an FP16 or BF16 graph or engine against the FP32 step before it and a multiple of the
-    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check,
-    the heads of `limits` links of the maps that they make of every step's outputs. `done` is told how many candidates
-    are finished, `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises
+    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, the heads
+    of `limits` links of the maps that they make of every step's outputs. `on_progress` is told how many candidates are
+    finished, `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises
     BadInput for inputs, labels, heads or limits that don't fit, and for moments of another model.
     """
     if moments is not None:
@@ -245,8 +245,8 @@ def prove(
     def finished(steps: Sequence[Step]) -> None:
         if answered is not None:
             answered(steps[-1].candidate.label, steps[-1].answers)
-        if done is not None:
-            done(len(steps))
+        if on_progress is not None:
+            on_progress(len(steps))
 
     with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as own_heads:
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
@@ -274,8 +274,8 @@ def prove(
 
 
 def _fitted(proof_inputs: ProofInputs, candidates: Sequence[Candidate], moments: Moments | None) -> FittedInputs | None:
-    known = [candidate.fitted for candidate in candidates] + ([] if moments is None else [moments.fingerprints])
-    return fitted_inputs(proof_inputs.fingerprints, known, noun=proof_inputs.kind)
+    fingerprints = [candidate.fitted for candidate in candidates] + ([] if moments is None else [moments.fingerprints])
+    return fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind)
 
 
 def _whole(steps: Sequence[Step], answers: Outputs, rules: Sequence[LinkRules]) -> list[Link]:

@@ -88,15 +88,15 @@ def compare(
     batches: Sequence[int],
     limits: ParityLimits,
     elsewhere: str,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
     answered: Callable[[str, Outputs], None] | None = None,
 ) -> Proof:
-    """Every candidate against the golden answers, a link an output; raises BadInput for other inputs or outputs. `done`
-    and `answered` hear as they do of `prove`.
+    """Every candidate against the golden answers, a link an output; raises BadInput for other inputs or outputs.
+    `on_progress` and `answered` hear as they do of `prove`.
     """
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
-    wanted, several = limits.of_outputs(), len(golden.outputs) > 1
+    output_limits, several = limits.of_outputs(), len(golden.outputs) > 1
     if answered is not None:
         answered(golden.source.label, golden.answers)
     for place, each in enumerate(candidates):
@@ -119,15 +119,15 @@ def compare(
                     candidate=each.source.label,
                     reference_rows=golden.answers[port.name],
                     candidate_by_batch={size: rows[port.name] for size, rows in by_batch.items()},
-                    tolerance=wanted,
+                    tolerance=output_limits,
                     port=port,
                     several=several,
                 )
             )
             own = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role)
             arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in own.items()}
-        if done is not None:
-            done(place + 1)
+        if on_progress is not None:
+            on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))
     parity = Parity(images=golden.images, links=tuple(links), structure=tuple(findings), sources=sources)
     return Proof(parity=parity, figures=arrays)

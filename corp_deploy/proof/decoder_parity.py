@@ -118,8 +118,8 @@ def save_decoder_parity(parity: DecoderParity, path: Path) -> None:
     write_json(path, parity.as_json())
 
 
-def _link(name: str, expected: NDArray[np.float32], got: NDArray[np.float32], bound: float | None) -> Link:
-    found = asdict(measures(expected, got, role="token logits"))
+def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> Link:
+    found = asdict(measures(expected, actual, role="token logits"))
     return Link(name=name, measures={key: _number(value) for key, value in found.items()}, bound=bound)
 
 

@@ -34,7 +34,7 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class RepairResult:
     """Where fusion is broken, which sites are kept in more bits, the engine's error then, and how many were built (0
     where none was asked).
     """
@@ -53,15 +53,15 @@ def fewest(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tup
     """
     if not passes(sites):
         return None
-    needed: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
     left = list(sites)
-    while not passes(needed):
+    while not passes(chosen):
         low, high = 1, len(left)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if passes((*left[:middle], *needed)) else (middle + 1, high)
-        needed, left = (left[low - 1], *needed), left[: low - 1]
-    return needed
+            low, high = (low, middle) if passes((*left[:middle], *chosen)) else (middle + 1, high)
+        chosen, left = (left[low - 1], *chosen), left[: low - 1]
+    return chosen
 
 
 def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def mended(
     ports: Sequence[OutputPort],
     bounds: Mapping[str, Tolerance],
     scratch: Path,
-) -> Mended:
+) -> RepairResult:
     """The fewest breaks that let the engine pass `bounds` (by output) against `reference`; where no break helps, the
     fewest sites kept. `write` makes a graph (path, breaks, kept sites), `answers` what its engine says.
 
@@ -101,7 +101,7 @@ def mended(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
             f"{trial.error((), blocks):.2g}; export fp32, or build with another version"
         )
-    return Mended(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
+    return RepairResult(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
 
 
 class _Trial:
@@ -125,11 +125,11 @@ class _Trial:
         key = frozenset(breaks), frozenset(kept)
         if key not in self.known:
             self._write(self.graph, breaks, kept)
-            given = self._answers(self.graph)
+            answers = self._answers(self.graph)
             self.known[key] = {
                 port.name: measures(
                     self._reference[port.name],
-                    given[port.name],
+                    answers[port.name],
                     role=port.role,
                     margin_noise=self._bounds[port.name].margin_noise,
                 )

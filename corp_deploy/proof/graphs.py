@@ -17,7 +17,7 @@ from export.graph.quantiser import Quantiser
 from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED, FloatType
 
-from .engine_search import Answers, Mended, engine_answers
+from .engine_search import Answers, RepairResult, engine_answers
 from .mixed_precision import mended_mixed, sites_to_keep
 from .pixels import fed_to_graph
 from .quantised_precision import bounds_of, mended_quantised, sites_to_leave
@@ -31,87 +31,87 @@ class Graphs:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        asked: ExportOptions,
+        options: ExportOptions,
         feeds: Feeds | None,
         *,
         dense: Checkpoint | None = None,
         where: str = "the model",
         command: str = "",
     ) -> None:
-        if asked.heads is not None:
+        if options.heads is not None:
             way = "uneven" if has_uneven_heads(checkpoint.model) else "even"
-            EXPORT_HEADS.refuse([(where, way)], {"heads": asked.heads})
-        graph_ports(checkpoint, asked.graph_input)
-        self._checkpoint, self._dense, self._asked, self._given = checkpoint, dense or checkpoint, asked, feeds
+            EXPORT_HEADS.refuse([(where, way)], {"heads": options.heads})
+        graph_ports(checkpoint, options.graph_input)
+        self._checkpoint, self._dense, self._options, self._given = checkpoint, dense or checkpoint, options, feeds
         self._command = command
         self._chosen = Quantisation(
-            rest=asked.rest,
-            scales=asked.scales,
-            balance=asked.balance,
-            keep_rest=tuple(asked.keep_rest),
-            weight_bits=asked.weight_bits,
+            rest=options.rest,
+            scales=options.scales,
+            balance=options.balance,
+            keep_rest=tuple(options.keep_rest),
+            weight_bits=options.weight_bits,
         )
 
     @property
     def _feeds(self) -> Feeds:
-        assert self._given is not None, self._asked
+        assert self._given is not None, self._options
         return self._given
 
     @cached_property
     def _fed(self) -> Feeds:
         """As the graphs take them."""
-        return fed_to_graph(self._checkpoint, self._feeds, self._asked.graph_input)
+        return fed_to_graph(self._checkpoint, self._feeds, self._options.graph_input)
 
     @cached_property
     def _made_of(self) -> Quantiser:
-        asked = self._asked
-        shape: dict[str, Any] = {"opset": asked.opset, "batch": asked.batch, "geometry": asked.heads}
-        return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=asked.graph_input, **shape)
+        options = self._options
+        shape: dict[str, Any] = {"opset": options.opset, "batch": options.batch, "geometry": options.heads}
+        return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=options.graph_input, **shape)
 
     def _answers(self, backend: str, feeds: Feeds) -> Answers:
         return engine_answers(backend, feeds, output_ports(self._checkpoint.model), self._command)
 
     @cached_property
-    def found(self) -> Mapping[str, Mended]:
+    def found(self) -> Mapping[str, RepairResult]:
         """What each mixed precision keeps in FP32, and where its engine's fusion is broken."""
-        return {name: self._found(PRECISIONS[name].type) for name in self._asked.mixed}
+        return {name: self._found(PRECISIONS[name].type) for name in self._options.mixed}
 
-    def _found(self, float_type: FloatType) -> Mended:
-        asked = self._asked
-        if not asked.auto:
-            return Mended(kept=tuple(asked.keep_fp32))
-        how: dict[str, Any] = {"opset": asked.opset, "geometry": asked.heads, "float_type": float_type}
+    def _found(self, float_type: FloatType) -> RepairResult:
+        options = self._options
+        if not options.auto:
+            return RepairResult(kept=tuple(options.keep_fp32))
+        how: dict[str, Any] = {"opset": options.opset, "geometry": options.heads, "float_type": float_type}
         both = self._checkpoint, self._dense, self._feeds
-        if asked.engine is None:
-            return Mended(kept=sites_to_keep(*both, **how).kept)
-        return mended_mixed(*both, self._answers(asked.engine, self._feeds), breaks=asked.breaks, **how)
+        if options.engine is None:
+            return RepairResult(kept=sites_to_keep(*both, **how).kept)
+        return mended_mixed(*both, self._answers(options.engine, self._feeds), breaks=options.breaks, **how)
 
-    def _left(self, precision: str) -> Mended:
+    def _left(self, precision: str) -> RepairResult:
         """The sites that are not quantised because they are too sensitive, and where an engine's fusion is broken."""
-        if not self._asked.auto:
-            return Mended()
+        if not self._options.auto:
+            return RepairResult()
         bounds = bounds_of(self._dense, precision, self._feeds)
         how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
-        if self._asked.engine is None:
-            return Mended(kept=sites_to_leave(*how, batch=self._asked.batch).sites)
-        return mended_quantised(*how, self._answers(self._asked.engine, self._fed), breaks=self._asked.breaks)
+        if self._options.engine is None:
+            return RepairResult(kept=sites_to_leave(*how, batch=self._options.batch).sites)
+        return mended_quantised(*how, self._answers(self._options.engine, self._fed), breaks=self._options.breaks)
 
     def paths(self, output: Path) -> dict[str, Path]:
         """Where each graph goes: a pure one in place of a mixed one with nothing to keep."""
         idle = {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
-        if len(self._asked.precisions) == 1:
-            (only,) = self._asked.precisions
+        if len(self._options.precisions) == 1:
+            (only,) = self._options.precisions
             return {idle.get(only, only): output}
-        every = paths_by_precision(output, (*self._asked.precisions, *idle.values()))
+        every = paths_by_precision(output, (*self._options.precisions, *idle.values()))
         return {name: path for name, path in every.items() if name not in idle}
 
     def write(self, name: str, path: Path) -> tuple[str, ...]:
         """Write one of these graphs; the modules that it keeps in more bits."""
-        asked = self._asked
+        options = self._options
         if name in QUANTISED:
             found = self._left(name)
             chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
-            breaks = (*asked.breaks, *found.breaks)
+            breaks = (*options.breaks, *found.breaks)
             export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)
             return chosen.keep_rest
         found = self._mended(name)
@@ -119,20 +119,20 @@ class Graphs:
             self._checkpoint,
             path,
             precision=name,
-            opset=asked.opset,
-            batch=asked.batch,
+            opset=options.opset,
+            batch=options.batch,
             keep_fp32=found.kept,
-            geometry=asked.heads,
-            breaks=(*asked.breaks, *found.breaks),
-            graph_input=asked.graph_input,
+            geometry=options.heads,
+            breaks=(*options.breaks, *found.breaks),
+            graph_input=options.graph_input,
         )
         return found.kept
 
-    def _mended(self, name: str) -> Mended:
+    def _mended(self, name: str) -> RepairResult:
         """What was found for a precision, or for the mixed one in whose place it is written."""
         own = (
             found
             for mixed, found in self.found.items()
             if mixed == name or (not found.kept and PRECISIONS[mixed].pure == name)
         )
-        return next(own, Mended())
+        return next(own, RepairResult())

@@ -16,10 +16,10 @@ class HalfProducts(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
+        arguments = args, kwargs or {}
         if func.overloadpacket not in PRODUCTS or not _is_half(args[0]):
-            return func(*args, **given[1])
-        wide, named = tree_map_only(Tensor, Tensor.float, given)
+            return func(*args, **arguments[1])
+        wide, named = tree_map_only(Tensor, Tensor.float, arguments)
         return func(*wide, **named).half()
 
 

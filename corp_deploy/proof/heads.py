@@ -102,9 +102,9 @@ def opened_heads(
 
 def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> OpenHead:
     runner = stack.enter_context(OnnxRunner(path))
-    names, taken = [port.name for port in outputs], [port.name for port in runner.inputs]
+    names, input_names = [port.name for port in outputs], [port.name for port in runner.inputs]
     # One output meets one input, whatever they are called.
-    reads = names if len(names) == len(taken) == 1 else taken
+    reads = names if len(names) == len(input_names) == 1 else input_names
     if unknown := [name for name in reads if name not in names]:
         raise BadInput(
             f"head {path}: reads {', '.join(unknown)}, which the model does not give; it gives {', '.join(names)}: "

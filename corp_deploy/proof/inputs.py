@@ -51,28 +51,28 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
     Tensors that have no name are images.
     """
     arrays: dict[str, NDArray[Any]] = {}
-    done, seen = 0, list[Fingerprints]()
+    start, fingerprints = 0, list[Fingerprints]()
     for batch in source.read(64):
         if not len(batch.ids):
             continue
-        seen.append(Fingerprints.of(batch.ids, batch.inputs))
+        fingerprints.append(Fingerprints.of(batch.ids, batch.inputs))
         tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         count = batch_size(parts)
         arrays = arrays or {name: _on_disk(part, source.count) for name, part in parts.items()}
         for name, part in parts.items():
-            arrays[name][done : done + count] = part
-        done += count
+            arrays[name][start : start + count] = part
+        start += count
     assert arrays, source
-    feeds = rows_of(arrays, slice(done))
-    names = tuple(source.name(place) for place in range(source.count)) if done == source.count else ()
+    feeds = rows_of(arrays, slice(start))
+    names = tuple(source.name(place) for place in range(source.count)) if start == source.count else ()
     return ProofInputs(
         feeds=feeds,
         digest=source.digest,
         kind=source.noun,
         labels=labels,
         names=names,
-        fingerprints=Fingerprints.concatenated(seen),
+        fingerprints=Fingerprints.concatenated(fingerprints),
     )
 
 
@@ -106,10 +106,10 @@ def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
 
 def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
     """The same for these ports."""
-    whole = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
-    if whole:
+    other = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
+    if other:
         raise BadInput(
-            f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(whole)}; give real ones"
+            f"random inputs: expected inputs of float32 or uint8, this model takes {', '.join(other)}; give real ones"
         )
     feeds = random_feeds(ports, count, seed=seed)
     return ProofInputs(feeds=feeds, digest=f"random seed {seed}", kind="random")

@@ -71,7 +71,7 @@ def fix_command(
     graph: Path,
     shown: Path | None = None,
     float_type: FloatType = FLOAT16,
-    taken: GraphInput = "float32",
+    graph_input: GraphInput = "float32",
     rest: str | None = None,
     weight_bits: int = 8,
 ) -> str:
@@ -88,7 +88,7 @@ def fix_command(
         options = {"model": model, "precision": word, "keep_rest": ["{site}"], "images": "IMAGES"}
         options |= {"rest": rest} if rest not in (None, Quantisation().rest) else {}
         options |= {"weight_bits": weight_bits} if weight_bits != 8 else {}
-    options |= {"input": taken} if taken != "float32" else {}
+    options |= {"input": graph_input} if graph_input != "float32" else {}
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
 
 

@@ -34,12 +34,12 @@ class MetricRequest:
         return is_code(self.command)
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         return shlex.split(self.command)
 
     def program(self, below: Path) -> str:
         """As the operating system looks for it: on PATH, or from the directory where it is run."""
-        first = self.words[0]
+        first = self.argv[0]
         return os.path.normpath((below / first).absolute()) if "/" in first else first
 
     def code(self, below: Path) -> Code:
@@ -57,8 +57,8 @@ def metric_from_text(text: str) -> MetricRequest:
     match = _NAMED.fullmatch(text.strip())
     if match is not None and not _NAME.fullmatch(match["name"]):
         raise BadInput(
-            f"metric {quoted(text)}: {match['name'][:100]!r} is no name; use lower-case letters, digits and _, a "
-            "letter first"
+            f"metric {quoted(text)}: {match['name'][:100]!r} is no name; use lower-case letters, digits and _, "
+            "a letter first"
         )
     request = MetricRequest(name="own" if match is None else match["name"], command=match["command"] if match else text)
     if request.is_code:
@@ -67,7 +67,7 @@ def metric_from_text(text: str) -> MetricRequest:
             raise BadInput(f"metric {quoted(request.command)}: expected module:PATH.py:FUNCTION")
         return request
     try:
-        words = request.words
+        words = request.argv
     except ValueError as error:
         raise BadInput(f"metric {quoted(request.command)}: can't be split into words ({error})") from None
     if not any(OUTPUTS in word for word in words):
@@ -99,4 +99,4 @@ def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path())
             refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")
             request.code(below)
         elif shutil.which(request.program(below)) is None:
-            raise BadInput(f"metric {request.name}: {quoted(request.words[0])} can't be run: there is no such program")
+            raise BadInput(f"metric {request.name}: {quoted(request.argv[0])} can't be run: there is no such program")

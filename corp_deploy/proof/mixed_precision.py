@@ -23,7 +23,7 @@ from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, Mended, mended
+from .engine_search import Answers, RepairResult, mended
 from .locate import dense_noise, worst_inputs
 
 BATCH = 16
@@ -124,16 +124,16 @@ def mended_mixed(
     factor: float = 4.0,
     float_type: FloatType = FLOAT16,
     breaks: Sequence[str] = (),
-) -> Mended:
+) -> RepairResult:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before FP32, beside those
     that are there in any case.
     """
     mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
 
-    def write(path: Path, tried: Sequence[str], kept: Sequence[str]) -> None:
-        precision, every = mixed.name if kept else mixed.pure, (*breaks, *tried)
-        asked: dict[str, Any] = {"opset": opset, "geometry": geometry, "keep_fp32": kept, "breaks": every}
-        export_checkpoint(checkpoint, path, precision=precision, **asked)
+    def write(path: Path, sites: Sequence[str], kept: Sequence[str]) -> None:
+        precision, every = mixed.name if kept else mixed.pure, (*breaks, *sites)
+        export_options: dict[str, Any] = {"opset": opset, "geometry": geometry, "keep_fp32": kept, "breaks": every}
+        export_checkpoint(checkpoint, path, precision=precision, **export_options)
 
     with tempfile.TemporaryDirectory() as scratch:
         fp32 = Path(scratch) / "fp32.onnx"

@@ -53,8 +53,8 @@ class LanguageLimits(LanguageOptions):
             ("KL", row.kl, self.max_kl, False),
         )
         verdicts = [
-            self._judged(what, got, limit, least, row.sequences)
-            for what, got, limit, least in every
+            self._judged(what, interval, limit, least, row.sequences)
+            for what, interval, limit, least in every
             if limit is not None
         ]
         for verdict in ORDER:
@@ -63,22 +63,22 @@ class LanguageLimits(LanguageOptions):
                 return verdict, "; ".join(words)
         return "UNJUDGED", "no limit was set"
 
-    def _judged(self, what: str, got: Range, limit: float, least: bool, sequences: int) -> tuple[Verdict, str]:
+    def _judged(self, what: str, measured: Range, limit: float, least: bool, sequences: int) -> tuple[Verdict, str]:
         def breaks(end: float) -> bool:
             return end < limit if least else end > limit
 
-        if got.low is None or got.high is None:
-            shown = f"{what} {got.value:.4g}, limit {limit:g}"
-            if not math.isfinite(got.value):
+        if measured.low is None or measured.high is None:
+            shown = f"{what} {measured.value:.4g}, limit {limit:g}"
+            if not math.isfinite(measured.value):
                 return "FAIL", shown
             return "INCONCLUSIVE", f"{shown}: {sequences} sequences are too few for an interval, give {LEAST_SEQUENCES}"
-        interval = Interval(value=got.value, low=got.low, high=got.high)
+        interval = Interval(value=measured.value, low=measured.low, high=measured.high)
         words = f"{what} {compared_with_limit(interval, f'{limit:g}', self.confidence, '{:.4g}'.format)}"
-        decision = decide(got.low, got.high, breaks)
+        decision = decide(measured.low, measured.high, breaks)
         if decision != "INCONCLUSIVE":
             return decision, words
-        gap = got.value - limit
-        width = got.value - got.low if gap > 0 else got.high - got.value
+        gap = measured.value - limit
+        width = measured.value - measured.low if gap > 0 else measured.high - measured.value
         return decision, f"{words}: {samples_for_interval(gap, width, sequences, 'sequences')}"
 
 
@@ -116,9 +116,9 @@ def perplexities(
     limits: LanguageLimits,
     *,
     batch: int = 1,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> LanguageProof:
-    """The dense decoder and every candidate on the same sequences. `done` hears how many sequences are finished.
+    """The dense decoder and every candidate on the same sequences. `on_progress` hears how many sequences are finished.
 
     Raises BadInput for a model that is no decoder, and for a candidate of other outputs.
     """
@@ -133,7 +133,7 @@ def perplexities(
             if each.label in runs:
                 raise BadInput(f"{each.label} is named twice; name each candidate once")
             runs[each.label] = stack.enter_context(each.opened(ports))
-        found = _found(runs, sequences, batch, ports[0].name, done)
+        found = _found(runs, sequences, batch, ports[0].name, on_progress)
     (tokens,) = spec.shape
     rows = tuple(
         measures_of(label, found[label], found[DENSE], tokens=tokens - 1, confidence=limits.confidence)
@@ -151,7 +151,7 @@ def perplexities(
 
 
 def _found(
-    runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, done: Callable[[int], None] | None
+    runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, on_progress: Callable[[int], None] | None
 ) -> dict[str, list[SequenceMeasures]]:
     found: dict[str, list[SequenceMeasures]] = {label: [] for label in runs}
     finished = 0
@@ -163,8 +163,8 @@ def _found(
         for label, own in answers.items():
             found[label] += _rows(answers[DENSE], own, ids_BT)
         finished += len(ids_BT)
-        if done is not None:
-            done(finished)
+        if on_progress is not None:
+            on_progress(finished)
     return found
 
 

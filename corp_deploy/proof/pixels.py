@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corp_deploy.families.family import family_of, image_spec
-from corp_deploy.families.seam import ImageSpec
+from corp_deploy.families.protocols import ImageSpec
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.graph_input import GraphInput, graph_ports
 from ground.errors import BadInput

@@ -27,7 +27,7 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import Candidate, outputs_at
-from .engine_search import Answers, Mended, mended
+from .engine_search import Answers, RepairResult, mended
 
 BATCH = 16
 
@@ -57,9 +57,9 @@ def sites_to_leave(
     with tempfile.TemporaryDirectory() as scratch:
         ports = output_ports(checkpoint.model)
         trial = _Trial(made_of, precision, chosen, feeds, ports, Path(scratch), batch)
-        whole = trial.errors(())
-        if trial.passes(whole, bounds):
-            return Kept(sites=(), relative_error=_worst(whole))
+        errors = trial.errors(())
+        if trial.passes(errors, bounds):
+            return Kept(sites=(), relative_error=_worst(errors))
         alone = {site: _worst(trial.errors([each for each in trial.sites if each != site])) for site in trial.sites}
         order = sorted(alone, key=lambda site: (-alone[site], site))
         count = _fewest(len(order) - 1, lambda count: trial.passes(trial.errors(order[:count]), bounds))
@@ -82,16 +82,16 @@ def mended_quantised(
     bounds: Mapping[str, Tolerance],
     answers: Answers,
     breaks: Sequence[str],
-) -> Mended:
+) -> RepairResult:
     """The same, judged by what engines of the graphs say (`answers`): fusion breaks are tried before sites are left as
     they are, beside those that are there in any case.
     """
     ports = output_ports(checkpoint.model)
 
-    def write(path: Path, tried: Sequence[str], left: Sequence[str]) -> None:
+    def write(path: Path, sites: Sequence[str], left: Sequence[str]) -> None:
         patterns = [each for site in left for each in (site, f"{site}.*")]
         keeping = replace(chosen, keep_rest=(*chosen.keep_rest, *_fitting(made_of, patterns)))
-        export_quantised(made_of, path, precision=precision, chosen=keeping, breaks=(*breaks, *tried))
+        export_quantised(made_of, path, precision=precision, chosen=keeping, breaks=(*breaks, *sites))
 
     with tempfile.TemporaryDirectory() as scratch:
         single = Path(scratch) / "single.onnx"

@@ -22,8 +22,8 @@ def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidenc
 
 
 def _sentence(name: str, least: float, count: int, noun: str, confidence: float) -> str:
-    needed, lowest = fewest_for_share(least, confidence), share_interval(1.0, count, confidence).low
-    more = f"no number of {noun} is enough" if needed is None else f"at least {needed:,} {noun} are needed"
+    enough, lowest = fewest_for_share(least, confidence), share_interval(1.0, count, confidence).low
+    more = f"no number of {noun} is enough" if enough is None else f"at least {enough:,} {noun} are needed"
     lower, looser = math.floor(100 * most_confidence(least, count)) / 100, math.floor(1000 * lowest) / 1000
     return (
         f"{name} {percent_limit(least)} can't be shown by {count:,} {noun}: even {count:,} of {count:,} agreeing "

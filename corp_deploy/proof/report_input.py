@@ -88,7 +88,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
     accuracies = [row.accuracy for row in parity.accuracy] if parity else []
     reduced = next((link.measures for link in parity.links if link.kind == "reduced"), None) if parity else None
     agreement = reduced.top1_agreement if isinstance(reduced, LogitMeasures) else None
-    known = (
+    models = (
         {"accuracy": accuracies[0] if accuracies else None},
         {"accuracy": accuracies[1] if len(accuracies) > 1 else None, "agreement": agreement},
     )
@@ -101,7 +101,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
             "device_memory_bytes": max((subject.device_memory or {}).values(), default=None),
             **facts,
         }
-        for subject, facts in zip(bench.subjects, known, strict=True)
+        for subject, facts in zip(bench.subjects, models, strict=True)
     ]
 
 

@@ -141,7 +141,7 @@ def way_to_run(path: Path, running: RunOptions) -> str:
     """What would run it, by its name in the table of options. Raises BadInput for what nothing here runs."""
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
-        if backend not in BENCH.ways:
+        if backend not in BENCH.variants:
             raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
         return backend
     if path.suffix == ".onnx" and path.is_file():
@@ -165,14 +165,14 @@ def _runtime_of_graphs(running: RunOptions) -> str:
 def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     """Where both run. Raises BadInput for options that would be ignored, and for two that would run apart."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
-    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.asked)
-    one, other = (BENCH.ways[ways[path]] for path in (dense, reduced))
-    if one.honours["device"] != other.honours["device"]:
+    BENCH.refuse([(path.name, way) for path, way in ways.items()], running.non_default)
+    one, other = (BENCH.variants[ways[path]] for path in (dense, reduced))
+    if one.supported["device"] != other.supported["device"]:
         raise BadInput(
-            f"{dense} would run in {one.words} and {reduced} in {other.words}, and a CPU's times say nothing of a "
+            f"{dense} would run in {one.label} and {reduced} in {other.label}, and a CPU's times say nothing of a "
             "GPU's; expected both in one place: --provider cuda takes a graph to the GPU, --device cuda a module"
         )
-    return "cuda" if one.honours["device"] == ("cuda",) else "cpu"
+    return "cuda" if one.supported["device"] == ("cuda",) else "cpu"
 
 
 def _contender(
@@ -263,5 +263,5 @@ def measure(
                 made_s=perf_counter() - began_s,
             )
     fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.noun)
-    seen = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
-    return replace(measured, warnings=(*measured.warnings, *seen), fitted=fitted)
+    remarks = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
+    return replace(measured, warnings=(*measured.warnings, *remarks), fitted=fitted)

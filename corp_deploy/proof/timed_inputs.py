@@ -89,8 +89,8 @@ def _images(path: Path, port: Port, models: Sequence[Path], count: int) -> tuple
     source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
     images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
-    whole = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
-    return whole, Fingerprints.of(batch.ids, batch.inputs)
+    uint8_images = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
+    return uint8_images, Fingerprints.of(batch.ids, batch.inputs)
 
 
 def _of_directory(directory: Path, path: Path) -> Normalise:

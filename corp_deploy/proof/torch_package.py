@@ -51,8 +51,8 @@ class _Borders(nn.Module):
         self.module, self.dtype = module, dtype
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        given = self.module(*(each.to(self.dtype) if each.is_floating_point() else each for each in inputs))
-        return tuple(each.float() for each in ((given,) if isinstance(given, Tensor) else given))
+        outputs = self.module(*(each.to(self.dtype) if each.is_floating_point() else each for each in inputs))
+        return tuple(each.float() for each in ((outputs,) if isinstance(outputs, Tensor) else outputs))
 
 
 def compile_package(

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halves(Generic[S]):
+class SplitSums(Generic[S]):
     """The same sums over the images of the fit and over those held out."""
 
     fit: S
@@ -28,8 +28,8 @@ class Halves(Generic[S]):
     def of(self, pair: Pair) -> S:
         return self.held_out if pair.held_out else self.fit
 
-    def each(self, change: Callable[[S], T]) -> "Halves[T]":
-        return Halves(fit=change(self.fit), held_out=change(self.held_out))
+    def each(self, change: Callable[[S], T]) -> "SplitSums[T]":
+        return SplitSums(fit=change(self.fit), held_out=change(self.held_out))
 
 
 def refuse_nonfinite(site: str, sums: Tensor) -> None:

@@ -18,7 +18,7 @@ from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
 from corp_deploy.families.family import example_of, family_of, listened, sites_of, token_weights
-from corp_deploy.families.idle_options import heard_for, refuse_idle_options, require_streams
+from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -34,15 +34,15 @@ PIXEL_RANGE = "pixel_range"
 @contextmanager
 def _watched_range(model: nn.Module) -> Iterator[list[tuple[float, float]]]:
     """The least and largest input value of every forward pass while the context is open."""
-    seen: list[tuple[float, float]] = []
+    ranges: list[tuple[float, float]] = []
 
     def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         low, high = inputs[0].aminmax()
-        seen.append((float(low), float(high)))
+        ranges.append((float(low), float(high)))
 
     handle = model.register_forward_pre_hook(look)
     try:
-        yield seen
+        yield ranges
     finally:
         handle.remove()
 
@@ -80,14 +80,14 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     for pattern in statistics.patterns:
         if not any(fnmatchcase(site.name, pattern) for site in every):
             raise BadInput(f"--sites {pattern!r} fits no site; there are {', '.join(s.name for s in every[:4])}, ...")
-    taps = every if statistics.attention else [each for each in every if each.name not in heard_for(sites, "heads")]
+    taps = every if statistics.attention else [each for each in every if each.name not in taps_for(sites, "heads")]
     named = [
         site for site in taps if not statistics.patterns or any(fnmatchcase(site.name, p) for p in statistics.patterns)
     ]
     if statistics.patch_bytes is None:
         return named
-    asked = named if statistics.residual else without_streams(checkpoint.model, named)
-    return within_memory(checkpoint.model, asked, statistics.patch_bytes)
+    requested = named if statistics.residual else without_streams(checkpoint.model, named)
+    return within_memory(checkpoint.model, requested, statistics.patch_bytes)
 
 
 def memory_needed(
@@ -119,7 +119,7 @@ def calibrate(
     saved: ResumeFile | None = None,
     ranks: Ranks = calib_calibrate.ALONE,
     snapshots: Snapshots | None = None,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Moments:
     """The moments of the chosen sites, with the lineage that ties them to this model and these images.
 
@@ -138,15 +138,15 @@ def calibrate(
         token_weights=token_weights(there.model),
     )
 
-    lineage, heard = lineage_for_moments(checkpoint, images), listened(there.model)
+    lineage, hooked_modules = lineage_for_moments(checkpoint, images), listened(there.model)
 
-    def take(seen: Sequence[tuple[float, float]] = ()) -> Moments:
+    def take(ranges: Sequence[tuple[float, float]] = ()) -> Moments:
         def of_first(count: int, moments: Moments) -> Moments:
-            own = {"images": images.subset(range(count)).digest, **_range_told(seen)}
+            own = {"images": images.subset(range(count)).digest, **_range_told(ranges)}
             return replace(moments, lineage={**moments.lineage, **own})
 
         return calib_calibrate.calibrate(
-            heard,
+            hooked_modules,
             sites,
             images,
             batch_size=batch_size,
@@ -156,23 +156,23 @@ def calibrate(
             checkpoint=saved,
             ranks=ranks,
             snapshots=None if snapshots is None else snapshots.changed(of_first),
-            progress=done,
+            progress=on_progress,
         )
 
     # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
     pixels = family_of(there.model).input_spec(there.model).medium == "images"
     if saved is not None or device != "cpu" or not pixels:
         return take()
-    with _watched_range(heard) as seen:
-        moments = take(seen)
-    every = [pair for of_rank in ranks.all_gather(seen) for pair in of_rank]
+    with _watched_range(hooked_modules) as ranges:
+        moments = take(ranges)
+    every = [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank]
     return replace(moments, lineage={**moments.lineage, **_range_told(every)})
 
 
-def _range_told(seen: Sequence[tuple[float, float]]) -> dict[str, str]:
-    if not seen:
+def _range_told(ranges: Sequence[tuple[float, float]]) -> dict[str, str]:
+    if not ranges:
         return {}
-    return {PIXEL_RANGE: f"{min(low for low, _ in seen)!r}:{max(high for _, high in seen)!r}"}
+    return {PIXEL_RANGE: f"{min(low for low, _ in ranges)!r}:{max(high for _, high in ranges)!r}"}
 
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:

@@ -67,23 +67,23 @@ def group_corrections(
     where no correction does; with `both_ways` either half is fitted and judges the other. `energy`: of the target.
     """
     each_way = [_ways(fit, held_out, both_ways=both_ways) for fit, held_out in groups]
-    tried: dict[float | None, _Tried] = {None: _Tried.of_none(each_way)}
-    tried |= {each: _Tried.at(each_way, each) for each in sorted(strengths, reverse=True)}
-    strength = min(tried, key=lambda each: tried[each].held_out)
+    trials: dict[float | None, _Tried] = {None: _Tried.of_none(each_way)}
+    trials |= {each: _Tried.at(each_way, each) for each in sorted(strengths, reverse=True)}
+    strength = min(trials, key=lambda each: trials[each].held_out)
     changes = [(torch.zeros_like(ways[0][0].cross_OK), torch.zeros_like(ways[0][0].mean_O)) for ways in each_way]
     del each_way
     if strength is not None:
         strength_whole = 0.5 * strength if both_ways else strength
         both = (fit.with_those_of(held_out).regression() for fit, held_out in groups)
-        refits = (refit_toward(None, whole, strength=strength_whole, bound=True) for whole in both)
+        refits = (refit_toward(None, sums, strength=strength_whole, bound=True) for sums in both)
         changes = [(refit.weight_OK, refit.bias_O) for refit in refits]
     report = LoopFit(
         strength=strength,
         energy=energy,
-        error_recovered=tried[None].fitted,
-        error=tried[strength].fitted,
-        error_recovered_held_out=tried[None].held_out,
-        error_held_out=tried[strength].held_out,
+        error_recovered=trials[None].fitted,
+        error=trials[strength].fitted,
+        error_recovered_held_out=trials[None].held_out,
+        error_held_out=trials[strength].held_out,
     )
     return changes, report
 

@@ -10,7 +10,7 @@ from corp_deploy.algebra.rotation import rotated_back, rotated_maps
 from corp_deploy.algebra.values import ValueRecovery
 
 from . import heads
-from .heads import Given, QkAtSite, ValuesAtSite
+from .heads import HeadOutputs, QkAtSite, ValuesAtSite
 from .logits import logit_error, logit_scale
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
@@ -49,10 +49,10 @@ def value_report(
     dense: int,
     projection: tuple[Tensor, Tensor | None],
     at_site: ValuesAtSite,
-    moments: Given,
+    moments: HeadOutputs,
     method: Method,
     width: int,
-    held_out: Given | None,
+    held_out: HeadOutputs | None,
 ) -> SiteReport:
     """What happened to values that had the width `dense` per head, read by a projection's weight and bias."""
     weight_OC, bias_O = projection

@@ -21,7 +21,7 @@ from corp_deploy.algebra.values import ValueRecovery
 
 from .logits import logit_error, logit_scale, qk_scores, refuse_other_ranking, refuse_uncovered, system_of
 from .method import Method
-from .turned import recovered_planes
+from .rope_planes import recovered_planes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class QkAtSite:
     ridge: RidgeChoice | None = None
 
 
-Halves = tuple[HeadMoments, HeadMoments]
+Splits = tuple[HeadMoments, HeadMoments]
 Recover = Callable[[str, HeadMoments, Method, Tensor, int], QkRecovery]
 
 
@@ -45,13 +45,13 @@ def qk_at_site(
     method: Method,
     rows_XI: Tensor,
     width: int,
-    halves: Halves | None = None,
+    splits: Splits | None = None,
     *,
     in_planes: bool = False,
     grouped: int = 1,
     scores_HD: Tensor | None = None,
 ) -> QkAtSite:
-    """Apply the chosen Q/K recovery at one head width. `halves` of the images choose the ridge that pulls CORP's maps
+    """Apply the chosen Q/K recovery at one head width. `splits` of the images choose the ridge that pulls CORP's maps
     (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes, alike in `grouped` heads in turn
     that share keys; `scores_HD`, where known, rank them. Raises BadInput when the moments lack what the recovery needs.
     """
@@ -60,8 +60,8 @@ def qk_at_site(
     if scores_HD is None:
         scores_HD = qk_scores(moments, method, rows_XI, grouped=grouped)
     ridge = None
-    if halves is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
-        ridge = _qk_ridge(recover, site, halves, method, scores_HD, width)
+    if splits is not None and method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]:
+        ridge = _qk_ridge(recover, site, splits, method, scores_HD, width)
         method = replace(method, ridge_rel=ridge.strength_whole)
     recovery = recover(site, moments, method, scores_HD, width)
     return QkAtSite(recovery=recovery, energy_H=logit_scale(site, moments, method), ridge=ridge)
@@ -82,7 +82,7 @@ def _kept_inside(site: str, system: ImageSystem, scores_HD: Tensor, width: int, 
 
 
 def _qk_ridge(
-    recover: Recover, site: str, halves: Halves, method: Method, scores_HD: Tensor, width: int
+    recover: Recover, site: str, splits: Splits, method: Method, scores_HD: Tensor, width: int
 ) -> RidgeChoice:
     """The strength whose maps of either half lose least of the logits of the other."""
 
@@ -94,7 +94,7 @@ def _qk_ridge(
     def fit(half: HeadMoments, strength: float) -> QkRecovery:
         return recover(site, half, replace(method, ridge_rel=strength), scores_HD, width)
 
-    return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+    return chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
 
 
 def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int) -> QkRecovery:
@@ -116,7 +116,7 @@ def _recovered_qk(site: str, moments: HeadMoments, method: Method, scores_HD: Te
     return queries_keys.logit_v1(q_second_HDD, moments.k_second_HDD, kept_HR, ridge_rel=method.ridge_rel)
 
 
-class Given(Protocol):
+class HeadOutputs(Protocol):
     """Mean, second moment and covariance of what all heads give, side by side."""
 
     @property
@@ -138,30 +138,35 @@ class ValuesAtSite:
 
 
 def _value_ridge(
-    halves: tuple[Given, Given], least: float, weight_OC: Tensor, bias_O: Tensor | None, heads: int, width: int
+    splits: tuple[HeadOutputs, HeadOutputs],
+    least: float,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    heads: int,
+    width: int,
 ) -> RidgeChoice:
     """The strength whose values and projections of either half lose least on the other."""
 
-    def share_lost(recovery: ValueRecovery, half: Given) -> float:
+    def share_lost(recovery: ValueRecovery, half: HeadOutputs) -> float:
         energy = output_energy(half, weight_OC)
         return error_of(recovery, weight_OC, bias_O, half) / energy if energy > 0.0 else 0.0
 
-    def fit(half: Given, strength: float) -> ValueRecovery:
+    def fit(half: HeadOutputs, strength: float) -> ValueRecovery:
         return values.lowrank(half.z_mean_C, half.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=strength)
 
-    return chosen_ridge(halves, ridges_from(least), fit, share_lost)
+    return chosen_ridge(splits, ridges_from(least), fit, share_lost)
 
 
 def values_at_site(
-    moments: Given,
+    moments: HeadOutputs,
     method: Method,
     weight_OC: Tensor,
     bias_O: Tensor | None,
     heads: int,
     width: int,
-    halves: tuple[Given, Given] | None = None,
+    splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> ValuesAtSite:
-    """The values and the output projection at one width per head. `halves` of the images choose the ridge of the joint
+    """The values and the output projection at one width per head. `splits` of the images choose the ridge of the joint
     refit, which pulls toward the best projection of each head alone.
     """
     dense = weight_OC.shape[1] // heads
@@ -169,8 +174,8 @@ def values_at_site(
         return ValuesAtSite(recovery=values.keep(weight_OC, bias_O, heads))
     assert method.value_recovery == "lowrank", method.value_recovery
     ridge, ridge_rel = None, method.ridge_rel
-    if halves is not None and width < dense:
-        ridge = _value_ridge(halves, ridge_rel, weight_OC, bias_O, heads, width)
+    if splits is not None and width < dense:
+        ridge = _value_ridge(splits, ridge_rel, weight_OC, bias_O, heads, width)
         ridge_rel = ridge.strength_whole
     recovery = values.lowrank(
         moments.z_mean_C, moments.z_second_CC, weight_OC, bias_O, heads, width, ridge_rel=ridge_rel
@@ -178,12 +183,12 @@ def values_at_site(
     return ValuesAtSite(recovery=recovery, ridge=ridge)
 
 
-def output_energy(moments: Given, weight_OC: Tensor) -> float:
+def output_energy(moments: HeadOutputs, weight_OC: Tensor) -> float:
     """Variance of the dense projection's output: tr(W C W')."""
     return variance(weight_OC, moments.z_covariance_CC)
 
 
-def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: Given) -> float:
+def error_of(recovery: ValueRecovery, weight_OC: Tensor, bias_O: Tensor | None, moments: HeadOutputs) -> float:
     """E||y - y'||^2 of new values and projection on any moments of the dense z."""
     bias_change_O = -recovery.bias_O if bias_O is None else bias_O - recovery.bias_O
     return output_error(moments.z_mean_C, moments.z_second_CC, weight_OC - recovery.as_dense_OC, bias_change_O)

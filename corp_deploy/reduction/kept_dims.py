@@ -22,7 +22,7 @@ from ground.errors import BadInput
 from .method import method_from_preset
 from .model import uniform_widths
 from .moments import require_same_model, site_moments
-from .turned import kept_planes
+from .rope_planes import kept_planes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ def kept_widths(
     Ranks don't change, so narrower kept sets lie inside the widest one. Raises BadInput where no site may lose Q/K.
     """
     names, queries = {site.name for site in sites}, _queries(model)
-    asked = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
-    everywhere = [uniform_widths(model, method) for method in asked]
+    methods = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
+    everywhere = [uniform_widths(model, method) for method in methods]
     widths: dict[str, int] = {}
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if name in queries and name in names:

@@ -11,7 +11,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.widths import Width
 
-from .chosen import Chosen, HeadsChosen
+from .kept_groups import Chosen, HeadsChosen
 from .method import Method
 from .report import SiteReport
 
@@ -86,9 +86,9 @@ class Kind(Protocol):
         """What stays as it is although something was asked of it."""
         ...
 
-    def chosen(self, site: Any, moments: Any, method: Method, width: Any, known: Any = None) -> Choice | None:
-        """What stays of the site at one width, for `reduced` to take as `known`; None of a site of which a constant is
-        left. `known` spares `obs` its elimination.
+    def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Choice | None:
+        """What stays of the site at one width, for `reduced` to take as `cached`; None of a site of which a constant is
+        left. `cached` spares `obs` its elimination.
         """
         ...
 
@@ -99,13 +99,13 @@ class Kind(Protocol):
         method: Method,
         width: Any,
         *,
-        known: Any = None,
+        cached: Any = None,
         held_out: Any = None,
-        halves: Any = None,
+        splits: Any = None,
     ) -> Reduced:
-        """The site at one width, repaired by its moments. `known`, an order of removal or what was chosen, spares work;
-        `held_out`, moments of other inputs, judges it again; `halves`, the moments of either half of the images, choose
-        how strong ridges are.
+        """The site at one width, repaired by its moments. `cached`, an order of removal or what was chosen, spares
+        work; `held_out`, moments of other inputs, judges it again; `splits`, the moments of either half of the images,
+        choose how strong ridges are.
         """
         ...
 
@@ -113,6 +113,6 @@ class Kind(Protocol):
         """The whole order of removal, which serves every width; None where the kind has none."""
         ...
 
-    def curves(self, site: Any, moments: Any, method: Method, known: Any) -> list[ErrorCurve]:
+    def curves(self, site: Any, moments: Any, method: Method, cached: Any) -> list[ErrorCurve]:
         """What each width loses, a curve a part; none where there is no choice of width."""
         ...

@@ -23,7 +23,7 @@ from .coverage import Coverage, coverage
 from .kind import Choice, Order, Reduced
 from .kinds import kind_of
 from .method import Method
-from .moments import halves_at, require_apart, require_same_model, site_moments
+from .moments import require_apart, require_same_model, site_moments, splits_at
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
@@ -37,8 +37,8 @@ class Reduction:
     """A reduced model with the report of every site that the method went through, how many of those it was asked for
     became smaller, and the notes on those that did not.
 
-    `said`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after the
-    method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that.
+    `decisions`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after
+    the method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that.
     """
 
     model: nn.Module
@@ -46,7 +46,7 @@ class Reduction:
     sites: tuple[SiteReport, ...]
     coverage: Coverage
     notes: tuple[str, ...]
-    said: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
     polish: Mapping[str, Any] | None = None
     sparsity: SparsityReport | None = None
 
@@ -86,15 +86,15 @@ def reduced_site(
     method: Method,
     width: Width,
     *,
-    known: Order | Choice | None = None,
+    cached: Order | Choice | None = None,
     held_out: Moments | None = None,
 ) -> Reduced:
-    """One site at one width. `known`, its elimination or what was chosen of it, is not made again."""
+    """One site at one width. `cached`, its elimination or what was chosen of it, is not made again."""
     where = device(model)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
-    halves = halves_at(site, moments, own, where)
-    return kind_of(site).reduced(site, own, method, width, known=known, held_out=others, halves=halves)
+    splits = splits_at(site, moments, own, where)
+    return kind_of(site).reduced(site, own, method, width, cached=cached, held_out=others, splits=splits)
 
 
 def _chosen(
@@ -109,8 +109,8 @@ def _chosen(
     where = device(model)
 
     def at_site(site: Site) -> Choice | None:
-        own, known = site_moments(site, moments, where), eliminations.get(site.name)
-        return kind_of(site).chosen(site, own, method, widths[site.name], known)
+        own, cached = site_moments(site, moments, where), eliminations.get(site.name)
+        return kind_of(site).chosen(site, own, method, widths[site.name], cached)
 
     return dict(zip((site.name for site in sites), pool.each(at_site, sites, where), strict=True))
 
@@ -124,61 +124,59 @@ def reduce(
     eliminations: Mapping[str, Order] | None = None,
     held_out: Moments | None = None,
     images: InputSet | None = None,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
     """A new model with the widths asked for and the loss repaired in closed form.
 
-    `widths` by site replaces the uniform ones of the method; a site
-    not named stays dense. `eliminations` by site spares the `obs` selection its work at a second width. `held_out`,
-    moments of other images, judges every site again. `images` are looked at where channels are merged, the calibration
-    images and those held out, told apart by their content, and where convolutions are rescaled, all of them. `done` is
-    told how many sites of how many are finished. `watch` takes the time of selecting as a part of its own. All runs
-    where the model is.
-    Raises BadInput for moments of another model or without what the method needs, and for held-out images that are
-    calibration images too.
+    `widths` by site replaces the uniform ones of the method; a site not named stays dense. `eliminations` by site
+    spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site again.
+    `images` are looked at where channels are merged, the calibration images and those held out, told apart by their
+    content, and where convolutions are rescaled, all of them. `on_progress` is told how many sites of how many are
+    finished. `watch` takes the time of selecting as a part of its own. All runs where the model is. Raises BadInput for
+    moments of another model or without what the method needs, and for held-out images that are calibration images too.
     """
     require_same_model(model, moments)
     if held_out is not None:
         require_same_model(model, held_out)
         require_apart(moments, held_out)
     shown = require_rescalable(model, images) if method.rescales else None
-    asked = uniform_widths(model, method) if widths is None else widths
+    target_widths = uniform_widths(model, method) if widths is None else widths
     sites = sites_of(model)
     modules: dict[str, nn.Module] = {}
     reports: list[SiteReport] = []
-    merged, few = merged_sites(model, asked, moments, method, images, held_out, watch)
-    affected = [site for site in sites.every if site.name in asked]
+    merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)
+    affected = [site for site in sites.every if site.name in target_widths]
     with measured(watch, "select"):
         apart = [site for site in affected if site.name not in merged]
-        chosen = _chosen(model, apart, moments, method, asked, eliminations or {})
+        chosen = _chosen(model, apart, moments, method, target_widths, eliminations or {})
 
     def at_site(site: Site) -> Reduced:
         if site.name in merged:
             return merged[site.name]
-        known, width = chosen[site.name], asked[site.name]
-        return reduced_site(model, site, moments, method, width, known=known, held_out=held_out)
+        cached, width = chosen[site.name], target_widths[site.name]
+        return reduced_site(model, site, moments, method, width, cached=cached, held_out=held_out)
 
     every = list[Reduced]()
     for finished, new in enumerate(pool.each(at_site, affected, device(model)), start=1):
         every.append(new)
         modules |= new.modules
         reports += new.reports
-        if done is not None:
-            done(finished, len(affected))
+        if on_progress is not None:
+            on_progress(finished, len(affected))
     reports = list(reports if widths is None else as_allocated(reports))
     found = {site.name: new for site, new in zip(affected, every, strict=True) if isinstance(new, TracedReduced)}
     if found:
-        reduced, whole = carried_out(model, found, shown)
-        reports = [report for report in reports if report.site not in whole]
-        few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in whole.items()))
+        reduced, unreduced = carried_out(model, found, shown)
+        reports = [report for report in reports if report.site not in unreduced]
+        few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
     else:
         reduced = replaced(model, modules).eval().requires_grad_(False)
     return Reduction(
         model=reduced,
         method=method,
         sites=tuple(reports),
-        coverage=coverage(sites, method, asked, by_site=widths is not None),
-        notes=(*notes_on(sites, method, asked), *few),
-        said=() if shown is None else (SAID,),
+        coverage=coverage(sites, method, target_widths, by_site=widths is not None),
+        notes=(*notes_on(sites, method, target_widths), *few),
+        decisions=() if shown is None else (SAID,),
     )

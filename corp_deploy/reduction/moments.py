@@ -20,7 +20,7 @@ def site_moments(site: Site, moments: Moments, device: torch.device) -> Any:
     return kind_of(site).moments_at(site, moments, device)
 
 
-def halves_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -> tuple[OfSite, OfSite] | None:
+def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -> tuple[OfSite, OfSite] | None:
     """The site's statistics `own` by halves of the images that split no group; None where there are no groups."""
     if moments.half is None:
         return None

@@ -25,12 +25,12 @@ from ground.errors import BadInput, is_out_of_memory
 from ground.transaction import replacing_files
 
 from .calibrate import Statistics, calibrate, chosen_sites, memory_needed, sparsity_that_fits
-from .halves import SUMS_HELD, in_halves
 from .kept_dims import kept_dims, kept_widths
 from .method import PRESETS
 from .overfitting import overfitting
 from .snapshots import SnapshotFiles, refuse_snapshots
 from .summary import summary_of_moments
+from .validation_split import SUMS_HELD, in_splits
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")
@@ -71,7 +71,7 @@ class CalibrationRequest:
 
 @contextmanager
 def _no_progress(title: str, images: int) -> Iterator[Callable[[int], None]]:
-    yield lambda done: None
+    yield lambda count: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +79,16 @@ class CalibrationRun:
     """By which processes, and who hears what.
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
-    The moments of the first `snapshots` images, ascending, are written beside those of all.
-    `needed` hears the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not;
-    `smaller` hears of each batch size that is taken instead, where memory ran out in a larger one.
+    The moments of the first `snapshots` images, ascending, are written beside those of all. `on_bytes_needed` hears the
+    bytes that the sums will take; `fitting` words the least sparsity that fits where all does not; `smaller` hears of
+    each batch size that is taken instead, where memory ran out in a larger one.
     """
 
     ranks: Ranks = ALONE
     unfinished: Path
     save_every: int | None = None
     snapshots: tuple[int, ...] = ()
-    needed: Callable[[int], None] = lambda size: None
+    on_bytes_needed: Callable[[int], None] = lambda size: None
     progress: Progress = _no_progress
     fitting: Callable[[float], str]
     smaller: Callable[[int], None] = lambda size: None
@@ -119,8 +119,8 @@ class CalibrationRun:
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
         """How many times what one pass sums is held at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
-        halves = request.groups is not None and request.device == "cpu"
-        return (SUMS_HELD if halves else 1) + inside
+        splits = request.groups is not None and request.device == "cpu"
+        return (SUMS_HELD if splits else 1) + inside
 
 
 FEWER_PATCHES = "--patch-memory {:.2g}: patches of the largest convolutions of fewer channels"
@@ -131,12 +131,12 @@ def _refuse_too_large(
 ) -> None:
     """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one."""
     sites, available = chosen_sites(checkpoint, request.statistics), memory.bytes_available(request.device)
-    needed = {
+    bytes_needed = {
         name: copies * size for name, size in memory_needed(checkpoint, sites, request.statistics, widths).items()
     }
-    run.needed(sum(needed.values()))
+    run.on_bytes_needed(sum(bytes_needed.values()))
     try:
-        memory.refuse_too_large(needed, available)
+        memory.refuse_too_large(bytes_needed, available)
     except BadInput as error:
         if request.statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
             raise BadInput(f"{error}, (d) {FEWER_PATCHES.format(0.9 * available / copies / 1e9)}") from None
@@ -166,7 +166,7 @@ def _take(
     size = request.batch_size
     while True:
         try:
-            with run.progress(title, len(run.ranks.share(images.count))) as done:
+            with run.progress(title, len(run.ranks.share(images.count))) as on_progress:
                 return calibrate(
                     checkpoint,
                     images,
@@ -176,7 +176,7 @@ def _take(
                     saved=saved if size == request.batch_size else None,
                     ranks=run.ranks,
                     snapshots=snapshots,
-                    done=done,
+                    on_progress=on_progress,
                 )
         except Exception as error:
             if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
@@ -206,7 +206,7 @@ def _restricted(
     return replace(request.statistics, kept=kept_dims(checkpoint.model, first, widths))
 
 
-def _take_halves(
+def _take_splits(
     checkpoint: Checkpoint,
     images: InputSet,
     groups_B: Tensor,
@@ -217,7 +217,7 @@ def _take_halves(
     output: Path,
 ) -> Moments:
     """A pass over either half of the groups, one after the other."""
-    snapshots = run.files(output).of_halves(images, groups_B, request.seed)
+    snapshots = run.files(output).of_splits(images, groups_B, request.seed)
 
     def take(half: InputSet, number: int) -> Moments:
         named, saved = f"{output.stem}, half {number + 1}", run.state(HALVES[number])
@@ -225,7 +225,7 @@ def _take_halves(
             checkpoint, half, request, run, statistics=statistics, title=named, saved=saved, snapshots=snapshots[number]
         )
 
-    return in_halves(images, groups_B, take, seed=request.seed)
+    return in_splits(images, groups_B, take, seed=request.seed)
 
 
 def _fitted(
@@ -239,7 +239,7 @@ def _fitted(
     """The moments of the images that are fitted to; snapshots of the first ones are written on the way."""
     images = parts.fitted
     if parts.groups_B is not None:
-        return _take_halves(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
+        return _take_splits(checkpoint, images, parts.groups_B, request, run, statistics=statistics, output=output)
     return _take(
         checkpoint,
         images,

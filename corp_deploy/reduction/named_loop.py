@@ -22,14 +22,14 @@ def reduce_by_closed_loop(
     *,
     widths: Widths | None = None,
     loop: Loop | None = None,
-    done: Done = None,
+    on_progress: Done = None,
 ) -> Reduction:
     """Sites in the order they run, each fitted to the dense model's stream (asymmetric calibration)."""
-    return reduce_traced(model, images, method, widths=widths, loop=loop or Loop(), done=done)
+    return reduce_traced(model, images, method, widths=widths, loop=loop or Loop(), on_progress=on_progress)
 
 
 def reduce_by_symmetric_loop(
-    model: nn.Module, images: InputSet, method: Method, *, widths: Widths | None = None, done: Done = None
+    model: nn.Module, images: InputSet, method: Method, *, widths: Widths | None = None, on_progress: Done = None
 ) -> Reduction:
     """Sites in the order they run, each by the statistics of the model as reduced so far."""
-    return reduce_traced(model, images, method, widths=widths, done=done)
+    return reduce_traced(model, images, method, widths=widths, on_progress=on_progress)

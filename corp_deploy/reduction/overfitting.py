@@ -19,7 +19,7 @@ from corp_deploy.families.site import Site
 
 from .kinds import kind_of
 from .method import Method
-from .moments import halves_at, site_moments
+from .moments import site_moments, splits_at
 
 LOOKED_AT = 6  # sites, evenly spaced: a solve of half a hidden layer for each half
 WITHIN = 0.1
@@ -43,7 +43,7 @@ class Overfitting:
         return asdict(self)
 
 
-def from_halves(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
+def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
     """From what fits to half of the groups lose, of so many weights an output."""
     limit, gap = 0.5 * (fitted + held_out), held_out - fitted
     known = gap > 0.0 and limit > 0.0
@@ -69,7 +69,7 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
         of_half = _at(site, moments, width, device(model))
         fitted, held_out = fitted + of_half[0] / len(sites), held_out + of_half[1] / len(sites)
         weights += width / len(sites)
-    return from_halves(fitted, held_out, groups=len(moments.group_ids.unique()), weights=weights)
+    return from_splits(fitted, held_out, groups=len(moments.group_ids.unique()), weights=weights)
 
 
 def _half_of(site: Site, moments: Moments) -> int:
@@ -81,11 +81,11 @@ def _half_of(site: Site, moments: Moments) -> int:
 
 def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:
     own, kind = site_moments(site, moments, where), kind_of(site)
-    halves = halves_at(site, moments, own, where)
-    assert halves is not None, site.name
+    splits = splits_at(site, moments, own, where)
+    assert splits is not None, site.name
     chosen, shares = kind.chosen(site, own, _METHOD, width), list[tuple[float, float]]()
-    for half, other in (halves, halves[::-1]):
-        (report,) = kind.reduced(site, half, _METHOD, width, known=chosen, held_out=other).reports
+    for half, other in (splits, splits[::-1]):
+        (report,) = kind.reduced(site, half, _METHOD, width, cached=chosen, held_out=other).reports
         assert report.held_out is not None, site.name
         shares.append((report.error / report.energy, report.held_out.error / report.held_out.energy))
     return fmean(fitted for fitted, _ in shares), fmean(held_out for _, held_out in shares)

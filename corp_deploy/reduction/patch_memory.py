@@ -62,8 +62,8 @@ def _places(model: nn.Module) -> dict[str, Place]:
 def without_streams(model: nn.Module, taps: Sequence[Site]) -> list[Site]:
     """Without what a traced model's streams alone are read by, whose channels all need patches."""
     own = [site for site in sites_of(model).every if not isinstance(site, TracedStream)]
-    heard = {tap.name for site in own for tap in site.listening()}
-    return [tap for tap in taps if tap.name in heard]
+    tap_names = {tap.name for site in own for tap in site.listening()}
+    return [tap for tap in taps if tap.name in tap_names]
 
 
 def within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:

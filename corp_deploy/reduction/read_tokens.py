@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families.family import answers, example_of, family_of, gives_patches, steps_to_outputs
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -29,19 +29,19 @@ def random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
-def _walked(model: nn.Module, inputs: Inputs) -> Walk:
+def _walked(model: nn.Module, inputs: Inputs) -> StreamState:
     family = family_of(model)
-    walk = Walk.of(family.embedded(model, inputs), family.token_weights(model, inputs))
+    walk = StreamState.of(family.embedded(model, inputs), family.token_weights(model, inputs))
     for step in steps_to_outputs(model):
         walk = walk.behind(step)
     return walk
 
 
-def _with_last(walk: Walk, x_BNC: Tensor) -> Walk:
+def _with_last(walk: StreamState, x_BNC: Tensor) -> StreamState:
     """The end of a walk with this last stream, at the outlets behind the last step too."""
     last = walk.tokens._replace(x=x_BNC)
     kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
-    return Walk(tokens=last, kept=kept)
+    return StreamState(tokens=last, kept=kept)
 
 
 def drawn(output: Tensor) -> Tensor:

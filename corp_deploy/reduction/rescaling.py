@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
-from corp_deploy.families.idle_options import CONVOLUTIONS, kinds_of
+from corp_deploy.families.ineffective_options import CONVOLUTIONS, kinds_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.traced_module import Tracing
@@ -95,8 +95,8 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     for segment in segments_of(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))
         own = [layer for layer in left if layer.node in inside]
-        for layer, wanted in _dense_sums(segment, own, pieces).items():
-            _rescale_(student, layer, _student_sums(segment, layer, pieces), wanted)
+        for layer, dense_sums in _dense_sums(segment, own, pieces).items():
+            _rescale_(student, layer, _student_sums(segment, layer, pieces), dense_sums)
         segment.advance_(pieces, with_dense=True)
 
 
@@ -122,12 +122,12 @@ def _empty(segment: Segment, layer: Called) -> OutputSums:
     return OutputSums(len(weight), weight.device)
 
 
-def _rescale_(student: Student, layer: Called, own: OutputSums, wanted: OutputSums) -> None:
+def _rescale_(student: Student, layer: Called, own: OutputSums, dense_sums: OutputSums) -> None:
     """To a mean and variance of each output, where it doesn't have them."""
-    if torch.equal(own.mean_O, wanted.mean_O) and torch.equal(own.variance_O, wanted.variance_O):
+    if torch.equal(own.mean_O, dense_sums.mean_O) and torch.equal(own.variance_O, dense_sums.variance_O):
         return
     weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))
     new_OU, bias_O = rescaled_outputs(
-        weight.double().flatten(1), bias.double(), own.mean_O, own.variance_O, wanted.mean_O, wanted.variance_O
+        weight.double().flatten(1), bias.double(), own.mean_O, own.variance_O, dense_sums.mean_O, dense_sums.variance_O
     )
     student.set_({layer.weight: new_OU.view_as(weight), layer.bias: bias_O})

@@ -40,18 +40,18 @@ Stream = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialRun:
-    """How sequences are run, and who hears what: `needed` the bytes that a block will take with all streams, `done` how
-    many blocks are finished.
+    """How sequences are run, and who hears what: `on_bytes_needed` the bytes that a block will take with all streams,
+    `on_progress` how many blocks are finished.
     """
 
     statistics: Statistics
     batch_size: int
     device: str
-    needed: Callable[[int], None] = lambda size: None
-    done: Callable[[int], None] = lambda finished: None
+    on_bytes_needed: Callable[[int], None] = lambda size: None
+    on_progress: Callable[[int], None] = lambda finished: None
 
     @property
-    def asked(self) -> str:
+    def statistics_digest(self) -> str:
         """A short digest of what statistics are of."""
         return hashlib.sha256(f"{self.statistics} {self.batch_size}".encode()).hexdigest()[:8]
 
@@ -64,11 +64,11 @@ class _Part:
     ids: Tensor
     lineage: Mapping[str, str]
     streams: Stream
-    asked: str
+    statistics_digest: str
 
     def of_block(self, index: int) -> Path:
         """Of this block by the same statistics."""
-        return self.output.with_name(f"{self.output.stem}.{self.asked}.block{index}.partial.safetensors")
+        return self.output.with_name(f"{self.output.stem}.{self.statistics_digest}.block{index}.partial.safetensors")
 
     def remove_all(self) -> None:
         """Of other statistics too, which an earlier run was interrupted in."""
@@ -96,8 +96,8 @@ def _block(layers: DecoderLayers, index: int, where: str) -> TracedModule:
     return traced_block(index, layers.block(index).to(where), layers.arguments)
 
 
-def _heard(block: TracedModule, wanted: frozenset[str]) -> list[Site]:
-    return [site for site in calibration_taps(block, sites_of(block)) if site.name in wanted]
+def _heard(block: TracedModule, site_names: frozenset[str]) -> list[Site]:
+    return [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
 
 
 def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run: SequentialRun) -> None:
@@ -123,11 +123,11 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
 
 
 def _take_through(
-    layers: DecoderLayers, index: int, parts: list[_Part], wanted: frozenset[str], run: SequentialRun
+    layers: DecoderLayers, index: int, parts: list[_Part], site_names: frozenset[str], run: SequentialRun
 ) -> None:
     """All streams through one block, which is gone then."""
     block = _block(layers, index, run.device)
-    sites = _heard(block, wanted)
+    sites = _heard(block, site_names)
     for part in parts:
         _run_block(listened(block), sites, part, index, run)
 
@@ -143,23 +143,23 @@ def _parts(
     for path, own in sets.items():
         lineage = lineage_for_moments(layers.checkpoint, own, digest) | {"dtype": run.statistics.precision}
         streams = _embedded(layers, own, run.batch_size)
-        yield _Part(output=path, ids=own.ids, lineage=lineage, streams=streams, asked=run.asked)
+        yield _Part(output=path, ids=own.ids, lineage=lineage, streams=streams, statistics_digest=run.statistics_digest)
 
 
-def _refuse_memory(layers: DecoderLayers, parts: list[_Part], wanted: frozenset[str], run: SequentialRun) -> None:
+def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: frozenset[str], run: SequentialRun) -> None:
     """By the first block: all are alike."""
     block = _block(layers, 0, run.device)
-    sites = _heard(block, wanted) or _heard(block, _of_first(wanted))
+    sites = _heard(block, site_names) or _heard(block, _of_first(site_names))
     example = parts[0].streams[0][:1]
     shapes = shapes_of_sites(listened(block), sites, example=example, device=run.device)
-    needed = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
+    required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
-    run.needed(sum(needed.values()) + streams + sum(each.nbytes for each in block.parameters()))
-    refuse_too_large(needed, bytes_available(run.device))
+    run.on_bytes_needed(sum(required_bytes.values()) + streams + sum(each.nbytes for each in block.parameters()))
+    refuse_too_large(required_bytes, bytes_available(run.device))
 
 
-def _of_first(wanted: frozenset[str]) -> frozenset[str]:
-    return frozenset(f"blocks.0.{name.split('.', 2)[2]}" for name in wanted)
+def _of_first(site_names: frozenset[str]) -> frozenset[str]:
+    return frozenset(f"blocks.0.{name.split('.', 2)[2]}" for name in site_names)
 
 
 def write_moments_by_block(
@@ -169,12 +169,12 @@ def write_moments_by_block(
     file holds. Parts of blocks that are finished stay beside it until both files are written, so that the same call
     goes on. Raises BadInput where there is no site or too little memory.
     """
-    wanted = frozenset(site.name for site in chosen_sites(layers.checkpoint, run.statistics))
+    site_names = frozenset(site.name for site in chosen_sites(layers.checkpoint, run.statistics))
     parts = list(_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))
-    _refuse_memory(layers, parts, wanted, run)
+    _refuse_memory(layers, parts, site_names, run)
     for index in range(layers.arguments.decoder.layers):
-        _take_through(layers, index, parts, wanted, run)
-        run.done(index + 1)
+        _take_through(layers, index, parts, site_names, run)
+        run.on_progress(index + 1)
     summaries = [_joined(part, layers) for part in parts]
     for part in parts:
         part.remove_all()

@@ -15,8 +15,8 @@ from calib.snapshots import Snapshots, refuse_counts
 from calib.store import load, save
 from ground.errors import BadInput
 
-from .halves import of_halves, second_half
 from .summary import summary_of_moments
+from .validation_split import of_splits, second_half
 
 
 def snapshot_path(moments: Path, count: int) -> Path:
@@ -60,7 +60,7 @@ class SnapshotFiles:
             written=lambda count: snapshot_path(self.output, count).is_file(),
         )
 
-    def of_halves(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
+    def of_splits(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
         """Written by a pass over either half, dealt as all images are: the first leaves its part for the second.
 
         Raises BadInput where the first images are all of one half.
@@ -91,7 +91,7 @@ class SnapshotFiles:
         def write(part: int, second: Moments) -> None:
             for count in of(part):
                 first, some = load(self._unfinished(count - part)), images.subset(range(count))
-                save(of_halves(some, groups_B[:count], first, second), snapshot_path(self.output, count))
+                save(of_splits(some, groups_B[:count], first, second), snapshot_path(self.output, count))
 
         def written(part: int) -> bool:
             return all(snapshot_path(self.output, count).is_file() for count in of(part))

@@ -15,7 +15,7 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, tensors_by_name, to_device
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Walk
+from corp_deploy.families.steps import StreamState
 from corp_deploy.families.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
@@ -67,7 +67,7 @@ class Pair:
 
     def weights(self, x: Tensor) -> Tensor | None:
         """Of what enters a layer, None where all counts alike: in a traced model not all layers are of tokens."""
-        tokens = self.sparse.tokens if isinstance(self.sparse, Walk) else self.sparse[0]
+        tokens = self.sparse.tokens if isinstance(self.sparse, StreamState) else self.sparse[0]
         weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
 
@@ -87,7 +87,7 @@ def pairs_of(
         pieces = x_BNC.split(size)
         present = [None] * len(pieces) if weights_BN is None else weights_BN.split(size)
         for piece_BNC, piece_BN in zip(pieces, present, strict=True):
-            walk = Walk.of(piece_BNC, piece_BN)
+            walk = StreamState.of(piece_BNC, piece_BN)
             yield Pair(walk, walk, len(piece_BNC))
 
 
@@ -104,13 +104,13 @@ def runs_of(model: nn.Module) -> list[Run]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOfBoth:
+class StepPair:
     """The same step of both models."""
 
     reduced: Run
     sparse: Run
 
 
-def advance_(pairs: Sequence[Pair], step: StepOfBoth) -> None:
+def advance_(pairs: Sequence[Pair], step: StepPair) -> None:
     for pair in pairs:
         pair.reduced, pair.sparse = step.reduced(pair.reduced), step.sparse(pair.sparse)

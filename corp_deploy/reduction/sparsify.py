@@ -32,7 +32,7 @@ from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, Run, State, StepOfBoth, advance_, calls, heard, pairs_of, runs_of
+from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, heard, pairs_of, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,7 @@ class Sparsifying:
     refits: bool = True
 
 
-def _sums(
-    place: SparsePlace, before: nn.Module | None, step: StepOfBoth, pairs: Sequence[Pair]
-) -> list[RegressionSums]:
+def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: Sequence[Pair]) -> list[RegressionSums]:
     """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
     None for what it gives itself.
     """
@@ -102,7 +100,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
         place.reorder_(order_K)
         back_K = order_K.argsort() if place.later else back_K
         regressions, weight_GOK = [_reordered(regressions[0], order_K)], weight_GOK[:, :, order_K]
-    made = [
+    sparse = [
         sparse_layer(
             Objective(
                 regression=regression,
@@ -117,29 +115,31 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
         )
         for regression, weight_OK, bias_O in zip(regressions, weight_GOK, bias_GO, strict=True)
     ]
-    place.fill_(torch.stack([each.weight_OK[:, back_K] for each in made]), torch.stack([each.bias_O for each in made]))
-    return made, reorders
+    place.fill_(
+        torch.stack([each.weight_OK[:, back_K] for each in sparse]), torch.stack([each.bias_O for each in sparse])
+    )
+    return sparse, reorders
 
 
 def _reported(
     place: SparsePlace,
     sums: Sequence[RegressionSums],
-    made: Sequence[Sparse],
+    sparse: Sequence[Sparse],
     how: Sparsifying,
     reordered: bool,
     inputs: int,
 ) -> LayerSparsity:
     sparsity = how.kinds[place.kind]
-    macs = round(sum(own.x.tokens * each.weight_OK.numel() for own, each in zip(sums, made, strict=True)) / inputs)
+    macs = round(sum(own.x.tokens * each.weight_OK.numel() for own, each in zip(sums, sparse, strict=True)) / inputs)
     return LayerSparsity(
         layer=place.name,
         kind=place.kind,
         pattern=str(sparsity),
         reordered=reordered,
-        energy=sum(each.energy for each in made),
-        error_dense=sum(each.error_dense for each in made),
-        error_masked=sum(each.error_masked for each in made),
-        error=sum(each.error for each in made),
+        energy=sum(each.energy for each in sparse),
+        error_dense=sum(each.error_dense for each in sparse),
+        error_masked=sum(each.error_masked for each in sparse),
+        error=sum(each.error for each in sparse),
         macs=macs,
         macs_of_zeros=round(macs * (1.0 - sparsity.share)),
     )
@@ -198,13 +198,13 @@ def sparsified(
     how: Sparsifying,
     *,
     batch_size: int = 32,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, SparsityReport]:
     """A copy of the model with k:n sparse layers, refitted on these inputs, and what became of each layer.
 
     Where tokens are merged the targets are of the sparse stream itself, whose tokens are others than the reduced one's.
-    Memory: two residual streams of all inputs in float32. `done` is told how many layers of how many are finished.
-    Raises BadInput where no layer can be sparse, and for activations that are not finite.
+    Memory: two residual streams of all inputs in float32. `on_progress` is told how many layers of how many are
+    finished. Raises BadInput where no layer can be sparse, and for activations that are not finite.
     """
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how)
@@ -216,7 +216,7 @@ def sparsified(
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)
-        steps = [StepOfBoth(reduced=one, sparse=other) for one, other in runs]
+        steps = [StepPair(reduced=one, sparse=other) for one, other in runs]
         weights = partial(family_of(reduced).token_weights, reduced)
         pairs = list(pairs_of(before, inputs, batch_size, weights))
         places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
@@ -228,10 +228,10 @@ def sparsified(
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
                 sums = _sums(place, target, step, pairs)
-                made, has_order = _made_sparse_(place, sums, how)
-                reports[name] = _reported(place, sums, made, how, has_order, count)
-                if done is not None:
-                    done(len(reports), len(reports) + len(waiting))
+                sparse, has_order = _made_sparse_(place, sums, how)
+                reports[name] = _reported(place, sums, sparse, how, has_order, count)
+                if on_progress is not None:
+                    on_progress(len(reports), len(reports) + len(waiting))
             if not waiting:
                 break
             advance_(pairs, step)

@@ -14,7 +14,7 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, to_device
 from corp_deploy.families.family import family_of
 from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Merge, Passage, Step, Unmerge
+from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
 from corp_deploy.families.token_merging import Tokens
 from ground.errors import BadInput
 
@@ -67,7 +67,7 @@ class Pair:
 
     @staticmethod
     def _behind(step: Step, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(step, Passage):
+        if isinstance(step, SegmentStep):
             return step.passed(x_BNC, weights_BN)
         assert not isinstance(step, Merge | Unmerge), step
         return step(x_BNC, weights_BN), None
@@ -130,20 +130,20 @@ class Streams:
         Raises BadInput for too few images.
         """
         self.pairs: list[Pair] = []
-        self.in_halves = second is not None
-        seen = 0
+        self.in_splits = second is not None
+        start = 0
         for x_BNC, weights_BN in embedded:
-            positions_B = torch.arange(seen, seen + len(x_BNC), device=x_BNC.device)
+            positions_B = torch.arange(start, start + len(x_BNC), device=x_BNC.device)
             held_B = positions_B % held_out_every == held_out_every - 1
             if second is not None:
                 held_B = second().to(x_BNC.device)
             for is_held, chosen_B in ((False, ~held_B), (True, held_B)):
                 weights = None if weights_BN is None else weights_BN[chosen_B]
                 self.pairs += _pieces(x_BNC[chosen_B], weights, is_held)
-            seen += len(x_BNC)
-        if seen < held_out_every:
+            start += len(x_BNC)
+        if start < held_out_every:
             raise BadInput(
-                f"closed loop: got {seen} images, expected at least {held_out_every}, "
+                f"closed loop: got {start} images, expected at least {held_out_every}, "
                 "because one in so many is held out to choose how far to trust the fit"
             )
 
@@ -203,12 +203,12 @@ def streams_of(
     inside_B = torch.isin(inputs.ids, torch.zeros(0, dtype=torch.int64) if half_ids is None else half_ids)
     if half_ids is None or bool(inside_B.all()) or not bool(inside_B.any()):
         return Streams(map(enter, inputs.batches(batch_size)), held_out_every=held_out_every)
-    ids, seen = half_ids, list[Tensor]()
+    ids, streams = half_ids, list[Tensor]()
 
     def read() -> Iterator[Embedded]:
         for batch in inputs.read(batch_size):
             if len(batch.ids):
-                seen.append(torch.isin(batch.ids, ids))
+                streams.append(torch.isin(batch.ids, ids))
                 yield enter(batch.inputs)
 
-    return Streams(read(), held_out_every=held_out_every, second=seen.pop)
+    return Streams(read(), held_out_every=held_out_every, second=streams.pop)

@@ -33,15 +33,15 @@ from corp_deploy.traced.programs.readers import with_tensors
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
+from .fold_inputs import ShownInputs
 from .judged_folds import PADDED, Fitted, JudgedFold, See, Show, judged_folds
 from .kind import Reduced
 from .kinds import kind_of
 from .method import Method
+from .partial_patches import without_patches
 from .report import HeldOut
-from .shown_inputs import ShownInputs
-from .traced_chosen import without_patches
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, tensors_of
-from .traced_reads import Read, reads_of
+from .traced_reads import ReaderStats, reads_of
 from .traced_streams import Values, run, tensors_of_inputs
 from .traced_values_kind import TracedValuesKind, beside_heads
 from .whole_heads import heads_report
@@ -51,7 +51,7 @@ from .whole_heads import heads_report
 class FoldedRead:
     """See Folded. A layer behind merged units: its columns by unit, and of which those of the units kept."""
 
-    read: Read
+    read: ReaderStats
     columns_UF: Tensor
     kept_K: Tensor
     refits: bool
@@ -66,7 +66,7 @@ class FoldedRead:
     def is_biasless(self) -> bool:
         return self.read.reading.is_biasless
 
-    def given(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def deficit(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What merged units give to the layer, and what plain folding lacks of its outputs, of what enters it; `there`:
         of tokens those that are.
         """
@@ -103,15 +103,15 @@ class TracedFold:
         values: Values,
         weights_BN: Tensor | None,
         *,
-        held: bool,
+        is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
         """What the layers read that are behind the site, by the `values` of the program as it is; see `run`."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(PADDED.format(self.site.name))
         region = self.units.region
-        known = {node: value for node, value in values.items() if node not in region.changed}
-        merged = run(self.program, region.nodes, known, masks=masks)
+        unchanged = {node: value for node, value in values.items() if node not in region.changed}
+        merged = run(self.program, region.nodes, unchanged, masks=masks)
 
         def there(x: Tensor) -> Tensor:
             is_of_tokens = weights_BN is not None and x.dim() == 3 and x.shape[:2] == weights_BN.shape
@@ -120,7 +120,7 @@ class TracedFold:
         by_name = {node.name: node for node in region.ends}
         for number, each in enumerate(self.reads):
             end = by_name[each.read.reading.source]
-            sees[self.key(number)](*each.given(values[end], merged[end], there), held)
+            sees[self.key(number)](*each.deficit(values[end], merged[end], there), is_held_out)
 
     def key(self, number: int) -> str:
         """Of a layer that reads it, once in a model."""
@@ -130,7 +130,7 @@ class TracedFold:
         return {self.key(number): each for number, each in enumerate(self.reads)}
 
     def reduced(
-        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[Read, ...] | None
+        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStats, ...] | None
     ) -> TracedReduced:
         own = [judged[self.key(number)] for number in range(len(self.reads))]
         changes = tuple(each.change(of) for each, of in zip(self.reads, own, strict=True))
@@ -166,7 +166,7 @@ def merges(site: TracedSite, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def folded(site: TracedSite, reads: tuple[Read, ...], method: Method, width: Width) -> TracedFold:
+def folded(site: TracedSite, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
     assert isinstance(width, int), (site.name, width)
     is_of_heads = isinstance(site, TracedValues)
@@ -202,20 +202,22 @@ def _mean(program: Program, name: str, rows_UX: Tensor, map_KU: Tensor, kept_K: 
     )
 
 
-def _folded(read: Read, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float) -> FoldedRead:
+def _folded(
+    read: ReaderStats, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
+) -> FoldedRead:
     if len(read.groups_C) < units.groups_UV.numel():
         raise without_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)
     columns_UF = columns(units.groups_UV.flatten(), read.joined).view(len(units.groups_UV), -1).to(map_KU.device)
     order_F = columns_UF.flatten()
-    given = (
+    parts = (
         read.stats.mean_U[order_F],
         read.stats.second_UU[order_F[:, None], order_F],
         read.weight_OU[:, order_F],
         read.bias_O,
         map_KU,
     )
-    plain = recovered(*given, "none", ridge_rel=ridge_rel)
-    foretold = recovered(*given, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
+    plain = recovered(*parts, "none", ridge_rel=ridge_rel)
+    foretold = recovered(*parts, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
     return FoldedRead(
         read=read,
         columns_UF=columns_UF,
@@ -238,7 +240,7 @@ class _Stretch:
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
     """As far as there are sites."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
-    for before, after in pairwise([None, *(cut.node for cut in cuts(own.found)), None]):
+    for before, after in pairwise([None, *(cut.node for cut in cuts(own.analysis)), None]):
         folds = [
             each
             for each in left
@@ -265,7 +267,7 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Iterable[Tr
             for stretch in stretches:
                 values = run(own.program, stretch.nodes, entering)
                 for fold in stretch.folds:
-                    fold.show(sees, values, weights_BN, held=is_held)
+                    fold.show(sees, values, weights_BN, is_held_out=is_held)
                 entering = beside | {node: values[node] for node in [stretch.after] if node in values}
 
     return show

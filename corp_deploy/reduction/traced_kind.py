@@ -22,12 +22,12 @@ from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
 
-from .chosen import Chosen
+from .kept_groups import Chosen
 from .kind import ErrorCurve, Reduced
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 from .traced_reads import (
-    Read,
+    ReaderStats,
     elimination,
     error_of,
     mean_of_kept,
@@ -49,7 +49,7 @@ _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2
 class Change:
     """What a layer that reads a site becomes: its weight's columns [K M] and by how much its bias differs."""
 
-    read: Read
+    read: ReaderStats
     recovery: ChannelRecovery
 
 
@@ -116,10 +116,10 @@ class TracedKind(Generic[OfSite]):
         align = self._said(method)[1]
         return align if method.aligned else max(align, site.multiple)
 
-    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[Read, ...]:
+    def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[ReaderStats, ...]:
         return reads_of(site, moments, device)
 
-    def rest_of(self, own: tuple[Read, ...], half: tuple[Read, ...]) -> tuple[Read, ...]:
+    def rest_of(self, own: tuple[ReaderStats, ...], half: tuple[ReaderStats, ...]) -> tuple[ReaderStats, ...]:
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
@@ -145,7 +145,7 @@ class TracedKind(Generic[OfSite]):
         return (site.width,) if stays else self._with_none(site, method)
 
     def _with_none(self, site: OfSite, method: Method) -> tuple[int, ...]:
-        return (0,) * (method.empties and site.severed is not None) + self.widths(site, method)
+        return (0,) * (method.empties and site.whole_removal is not None) + self.widths(site, method)
 
     def refusal(self, site: OfSite, method: Method) -> str:
         _, _, selection, recovery = self._said(method)
@@ -161,15 +161,15 @@ class TracedKind(Generic[OfSite]):
     def chosen(
         self,
         site: OfSite,
-        moments: tuple[Read, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
-        known: Elimination | None = None,
+        cached: Elimination | None = None,
     ) -> Chosen | None:
-        return self._choice(site, moments, method, width, known)
+        return self._choice(site, moments, method, width, cached)
 
     def _choice(
-        self, site: OfSite, moments: tuple[Read, ...], method: Method, width: int, known: Elimination | None
+        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, width: int, cached: Elimination | None
     ) -> Chosen:
         _, _, selection, _ = self._said(method)
         part_C = _parts(site, moments)
@@ -177,26 +177,26 @@ class TracedKind(Generic[OfSite]):
             return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
         if selection != "obs":
             return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
-        kept_K = (known or self._order(site, moments, method)).kept(width)
+        kept_K = (cached or self._order(site, moments, method)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
         return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
 
     def reduced(
         self,
         site: OfSite,
-        moments: tuple[Read, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
         *,
-        known: Elimination | Chosen | None = None,
-        held_out: tuple[Read, ...] | None = None,
-        halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
+        cached: Elimination | Chosen | None = None,
+        held_out: tuple[ReaderStats, ...] | None = None,
+        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
-        chosen = known if isinstance(known, Chosen) else self._choice(site, moments, method, width, known)
+        chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
         recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
-        if width and halves is not None and recovery == _LEAST_SQUARES[self.part]:
+        if width and splits is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
-                (of_places(halves[0]), of_places(halves[1])),
+                (of_places(splits[0]), of_places(splits[1])),
                 ridges_from(method.ridge_rel),
                 lambda half, strength: _changed(half, recovery, kept_K, strength),
                 lambda changes, half: _judged(changes, kept_K, half).share,
@@ -233,32 +233,32 @@ class TracedKind(Generic[OfSite]):
             held_out=judged,
         )
 
-    def elimination(self, site: OfSite, moments: tuple[Read, ...], method: Method) -> Elimination | None:
+    def elimination(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
         return self._order(site, moments, method)
 
-    def _order(self, site: OfSite, moments: tuple[Read, ...], method: Method) -> Elimination:
+    def _order(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination:
         return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def curves(
-        self, site: OfSite, moments: tuple[Read, ...], method: Method, known: Elimination | None
+        self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         widths = self.offers(site, method)
         if len(widths) == 1:
             return []
-        order = known or self._order(site, moments, method)
+        order = cached or self._order(site, moments, method)
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
 
-def _parts(site: TracedSite, reads: tuple[Read, ...]) -> Tensor | None:
+def _parts(site: TracedSite, reads: tuple[ReaderStats, ...]) -> Tensor | None:
     part_G = site.groups.part_G
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 
 
-def _changed(reads: tuple[Read, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
+def _changed(reads: tuple[ReaderStats, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
     return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
 
 
-def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[Read, ...]) -> HeldOut:
+def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[ReaderStats, ...]) -> HeldOut:
     pairs = list(zip(changes, others, strict=True))
     return HeldOut(
         energy=sum(other.energy for _, other in pairs),

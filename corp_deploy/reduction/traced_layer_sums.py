@@ -27,17 +27,17 @@ from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
 from .branch_sums import StreamEnergy, refuse_nonfinite
 from .traced_streams import Piece, Segment, Values
-from .traced_targets import Lacking, Target, rows_of
+from .traced_targets import Target, TargetResidual, rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halved:
+class SplitStatistics:
     """Statistics of one kind over the inputs of a fit and over those held out; either may be of none."""
 
     fit: SiteMoments | None
     held_out: SiteMoments | None
 
-    def whole(self, name: str) -> SiteMoments:
+    def combined(self, name: str) -> SiteMoments:
         """Over all inputs."""
         if self.fit is None or self.held_out is None:
             both = self.fit or self.held_out
@@ -68,7 +68,7 @@ class _OfRows:
         self.unread: Gram | None = None
         self.active_K = torch.zeros_like(self.sums.x.sum_K)
 
-    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+    def add(self, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None) -> None:
         x_XK = x.flatten(0, -2)
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
         of_tokens_X = weights_BN.flatten() if weights_BN is not None and is_of_tokens else None
@@ -83,7 +83,7 @@ class _OfRows:
         else:
             there_X = _both(there_X, lacking.counts)
             fitted_X = _both(there_X, lacking.read)
-            lacking_XO = lacking.lacking.flatten(0, -2)
+            lacking_XO = lacking.residual.flatten(0, -2)
             self.sums.add(_at(x_XK, fitted_X), _at(lacking_XO, fitted_X), counted(fitted_X))
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
@@ -113,9 +113,9 @@ class _OfPatches:
         self.sums.kernel = kernel_for(taps.summed_width)
         self.layer = layer
 
-    def add(self, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None) -> None:
+    def add(self, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None) -> None:
         self.sums.add("x", x)
-        self.sums.add("y", self.layer(x) if lacking is None else lacking.lacking)
+        self.sums.add("y", self.layer(x) if lacking is None else lacking.residual)
 
     @property
     def is_empty(self) -> bool:
@@ -167,12 +167,12 @@ class LayerSums:
         return cls(fit=empty(), held_out=empty())
 
     def add(
-        self, layer: Called, x: Tensor, lacking: Lacking | None, weights_BN: Tensor | None, *, held_out: bool
+        self, layer: Called, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None, *, held_out: bool
     ) -> None:
         (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
             self.gain_O = lacking.gain_O
-            wanted_XO = rows_of(lacking.wanted, layer.node)
+            wanted_XO = rows_of(lacking.target, layer.node)
             is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
             counted = None if weights_BN is None or not is_of_tokens else _at(weights_BN.reshape(-1, 1), lacking.read)
             self.energy.add(_at(wanted_XO, lacking.read), counted)
@@ -183,9 +183,9 @@ class LayerSums:
         """Of what is wanted, in the unit of what is summed: by the mean weight of a place."""
         return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
-    def moments(self) -> Halved:
+    def moments(self) -> SplitStatistics:
         fit, held_out = (None if each.is_empty else each.moments() for each in (self.fit, self.held_out))
-        return Halved(fit=fit, held_out=held_out)
+        return SplitStatistics(fit=fit, held_out=held_out)
 
     def groups(self) -> list[tuple[RegressionSums, RegressionSums]]:
         """What is lacking on all columns, for the fit and held out, group by group."""
@@ -202,16 +202,16 @@ def layer_sums(
         for layer, target in targets.items()
     }
     reading = {layer: layer.node.all_input_nodes[0] for layer in targets}
-    known = [target for target in targets.values() if target is not None]
-    dense_nodes = segment.up_to([end for target in known for end in target.dense_ends])
-    nodes = segment.up_to([*reading.values(), *(end for target in known for end in target.student_ends)])
+    targets_set = [target for target in targets.values() if target is not None]
+    dense_nodes = segment.up_to([end for target in targets_set for end in target.dense_ends])
+    nodes = segment.up_to([*reading.values(), *(end for target in targets_set for end in target.student_ends)])
     for piece in pieces:
         student = segment.run_student(piece, nodes)
-        dense: Values = segment.run_dense(piece, dense_nodes) if known else {}
+        dense: Values = segment.run_dense(piece, dense_nodes) if targets_set else {}
         for layer, target in targets.items():
             lacking = None
             if target is not None:
-                lacking = target.lacking(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
+                lacking = target.residual(segment.as_merged(dense, student, layer.node, target.dense_ends), student)
             sizes_BN = segment.sizes_of(student, layer.node)
             weights_BN = piece.weights_BN if sizes_BN is None else sizes_BN
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
@@ -220,14 +220,14 @@ def layer_sums(
     return sums
 
 
-def _small(halves: Halved) -> Tensor:
+def _small(splits: SplitStatistics) -> Tensor:
     """What a NaN stays in."""
-    every = [each for each in (halves.fit, halves.held_out) if each is not None]
+    every = [each for each in (splits.fit, splits.held_out) if each is not None]
     sums = [each.sum_F if isinstance(each, ChannelMoments) else each.sum_GU for each in every]  # type: ignore[union-attr]
     return torch.cat([each.flatten() for each in sums])
 
 
-def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> Halved:
+def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
     """Of an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
@@ -249,9 +249,9 @@ def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *
 
         with listening([taps], hear):
             for name in site.sources:
-                tracing.heard[2][name](values[tracing.by_node[name]])
+                tracing.hooked[2][name](values[tracing.by_node[name]])
         own.flush()
     fit, held_out = (
         on_device(sums[each].moments(), segment.student.where) if each in filled else None for each in (False, True)
     )
-    return Halved(fit=fit, held_out=held_out)
+    return SplitStatistics(fit=fit, held_out=held_out)

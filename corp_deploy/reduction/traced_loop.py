@@ -45,8 +45,8 @@ from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
 from .traced_folds import TracedFold, folded, merges
 from .traced_kind import TracedReduced, tensors_of
-from .traced_layer_sums import Halved, LayerSums, head_moments, layer_sums
-from .traced_order import Step, steps_of, whole_sites
+from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
+from .traced_order import Step, irreducible_sites, steps_of
 from .traced_read_tokens import places_read
 from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
@@ -65,7 +65,7 @@ def reduce_traced(
     widths: Widths | None = None,
     batch_size: int = 16,
     loop: Loop | None = None,
-    done: Done = None,
+    on_progress: Done = None,
 ) -> Reduction:
     """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
     reduce_closed_loop. Between two cuts of the program each layer that is fitted takes a run of both models.
@@ -79,8 +79,8 @@ def reduce_traced(
     dense = tracing(model)
     sites = traced_sites(dense)
     every = uniform_widths(model, method) if widths is None else dict(widths)
-    whole = whole_sites(dense, sites, every, method)
-    asked = {name: width for name, width in every.items() if name not in whole}
+    irreducible = irreducible_sites(dense, sites, every, method)
+    target_widths = {name: width for name, width in every.items() if name not in irreducible}
     student = Student.of(dense)
     half_ids = _half_ids(images, loop)
     pieces = pieces_of(
@@ -95,7 +95,7 @@ def reduce_traced(
     making = _Making(
         student=student,
         method=method,
-        asked=asked,
+        widths=target_widths,
         loop=loop,
         pieces=list(pieces),
         read=read,
@@ -103,18 +103,18 @@ def reduce_traced(
     )
     with evaluating(model):
         for segment in segments_of(dense, student):
-            making.pass_(segment, done)
+            making.pass_(segment, on_progress)
     if method.rescales:
         rescale_(dense, student, images, batch_size=batch_size)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
-    kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in whole.items())
+    kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
     return Reduction(
         model=making.narrowed(model, dense),
         method=method,
         sites=tuple(making.reports if widths is None else as_allocated(making.reports)),
-        coverage=coverage(sites, method, asked, by_site=widths is not None),
-        notes=(*notes_on(sites, method, asked), *kept_stays),
-        said=(
+        coverage=coverage(sites, method, target_widths, by_site=widths is not None),
+        notes=(*notes_on(sites, method, target_widths), *kept_stays),
+        decisions=(
             f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
             *_said_of_places(dense, read),
             *((SAID,) if method.rescales else ()),
@@ -144,14 +144,14 @@ class _Making:
 
     student: Student
     method: Method
-    asked: Widths
+    widths: Widths
     loop: Loop | None
     pieces: list[Piece]
     read: Mapping[fx.Node, Tensor]
     both_ways: bool
     new: dict[str, TracedReduced] = field(default_factory=dict)
     reports: list[SiteReport] = field(default_factory=list)
-    settled: set[fx.Node] = field(default_factory=set)
+    finished: set[fx.Node] = field(default_factory=set)
     called: dict[str, list[Called]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     constants: set[fx.Node] = field(default_factory=set)
@@ -162,20 +162,20 @@ class _Making:
         for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
         # What is divided by a mean must stay far from zero: those are told of what is kept alone, and never fitted.
-        self.settled |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
+        self.finished |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
         self.constants = without_values(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
-        self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.asked, self.method)
+        self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
 
-    def pass_(self, segment: Segment, done: Done) -> None:
+    def pass_(self, segment: Segment, on_progress: Done) -> None:
         """Through a segment: its sites are reduced, the streams are behind it then."""
         end = float("inf") if segment.after is None else self.order[segment.after.name]
         while self.steps and self.steps[0].place <= end:
             step = self.steps.pop(0)
             later = {layer.node for other in self.steps for layer in self._readers(other.site)}
             self._reduce(segment, step, later)
-            if done is not None:
-                done(len(self.new), len(self.new) + len(self.steps))
+            if on_progress is not None:
+                on_progress(len(self.new), len(self.new) + len(self.steps))
         segment.advance_(self.pieces, with_dense=self.loop is not None)
 
     def _readers(self, site: TracedSite) -> list[Called]:
@@ -211,7 +211,7 @@ class _Making:
                 fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))
             else:
                 fits.append(self._fit(layer, sums[layer], before[layer]))
-            self.settled.add(layer.node)
+            self.finished.add(layer.node)
         first, *rest = new.reports
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
@@ -228,23 +228,23 @@ class _Making:
             site = site.of_heads(self.new[site.name].kept_K)
         kind = kind_of(site)
         if isinstance(site, TracedPairs):
-            halves = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
-            by_name: dict[str, Halved] = {site.name: halves}
+            splits = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
+            by_name: dict[str, SplitStatistics] = {site.name: splits}
         else:
             by_name = {layer.name: own.moments() for layer, own in sums.items()}
 
         def at(moments: Mapping[str, Any]) -> Any:
             return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1), where)
 
-        whole = at({name: each.whole(name) for name, each in by_name.items()})
+        combined = at({name: each.combined(name) for name, each in by_name.items()})
         if merges(site, step.method):
-            return self._merged(segment, folded(site, whole, step.method, step.width))
+            return self._merged(segment, folded(site, combined, step.method, step.width))
         apart = None
         if self.both_ways:
             apart = tuple(
                 at({name: getattr(each, half) for name, each in by_name.items()}) for half in ("fit", "held_out")
             )
-        new = kind.reduced(site, whole, step.method, step.width, halves=apart)
+        new = kind.reduced(site, combined, step.method, step.width, splits=apart)
         assert isinstance(new, TracedReduced), site.name
         return new
 
@@ -256,7 +256,7 @@ class _Making:
         def show(sees: Mapping[str, See]) -> None:
             for piece in self.pieces:
                 values = segment.run_student(piece, nodes)
-                fold.show(sees, values, piece.weights_BN, held=False, masks=self.student.masks)
+                fold.show(sees, values, piece.weights_BN, is_held_out=False, masks=self.student.masks)
 
         return fold.reduced(judged_folds(fold.every(), self.method, show), self.method, None)
 
@@ -266,7 +266,7 @@ class _Making:
         writers = [layer for span in spans for layer in self.called.get(span.name, ())]
         fits = []
         for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
-            if self.student.is_changed and layer.node not in self.settled and len(self.called[layer.weight]) == 1:
+            if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
                 own = layer_sums(
                     segment,
                     self.pieces,
@@ -274,7 +274,7 @@ class _Making:
                 )
                 fits.append(self._fit(layer, own[layer]))
             # A further site of the same layer finds rows of it reduced that its own output would undo.
-            self.settled.add(layer.node)
+            self.finished.add(layer.node)
         return fits[0] if fits else None
 
     def _weights(self, layer: Called) -> tuple[Tensor, Tensor]:
@@ -320,9 +320,9 @@ class _Making:
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
         """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
-        kept, whole = provable(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
-        if whole:
-            name, reason = next(iter(whole.items()))
+        kept, unreduced = provable(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
+        if unreduced:
+            name, reason = next(iter(unreduced.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")
         dtype = next(model.parameters()).dtype
         changed = self.student.changed(dense.program)

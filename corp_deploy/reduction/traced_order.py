@@ -36,18 +36,18 @@ class Step:
     beside: tuple[TracedSite, ...] = ()
 
 
-def steps_of(tracing: Tracing, sites: Sites, asked: Widths, method: Method) -> list[Step]:
+def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
     """Of all sites asked for."""
     order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
     every = [site for site in sites.every if isinstance(site, TracedSite)]
-    steps = [step for site in every if site.name in asked for step in _steps(site, every, asked, method, order)]
+    steps = [step for site in every if site.name in widths for step in _steps(site, every, widths, method, order)]
     return sorted(steps, key=lambda step: (step.place, not step.beside))
 
 
 def _steps(
-    site: TracedSite, every: list[TracedSite], asked: Widths, method: Method, order: Mapping[str, int]
+    site: TracedSite, every: list[TracedSite], widths: Widths, method: Method, order: Mapping[str, int]
 ) -> Iterator[Step]:
-    width, place = asked[site.name], _place(site, order)
+    width, place = widths[site.name], _place(site, order)
     assert isinstance(width, int), (site.name, width)
     left, dims_alone = _heads_left(site, method), replace(method, heads_sparsity=None)
     most = site.width // site.parts * left
@@ -71,13 +71,13 @@ def _heads_left(site: TracedSite, method: Method) -> int:
     return site.parts
 
 
-def whole_sites(dense: Tracing, sites: Sites, asked: Widths, method: Method) -> dict[str, str]:
+def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
     """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
     named = names_of(dense)
     names = {groups.key: name for name, groups in named.items()}
-    first = {name: _first(sites.by_name[name], width, method) for name, width in asked.items()}
+    first = {name: _first(sites.by_name[name], width, method) for name, width in widths.items()}
     kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
-    return {names[key]: reason for key, reason in narrow(dense.found, kept).whole.items()}
+    return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
 
 
 def _first(site: object, width: object, method: Method) -> TracedReduced:

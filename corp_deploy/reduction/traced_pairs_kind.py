@@ -64,7 +64,9 @@ class TracedPairsKind:
             return None
         return f"{site.name} {'keeps Q/K' if width is None else 'loses dimensions unrepaired'}: {reason}"
 
-    def chosen(self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, known: object = None) -> None:
+    def chosen(
+        self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, cached: object = None
+    ) -> None:
         """Recoveries choose themselves."""
 
     def reduced(
@@ -74,9 +76,9 @@ class TracedPairsKind:
         method: Method,
         width: int,
         *,
-        known: object = None,
+        cached: object = None,
         held_out: HeadMoments | None = None,
-        halves: tuple[HeadMoments, HeadMoments] | None = None,
+        splits: tuple[HeadMoments, HeadMoments] | None = None,
     ) -> TracedReduced:
         places, narrower, repair = width // len(site.groups_HP), width < site.width, site.repair
         dims, scores_HD = places * site.both.joined, _scores(site, moments, method)
@@ -91,7 +93,7 @@ class TracedPairsKind:
             method,
             scores_HD,
             dims,
-            halves,
+            splits,
             in_planes=repair.mixing == "planes",
             grouped=site.both.shared,
             scores_HD=scores_HD,
@@ -112,7 +114,7 @@ class TracedPairsKind:
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
         """There is none."""
 
-    def curves(self, site: TracedPairs, moments: HeadMoments, method: Method, known: object) -> list[ErrorCurve]:
+    def curves(self, site: TracedPairs, moments: HeadMoments, method: Method, cached: object) -> list[ErrorCurve]:
         """What each width loses of the logits."""
         widths = self.offers(site, method)
         if len(widths) == 1:

@@ -22,7 +22,7 @@ def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
     program, read = dense.program, dict[fx.Node, Tensor]()
     linear = [each.node for each in layers(program) if each.node.target is LINEAR and batch_of(each.node) == IN_FRONT]
     (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
-    for cut in reversed(cuts(dense.found, beside_outputs=True)):
+    for cut in reversed(cuts(dense.analysis, beside_outputs=True)):
         layout = layout_of(cut.node, sizes_at_one(entering)[1:])
         like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
         with torch.inference_mode(False), torch.enable_grad():
@@ -44,8 +44,8 @@ def _gradients(
     """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
     outputs = outputs_behind(program, cut)
     values = run(program, needed(program, cut, outputs), {cut: x, **without_padding(program, len(x), x.device)})
-    given = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
+    terms = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
-    known = [stream_BNC, *(each for each in own if each is not None)]
-    found = iter(torch.autograd.grad(sum(given), known, allow_unused=True) if given else [None] * len(known))  # type: ignore[arg-type]
+    inputs = [stream_BNC, *(each for each in own if each is not None)]
+    found = iter(torch.autograd.grad(sum(terms), inputs, allow_unused=True) if terms else [None] * len(inputs))  # type: ignore[arg-type]
     return [next(found), *(None if each is None else next(found) for each in own)]

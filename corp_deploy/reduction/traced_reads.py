@@ -31,11 +31,11 @@ from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.algebra.swap import swap
-from corp_deploy.families.traced_site import Portion, Reading, TracedSite
+from corp_deploy.families.traced_site import Portion, SiteReader, TracedSite
 from ground.errors import BadInput
 
+from .partial_patches import fitted, target_of, without_patches
 from .statistics import lacking, statistics_before
-from .traced_chosen import fitted, target_of, without_patches
 from .uncentred import channels_uncentred
 
 Moment = ChannelMoments | PatchMoments
@@ -54,7 +54,7 @@ _OF_VECTORS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
 _OF_MAPS: Mapping[str, Callable[..., ChannelRecovery]] = MappingProxyType(
     {**patches.RECOVERIES, "affine-v1": patches.affine}
 )
-_SCORES: Mapping[str, Callable[["Read"], Tensor]] = MappingProxyType(
+_SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = MappingProxyType(
     {
         "energy": lambda read: scores.energy_patches(read.second_U, read.columns),
         "magnitude": lambda read: scores.magnitude_patches(read.weight_OU, read.columns),
@@ -67,13 +67,13 @@ _SCORES: Mapping[str, Callable[["Read"], Tensor]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that its energy can be kept
-class Read:
+class ReaderStats:
     """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens. A batch norm
     right behind it is one with its weight and bias, but for what it adds. `target`: what the layer gave, where patches
     were summed of some channels alone: its columns are theirs then.
     """
 
-    reading: Reading
+    reading: SiteReader
     portion: Portion
     tokens: float
     stats: PatchStatistics
@@ -115,7 +115,7 @@ class Read:
         """Variance of what the layer makes of the site."""
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
-    def is_whole(self, kept_K: Tensor) -> bool:
+    def has_all_patches(self, kept_K: Tensor) -> bool:
         """Whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
@@ -136,11 +136,11 @@ class Read:
         return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
-def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[Read, ...]:
+def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
     """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
     where the moments were taken without one.
     """
-    first, moments_of = dict[str, Reading](), dict[str, Moment]()
+    first, moments_of = dict[str, SiteReader](), dict[str, Moment]()
     for reading in site.readings:
         own = statistics_before(site.name, reading.name, moments)
         if not isinstance(own, ChannelMoments | PatchMoments):
@@ -151,7 +151,7 @@ def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[R
     return tuple(_read(each, part, there[weight]) for weight, each in first.items() for part in each.portions)
 
 
-def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
+def _read(reading: SiteReader, portion: Portion, moments: Moment) -> ReaderStats:
     """The columns of a group stand side by side."""
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
@@ -164,7 +164,7 @@ def _read(reading: Reading, portion: Portion, moments: Moment) -> Read:
     gain_O = torch.ones_like(bias_O) if reading.gain_O is None else reading.gain_O.to(where)[portion.rows]
     stats, active_F = _statistics(moments, portion.number, index_F, places_F)
     is_of_some = isinstance(moments, PatchMoments) and moments.channels_GR is not None
-    return Read(
+    return ReaderStats(
         reading=reading,
         portion=portion,
         tokens=float(moments.tokens),
@@ -216,12 +216,12 @@ def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
     return second_UU + rounding * torch.eye(len(mean_U), dtype=second_UU.dtype, device=second_UU.device)
 
 
-def rest_of(own: Read, half: Read) -> Read:
+def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
     """Without the images of `half`, some of its own."""
     tokens = own.tokens - half.tokens
 
-    def left(whole: Tensor, part: Tensor) -> Tensor:
-        return (whole * own.tokens - part * half.tokens) / tokens
+    def left(full: Tensor, part: Tensor) -> Tensor:
+        return (full * own.tokens - part * half.tokens) / tokens
 
     stats = PatchStatistics(
         mean_U=left(own.stats.mean_U, half.stats.mean_U),
@@ -236,21 +236,21 @@ def rest_of(own: Read, half: Read) -> Read:
     return replace(own, tokens=tokens, stats=stats, active_C=left(own.active_C, half.active_C), target=target)
 
 
-def of_places(reads: Sequence[Read]) -> tuple[Read, ...]:
+def of_places(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
     """Without squeezes, which follow what the others choose."""
     return tuple(read for read in reads if not read.reading.is_squeeze)
 
 
-def _stacked(reads: Sequence[Read]) -> list[Read]:
+def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say."""
-    stacked: dict[Any, list[Read]] = {}
+    stacked: dict[Any, list[ReaderStats]] = {}
     for read in of_places(reads):
         inputs = read.portion.number, read.portion.columns_CM.tobytes()
         stacked.setdefault((read.sees, inputs), []).append(read)
     return [replace(each[0], weight_OU=torch.cat([read.weight_OU for read in each])) for each in stacked.values()]
 
 
-def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
+def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
     """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
     go first.
     """
@@ -264,12 +264,12 @@ def elimination(reads: Sequence[Read], part_C: Tensor | None, *, ridge_rel: floa
         )
     if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
         return _by_portions(stacked, part_C, ridge_rel)
-    seen = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
-    covariances, weights, joined = zip(*seen, strict=True)
+    sets = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
+    covariances, weights, joined = zip(*sets, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
 
 
-def _among_chosen(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+def _among_chosen(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
     """Of columns refitted to all that the layer gave."""
     every = [(read, read.target) for read in stacked if read.target is not None]
     refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
@@ -278,7 +278,7 @@ def _among_chosen(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: flo
     return others_first(order, groups, sum(refit.residual for refit in refits))
 
 
-def _by_portions(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
     """Of a convolution in groups, each of which reads groups of the site that no other does."""
     orders = []
     for read in stacked:
@@ -292,7 +292,7 @@ def _by_portions(stacked: Sequence[Read], part_C: Tensor | None, ridge_rel: floa
     return replace(together, order_F=groups_C[together.order_F])
 
 
-def _as_one(portions: Sequence[Read]) -> tuple[Tensor, Tensor, int]:
+def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
     """Covariance [F,F] and weights [X,F] of all inputs of a layer, none between its groups, and how many inputs a group
     of the site has.
     """
@@ -308,7 +308,7 @@ def _as_one(portions: Sequence[Read]) -> tuple[Tensor, Tensor, int]:
     return covariance_FF, torch.cat(weights), joined
 
 
-def swapped(reads: Sequence[Read], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
+def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
     """The kept groups after exchanges that lose less, where one layer reads one element of each."""
     stacked = _stacked(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
@@ -316,7 +316,9 @@ def swapped(reads: Sequence[Read], kept_K: Tensor, *, ridge_rel: float) -> Tenso
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
 
 
-def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int) -> Tensor:
+def ranked(
+    reads: Sequence[ReaderStats], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int
+) -> Tensor:
     """The groups of the highest scores, ascending, as many of each part; over several layers of the sum of shares."""
     if selection in ("producer-l1", "producer-l2"):
         score_C = (scores.producer_l1 if selection == "producer-l1" else scores.producer_l2)(writing_CX)
@@ -338,7 +340,7 @@ def ranked(reads: Sequence[Read], selection: str, writing_CX: Tensor, part_C: Te
     return of_part_PC.gather(1, kept_PK).flatten().sort().values
 
 
-def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
+def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
     """What one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
     if read.target is not None:
         return _fitted(read, recovery, kept_K, ridge_rel)
@@ -352,11 +354,11 @@ def recovered(read: Read, recovery: str, kept_K: Tensor, *, ridge_rel: float) ->
     return new
 
 
-def _fitted(read: Read, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
+def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
     """To what the layer gave."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
-    if read.is_whole(kept_K):
+    if read.has_all_patches(kept_K):
         return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
         every = len(read.reading.columns_GM)
@@ -364,7 +366,7 @@ def _fitted(read: Read, recovery: str, kept_K: Tensor, ridge_rel: float) -> Chan
     return fitted(read.target.of(kept_U), read.weight_OU[:, kept_U], read.bias_O, ridge_rel=ridge_rel)
 
 
-def mean_of_kept(read: Read, kept_K: Tensor) -> ChannelRecovery:
+def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
     """Of a mean over all groups that they are divided by, told of those that stay alone."""
     kept_k = read.kept_k(kept_K)
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], kept_k)
@@ -372,11 +374,11 @@ def mean_of_kept(read: Read, kept_K: Tensor) -> ChannelRecovery:
     return replace(own, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
-def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: Read) -> float:
+def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
     """E||y - y'||^2 of a recovered layer on other statistics of what it read. Raises BadInput where those have no
     patches of what is kept.
     """
-    if other.target is not None and other.is_whole(kept_K):
+    if other.target is not None and other.has_all_patches(kept_K):
         return 0.0
     if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:
         raise BadInput(

@@ -20,12 +20,12 @@ def carried_out(
     rescaled on them.
     """
     narrower = {name: each for name, each in new.items() if each.is_narrower}
-    kept, whole = provable(model, left_of(narrower))
+    kept, unreduced = provable(model, left_of(narrower))
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
     if images is not None:
         tensors = rescaled(model, kept, tensors, images)
     dtype = next(model.parameters()).dtype
-    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), whole
+    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
 
 
 def left_of(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:

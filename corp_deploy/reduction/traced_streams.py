@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, tensors_by_name, to_device
-from corp_deploy.families.traced_fewer import Fewer
+from corp_deploy.families.traced_merged_program import MergedProgram
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
@@ -113,25 +113,25 @@ def pieces_of(
     """All inputs, those with `half_ids` or each `held_out_every`-th held out; `weights` of their tokens. Raises
     BadInput for too few.
     """
-    seen, every = 0, held_out_every or inputs.count + 1
+    start, every = 0, held_out_every or inputs.count + 1
     for batch in inputs.read(batch_size):
         if not len(batch.ids):
             continue
         here = to_device(batch.inputs, where)
         tensors, weights_BN = tensors_of_inputs(here), weights(here)
-        places_B = torch.arange(seen, seen + len(tensors[0]))
+        places_B = torch.arange(start, start + len(tensors[0]))
         held_B = places_B % every == every - 1
         if half_ids is not None:
             held_B = torch.isin(batch.ids, half_ids)
-        seen += len(places_B)
+        start += len(places_B)
         for is_held, chosen_B in ((False, ~held_B), (True, held_B)):
             if bool(chosen_B.any()):
                 own = tuple(each[chosen_B.to(where)] for each in tensors)
                 of_tokens = None if weights_BN is None else weights_BN[chosen_B.to(where)]
                 yield Piece(dense=own, student=own, held_out=is_held, weights_BN=of_tokens)
-    if held_out_every is not None and seen < held_out_every:
+    if held_out_every is not None and start < held_out_every:
         raise BadInput(
-            f"closed loop: got {seen} images, expected at least {held_out_every}, "
+            f"closed loop: got {start} images, expected at least {held_out_every}, "
             "because one in so many is held out to choose how far to trust the fit"
         )
 
@@ -148,7 +148,7 @@ class Student:
     """
 
     tracing: Tracing
-    fewer: Fewer | None
+    fewer: MergedProgram | None
     owned: frozenset[str]
     gone: Tensor
     is_changed: bool = False
@@ -160,8 +160,8 @@ class Student:
         owned = frozenset(name for layer in every_layer(dense.program) for name in (layer.weight, layer.bias))
         program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
         tracing = replace(dense, program=program)
-        vars(tracing).update(found=replace(dense.found, program=program), shares=dense.shares)
-        gone, found, fewer = torch.zeros(dense.found.flow.groups.count, dtype=torch.bool), dense.mergeable, None
+        vars(tracing).update(found=replace(dense.analysis, program=program), shares=dense.shares)
+        gone, found, fewer = torch.zeros(dense.analysis.flow.groups.count, dtype=torch.bool), dense.mergeable, None
         if dense.merging is not None:
             assert isinstance(found, Mergeable), found
             fewer = found.merged(program, dense.merging, follows=True)
@@ -185,7 +185,7 @@ class Student:
 
     def keep_(self, kept: Kept) -> None:
         """These groups of sites alone."""
-        found = self.tracing.found
+        found = self.tracing.analysis
         self.gone |= gone(found.flow, found.sites, kept)
         self.is_changed = True
         self.masks = masks(found, self.gone)
@@ -230,7 +230,12 @@ class Segment:
         stands = fewer.stands
         here = {stands[node.name]: each for node, each in entering.items()} | dict(piece.merged)
         ends = [stands[node.name] for node in nodes]
-        ends += [told[node.name] for node in nodes for told in (fewer.sizes_at, fewer.sources_at) if node.name in told]
+        ends += [
+            by_name[node.name]
+            for node in nodes
+            for by_name in (fewer.sizes_at, fewer.sources_at)
+            if node.name in by_name
+        ]
         masks = {
             stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
             for node, each in student.masks.items()
@@ -266,13 +271,13 @@ class Segment:
             return
         nodes = self.up_to([self.after])
         fewer, name = self.student.fewer, self.after.name
-        told = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
+        extra = [] if fewer is None else [each[name] for each in (fewer.sizes_at, fewer.sources_at) if name in each]
         others = slice(1, 1 + len(along(self.dense.program)))
         for piece in pieces:
             values = self.run_student(piece, nodes)
-            piece.merged = {node: values[node] for node in told}
+            piece.merged = {node: values[node] for node in extra}
             piece.student = (values[self.after], *piece.student[others])
-            if not self.student.is_changed and not told:
+            if not self.student.is_changed and not extra:
                 piece.dense = piece.student
             elif with_dense:
                 piece.dense = (self.run_dense(piece, nodes)[self.after], *piece.dense[others])
@@ -280,5 +285,5 @@ class Segment:
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
     """From the inputs to the outputs, cut by cut."""
-    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.found, beside_outputs=True)), None]):
+    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.analysis, beside_outputs=True)), None]):
         yield Segment(dense=dense, student=student, before=before, after=after)

@@ -25,14 +25,14 @@ _NORM_ARGS = (None, None, 1e-5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lacking:
-    """What is lacking of `wanted`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
+class TargetResidual:
+    """What is lacking of `target`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
     None for the same. `counts`: which places come to the stream at all [places], `read`: which the outputs read; None
     for all. `weights`: by how much each counts, None for all alike.
     """
 
-    lacking: Tensor
-    wanted: Tensor
+    residual: Tensor
+    target: Tensor
     gain_O: Tensor | None = None
     counts: Tensor | None = None
     read: Tensor | None = None
@@ -45,7 +45,7 @@ class _Passed:
     left out.
     """
 
-    given: Tensor
+    output: Tensor
     gain: Tensor
     pulled: Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -59,12 +59,12 @@ def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values)
         here = values | {first: own}
         for node in way:
             here[node] = called(node, here)
-        given: Tensor = here[way[-1]] if way else own
-        return given
+        output: Tensor = here[way[-1]] if way else own
+        return output
 
     # torch says that there may be a third, which is asked for by has_aux alone.
-    given, pulled = torch.func.vjp(through, own)  # type: ignore[misc]
-    return _Passed(given=given, gain=pulled(torch.ones_like(given))[0], pulled=pulled)
+    output, pulled = torch.func.vjp(through, own)  # type: ignore[misc]
+    return _Passed(output=output, gain=pulled(torch.ones_like(output))[0], pulled=pulled)
 
 
 def _gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -105,56 +105,56 @@ class Target:
         beside = [each for node in passed for each in node.all_input_nodes if each not in {self.layer, *passed}]
         return [self.layer, *beside, *([] if self.other is None else [self.other])]
 
-    def lacking(self, dense: Values, student: Values) -> Lacking:
+    def residual(self, dense: Values, student: Values) -> TargetResidual:
         """Of a few inputs, by the values of both programs."""
         of_stream = self._of_stream if self.norm is None else self._before_norm
         found = None if self.at is None else of_stream(dense, student)
-        wanted = dense[self.layer]
-        given = found or Lacking(lacking=wanted - student[self.layer], wanted=wanted)
-        return given if self.read_P is None else replace(given, read=self.read_P.repeat(len(wanted)))
+        target = dense[self.layer]
+        result = found or TargetResidual(residual=target - student[self.layer], target=target)
+        return result if self.read_P is None else replace(result, read=self.read_P.repeat(len(target)))
 
-    def _of_stream(self, dense: Values, student: Values) -> Lacking | None:
+    def _of_stream(self, dense: Values, student: Values) -> TargetResidual | None:
         assert self.at is not None, self
         assert self.other is not None, self
         passed = _passed(self.layer, student[self.layer], self.way, student)
         found = _gain(rows_of(passed.gain, self.layer))
         if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
             return None
-        return Lacking(
-            lacking=passed.back(dense[self.at] - student[self.other] - passed.given),
-            wanted=passed.back(dense[self.at]),
+        return TargetResidual(
+            residual=passed.back(dense[self.at] - student[self.other] - passed.output),
+            target=passed.back(dense[self.at]),
             gain_O=found[0],
             counts=None if bool(found[1].all()) else found[1],
         )
 
-    def _before_norm(self, dense: Values, student: Values) -> Lacking | None:
+    def _before_norm(self, dense: Values, student: Values) -> TargetResidual | None:
         """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py)."""
         assert self.at is not None, self
         assert self.other is not None, self
         assert self.norm is not None, self
-        given_args = (*self.norm.args[2:5], *_NORM_ARGS[len(self.norm.args) - 2 :])
-        weight, eps = given_args[0], given_args[2]
+        norm_args = (*self.norm.args[2:5], *_NORM_ARGS[len(self.norm.args) - 2 :])
+        weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
-        given = dense[self.norm.all_input_nodes[0]]
+        source = dense[self.norm.all_input_nodes[0]]
         front = _passed(self.layer, student[self.layer], self.front, student)
-        normed = called(self.norm, student | {self.norm.all_input_nodes[0]: given})
+        normed = called(self.norm, student | {self.norm.all_input_nodes[0]: source})
         behind = _passed(self.norm, normed, self.way, student)
         found = _gain(behind.gain.flatten(0, -2))
         if found is None or self.layer.target is not LINEAR:
             return None
         gain_C = found[0] * student[weight] if isinstance(weight, fx.Node) else found[0]
         norm = NormBehind(gain_C=gain_C, offset_C=None, eps=eps)
-        added = gain_C * F.layer_norm(given, given.shape[-1:], eps=eps)
-        wanted = norm.before(added + behind.back(dense[self.at] - student[self.other] - behind.given), given)
-        own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(given)), self.layer))
+        added = gain_C * F.layer_norm(source, source.shape[-1:], eps=eps)
+        target = norm.before(added + behind.back(dense[self.at] - student[self.other] - behind.output), source)
+        own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(source)), self.layer))
         if own is None:
             return None
-        return Lacking(
-            lacking=front.back(wanted - gain_C * front.given),
-            wanted=front.back(behind.back(dense[self.at])),
+        return TargetResidual(
+            residual=front.back(target - gain_C * front.output),
+            target=front.back(behind.back(dense[self.at])),
             gain_O=own[0],
             counts=None if bool(own[1].all()) else own[1],
-            weights=rows_of(front.back(norm.passed(given).unsqueeze(-1).expand_as(given)), self.layer).amax(1),
+            weights=rows_of(front.back(norm.passed(source).unsqueeze(-1).expand_as(source)), self.layer).amax(1),
         )
 
 

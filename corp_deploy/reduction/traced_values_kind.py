@@ -20,14 +20,14 @@ from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
 
-from .chosen import Chosen
 from .head_modules import rotated_values, value_report
 from .heads import values_at_site
+from .kept_groups import Chosen
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
 from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
-from .traced_reads import Read
+from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
 
 
@@ -66,10 +66,10 @@ class _Heads:
 
     groups_HV: Tensor
     rows_HV: Tensor
-    read: Read
+    read: ReaderStats
     own: _Given
     held_out: _Given | None
-    halves: tuple[_Given, _Given] | None
+    splits: tuple[_Given, _Given] | None
 
     @property
     def taps(self) -> int:
@@ -80,14 +80,14 @@ class _Heads:
         """These heads alone, with the layer that reads them recovered."""
         number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
         kept_K = number_HX[kept_M].flatten()
-        halves = None if self.halves is None else [each.at(kept_K, recovery) for each in self.halves]
+        splits = None if self.splits is None else [each.at(kept_K, recovery) for each in self.splits]
         return _Heads(
             groups_HV=self.groups_HV[kept_M.cpu()],
             rows_HV=self.rows_HV[kept_M.cpu()],
             read=self.read,
             own=self.own.at(kept_K, recovery),
             held_out=None if self.held_out is None else self.held_out.at(kept_K, recovery),
-            halves=None if halves is None else (halves[0], halves[1]),
+            splits=None if splits is None else (splits[0], splits[1]),
         )
 
     def kept_K(self, each: int) -> Tensor:
@@ -170,57 +170,57 @@ class TracedValuesKind(TracedKind[TracedValues]):
         stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
         return (site.width,) if stays else self._with_none(site, method)
 
-    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, known: Any = None) -> Chosen | None:
+    def chosen(self, site: TracedValues, moments: Any, method: Method, width: int, cached: Any = None) -> Chosen | None:
         is_chosen = site.rows is None and not method.heads_sparsity
-        return super().chosen(site, moments, method, width, known) if is_chosen else None
+        return super().chosen(site, moments, method, width, cached) if is_chosen else None
 
     def reduced(
         self,
         site: TracedValues,
-        moments: tuple[Read, ...],
+        moments: tuple[ReaderStats, ...],
         method: Method,
         width: int,
         *,
-        known: Elimination | Chosen | None = None,
-        held_out: tuple[Read, ...] | None = None,
-        halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None = None,
+        cached: Elimination | Chosen | None = None,
+        held_out: tuple[ReaderStats, ...] | None = None,
+        splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
         if width == 0:
             new = super().reduced(site, moments, method, width, held_out=held_out)
             return replace(new, beside=site.queries_gone)
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
-        others: dict[str, Any] = {"held_out": held_out, "halves": halves}
+        others: dict[str, Any] = {"held_out": held_out, "halves": splits}
 
         def with_dims(of: _Heads) -> TracedReduced:
             each = width // len(of.groups_HV)
             if site.rows is not None:
                 return _mixed(site, of, method, each)
             return super(TracedValuesKind, self).reduced(
-                site, moments, method, width, known=of.chosen(method, each), **others
+                site, moments, method, width, cached=of.chosen(method, each), **others
             )
 
         if heads == left == site.parts and site.rows is None:
-            return super().reduced(site, moments, method, width, known=known, **others)
-        whole = _heads(site, moments, held_out, halves)
+            return super().reduced(site, moments, method, width, cached=cached, **others)
+        full = _heads(site, moments, held_out, splits)
         if left == heads:
-            return with_dims(whole)
-        kept_M = kept_groups(whole.own.weight_OC, whole.own, method, heads, left)
+            return with_dims(full)
+        kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
         recovery, report = projected(
-            site.name, heads, whole.own.projection, whole.own, method, kept_M, whole.held_out, whole.halves
+            site.name, heads, full.own.projection, full.own, method, kept_M, full.held_out, full.splits
         )
-        fewer = whole.fewer(kept_M, recovery)
+        fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
 
-    def elimination(self, site: TracedValues, moments: tuple[Read, ...], method: Method) -> Elimination | None:
+    def elimination(self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
 
     def curves(
-        self, site: TracedValues, moments: tuple[Read, ...], method: Method, known: Elimination | None
+        self, site: TracedValues, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
     ) -> list[ErrorCurve]:
         if site.rows is None:
-            return super().curves(site, moments, method, known)
+            return super().curves(site, moments, method, cached)
         own, widths = _given(site, moments), self.offers(site, method)
         lost_H = values.lowrank_spectrum(own.z_mean_C, own.z_second_CC, own.weight_OC, len(site.groups_HV))
         errors = tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in widths)
@@ -246,7 +246,7 @@ def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
+def _given(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
@@ -260,9 +260,9 @@ def _given(site: TracedValues, reads: tuple[Read, ...]) -> _Given:
 
 def _heads(
     site: TracedValues,
-    moments: tuple[Read, ...],
-    held_out: tuple[Read, ...] | None,
-    halves: tuple[tuple[Read, ...], tuple[Read, ...]] | None,
+    moments: tuple[ReaderStats, ...],
+    held_out: tuple[ReaderStats, ...] | None,
+    splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None,
 ) -> _Heads:
     """All of a site."""
     return _Heads(
@@ -271,14 +271,14 @@ def _heads(
         read=moments[0],
         own=_given(site, moments),
         held_out=None if held_out is None else _given(site, held_out),
-        halves=None if halves is None else (_given(site, halves[0]), _given(site, halves[1])),
+        splits=None if splits is None else (_given(site, splits[0]), _given(site, splits[1])),
     )
 
 
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
-    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.halves)
+    at_site = values_at_site(own, method, own.weight_OC, own.bias_O, count, each, heads.splits)
     report = value_report(site.name, dense, own.projection, at_site, own, method, each, heads.held_out)
     if each == dense:
         return TracedReduced(modules={}, reports=[report], kept_K=heads.kept_K(each))

@@ -1,4 +1,4 @@
-"""Uncentred second moments: the statistics of a layer without a bias, with the mean set to zero.
+"""Statistics of uncentred second moments: means set to zero, second moments as they are.
 
 A layer without a bias can't give back the mean of what is lost. A fit on such statistics is the best one without a bias
 (least squares on second moments), its bias is zero, and what it leaves is counted with its mean.

@@ -13,7 +13,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
 
-from .heads import Given, output_energy
+from .heads import HeadOutputs, output_energy
 from .method import Method
 from .report import HeldOut, SiteReport, ridge_fit
 
@@ -26,7 +26,7 @@ class _Projection:
     bias_O: Tensor | None
     map_MH: Tensor
 
-    def recovered(self, moments: Given, method: Method, ridge_rel: float) -> ChannelRecovery:
+    def recovered(self, moments: HeadOutputs, method: Method, ridge_rel: float) -> ChannelRecovery:
         assert method.heads_recovery != "keep", method
         return whole_heads.recovered(
             moments.z_mean_C,
@@ -38,7 +38,7 @@ class _Projection:
             ridge_rel=ridge_rel,
         )
 
-    def error(self, recovery: ChannelRecovery, moments: Given) -> float:
+    def error(self, recovery: ChannelRecovery, moments: HeadOutputs) -> float:
         """E||y - y'||^2 of the new projection on any moments of the dense z."""
         width = self.weight_OC.shape[1] // self.map_MH.shape[1]
         eye_VV = torch.eye(width, dtype=torch.float64, device=self.map_MH.device)
@@ -46,20 +46,20 @@ class _Projection:
         change_O = -recovery.bias_O if self.bias_O is None else self.bias_O - recovery.bias_O
         return output_error(moments.z_mean_C, moments.z_second_CC, change_OC, change_O)
 
-    def ridge(self, halves: tuple[Given, Given], method: Method) -> RidgeChoice:
+    def ridge(self, splits: tuple[HeadOutputs, HeadOutputs], method: Method) -> RidgeChoice:
         """The strength whose projections of either half lose least on the other."""
 
-        def share_lost(recovery: ChannelRecovery, half: Given) -> float:
+        def share_lost(recovery: ChannelRecovery, half: HeadOutputs) -> float:
             energy = output_energy(half, self.weight_OC)
             return self.error(recovery, half) / energy if energy > 0.0 else 0.0
 
-        def fit(half: Given, strength: float) -> ChannelRecovery:
+        def fit(half: HeadOutputs, strength: float) -> ChannelRecovery:
             return self.recovered(half, method, strength)
 
-        return chosen_ridge(halves, ridges_from(method.ridge_rel), fit, share_lost)
+        return chosen_ridge(splits, ridges_from(method.ridge_rel), fit, share_lost)
 
 
-def kept_groups(weight_OC: Tensor, moments: Given, method: Method, groups: int, count: int) -> Tensor:
+def kept_groups(weight_OC: Tensor, moments: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
     """Of so many groups of as many neighbours those that stay."""
     if method.heads_selection == "obs":
         order_G = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, groups, ridge_rel=method.ridge_rel).order_F
@@ -100,16 +100,16 @@ def projected(
     site: str,
     heads: int,
     projection: tuple[Tensor, Tensor | None],
-    moments: Given,
+    moments: HeadOutputs,
     method: Method,
     kept_M: Tensor,
-    held_out: Given | None = None,
-    halves: tuple[Given, Given] | None = None,
+    held_out: HeadOutputs | None = None,
+    splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> tuple[ChannelRecovery, SiteReport]:
     """A projection's weight and bias with these heads in front of it, and what to report; see `fewer_heads`."""
     weight_OC, bias_O = projection
     own = _Projection(weight_OC=weight_OC, bias_O=bias_O, map_MH=whole_heads.selection(kept_M, heads))
-    ridge = None if halves is None or method.heads_recovery == "none" else own.ridge(halves, method)
+    ridge = None if splits is None or method.heads_recovery == "none" else own.ridge(splits, method)
     recovery = own.recovered(moments, method, method.ridge_rel if ridge is None else ridge.strength_whole)
     elsewhere = None
     if held_out is not None:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
-from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.option_support import Axis
 
 from . import names
 from .baseline import Baseline
@@ -19,10 +19,13 @@ RANGE_SAMPLES = 128
 
 
 def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
-    return {name: path_from(root, value) if isinstance(value, Path) else value for name, value in baseline.said.items()}
+    return {
+        name: path_from(root, value) if isinstance(value, Path) else value
+        for name, value in baseline.command_options.items()
+    }
 
 
-def whole(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
+def release_call(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
     """The release itself, in its own directory."""
     options = {"output": ".", **_beside(baseline, root), **recipe.trust(measures=True)}
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
@@ -64,7 +67,7 @@ def calibrate(recipe: Recipe, root: Path) -> Invocation:
             **_some(calibration, "active_eps", "snapshots"),
             "attn": (recipe.reduce.attn,) if restricted else None,
             "align": Pairs(head=recipe.reduce.align_head) if restricted else None,
-            **recipe.reduce.choice.of_statistics.said,
+            **recipe.reduce.choice.of_statistics.command_options,
             "hold_out": calibration.hold_out,
             "groups": _groups(recipe, root),
             "checkpoint_every": SAVE_EVERY_IMAGES,
@@ -78,7 +81,7 @@ def _honoured(options: Mapping[str, Any], ways: Iterable[tuple[Axis, str]]) -> d
     """What the ways at work do something with; the others would refuse to be told."""
     left = dict(options)
     for axis, way in ways:
-        left = axis.honoured(way, left)
+        left = axis.supported(way, left)
     return left
 
 
@@ -89,7 +92,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
         **recipe.model.trust,
         "moments": names.MOMENTS,
         "held_out": names.HELD_OUT_MOMENTS if recipe.judges_sites else None,
-        **choice.said,
+        **choice.command_options,
         "latency_tables": path_from(root, recipe.reduce.latency_tables),
         "images": path_from(root, calibration.images),
         **_some(calibration, "samples", "seed", "workers", "max_bad"),
@@ -119,7 +122,7 @@ def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
         options={
             "model": subject,
             **recipe.model.trust,
-            **table.options.said,
+            **table.options.command_options,
             **(_ranges(recipe, root) if table.quantised else {}),
             "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
@@ -139,7 +142,7 @@ def verify(recipe: Recipe, root: Path) -> Invocation:
             "hold_out": proving.hold_out,
             "groups": _groups(recipe, root) if recipe.proves_on_own else None,
             "moments": names.MOMENTS,
-            **parity.options.said,
+            **parity.options.command_options,
             "head": [path_from(root, path) for path in parity.head],
             "metric": parity.metrics(root),
             "output": names.PARITY,
@@ -177,7 +180,7 @@ def _bench(
             **called,
             "batch": table.batches,
             "images": names.SAMPLES,
-            **table.plan.said,
+            **table.plan.command_options,
             "output": output,
         },
     )

@@ -43,7 +43,7 @@ def _held_out(site: SiteReport) -> str:
     return _share(site.loop.error_held_out, site.loop.energy) + " (stream)" if site.loop else "-"
 
 
-def _asked(table: ReduceTable, *, attention: bool) -> str:
+def _requested_shares(table: ReduceTable, *, attention: bool) -> str:
     """`attention`: whether heads were gone through."""
     budgets = [
         f"{share:.0%} of the {name} may stay"
@@ -66,7 +66,7 @@ def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
     polish, attention = recipe.reduce.choice.polishing, any(site.part in ("qk", "v") for site in reduction.sites)
     fit = "least squares" if polish == "layer" else "gradients"
     trained = "no training" if polish == "none" else f"{fit} after the closed form (polish `{polish}`)"
-    yield f"Asked for: {_asked(recipe.reduce, attention=attention)}. No labels, {trained}."
+    yield f"Asked for: {_requested_shares(recipe.reduce, attention=attention)}. No labels, {trained}."
     if coverage := reduction.coverage:
         yield f"Done: {markdown_line(coverage.verdict)}."
         for refused, reason in coverage.refused.items():
@@ -115,9 +115,9 @@ def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     yield ""
     yield f"Images are prepared with: {markdown_line(_prepared(config.input.preprocessing))}."
-    if taken := input_of_graphs(root).get("input"):
-        inside = f"mean and std are inside, {markdown_line(taken['normalised'])}"
-        yield f"Graphs and engines take {taken['dtype']} pixels of that size: {inside}."
+    if graph_input := input_of_graphs(root).get("input"):
+        inside = f"mean and std are inside, {markdown_line(graph_input['normalised'])}"
+        yield f"Graphs and engines take {graph_input['dtype']} pixels of that size: {inside}."
 
 
 def _prepared(preprocessing: dict[str, Any]) -> str:

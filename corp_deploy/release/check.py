@@ -47,12 +47,12 @@ class Expected:
         if MANIFEST not in signed.files:
             raise Unverified(f"{MANIFEST}: missing, so that the signature is of no release")
         release = load_manifest(folder).release
-        for what, asked, got in (
+        for what, expected, actual in (
             ("name", self.name, None if release is None else release.name),
             ("version", self.version, None if release is None else release.version),
         ):
-            if asked is not None and asked != got:
-                raise Unverified(f"{MANIFEST}: the signed {what} is {got!r:.100}, expected {asked!r:.100}")
+            if expected is not None and expected != actual:
+                raise Unverified(f"{MANIFEST}: the signed {what} is {actual!r:.100}, expected {expected!r:.100}")
         return signed
 
 
@@ -65,10 +65,10 @@ def _goes_through_a_link(folder: Path, name: str) -> bool:
     return False
 
 
-def _changed(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
+def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
     """What differs, by name."""
     changed = {}
-    for name, digest in known.items():
+    for name, digest in digests.items():
         if _goes_through_a_link(folder, name):
             changed[name] = f"{name}: a link, expected the file itself"
         elif not (folder / name).is_file():

@@ -41,8 +41,8 @@ class Digests:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._known = self._read()
-        self._saved = dict(self._known)
+        self._entries = self._read()
+        self._saved = dict(self._entries)
 
     def _read(self) -> dict[str, tuple[int, int, str]]:
         try:
@@ -52,21 +52,21 @@ class Digests:
 
     def save(self) -> None:
         """Write what is new; nothing when nothing is."""
-        if self._known == self._saved and self._file.is_file():
+        if self._entries == self._saved and self._file.is_file():
             return
-        self._saved = dict(self._known)
-        write_json(self._file, msgspec.to_builtins(KnownDigests(files=self._known)))
+        self._saved = dict(self._entries)
+        write_json(self._file, msgspec.to_builtins(KnownDigests(files=self._entries)))
 
     def of_file(self, path: Path) -> str:
         status = path.stat()
         key, mark = str(path.resolve()), (status.st_size, status.st_mtime_ns)
-        known = self._known.get(key)
-        if known is not None and known[:2] == mark:
-            return known[2]
+        entry = self._entries.get(key)
+        if entry is not None and entry[:2] == mark:
+            return entry[2]
         digest = sha256_of_file(path)
-        self._known.pop(key, None)
+        self._entries.pop(key, None)
         if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
-            self._known[key] = (*mark, digest)
+            self._entries[key] = (*mark, digest)
         return digest
 
     def of_path(self, path: Path) -> str:

@@ -172,10 +172,10 @@ def _sync(path: Path) -> None:
 
 def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
     """A full disk as one error, also where a library words it in its own way."""
-    said = None if isinstance(error, BadInput | Missing) else os_error_from(error)
-    if said is None or (said is error and said.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+    fault = None if isinstance(error, BadInput | Missing) else os_error_from(error)
+    if fault is None or (fault is error and fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return None
-    return OSError(said.errno, said.strerror, f"{root} (stage {stage.name})")
+    return OSError(fault.errno, fault.strerror, f"{root} (stage {stage.name})")
 
 
 def _move(stage: Stage, root: Path, into: Path, before: Stamp | None) -> dict[str, str]:
@@ -240,9 +240,9 @@ def _remove_empty(root: Path, names: Sequence[str]) -> None:
 def _drop_former(stages: Sequence[Stage], root: Path) -> None:
     """The files of stages that are no longer among these, and their stamps."""
     keep = [name for stage in stages for name in stage.outputs]
-    known = {stamp_path(root / STATE, stage.name) for stage in stages} | {root / STATE / DIGESTS}
+    current = {stamp_path(root / STATE, stage.name) for stage in stages} | {root / STATE / DIGESTS}
     for path in sorted((root / STATE).glob("*.json")):
-        if path not in known:
+        if path not in current:
             stale = _left_over(root, read_stamp(root / STATE, path.stem), keep=keep)
             for name in stale:
                 (root / name).unlink()
@@ -258,15 +258,17 @@ def clean(root: Path) -> None:
         path.unlink()
 
 
-def run(stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], whole: bool = True) -> Outcome:
+def run(
+    stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], is_complete: bool = True
+) -> Outcome:
     """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs, and what
     goes otherwise than asked.
 
-    A stage that this machine can't run stops those that read its files, and no others. With `whole` the stages are all
-    there are, so that files of former ones are removed.
+    A stage that this machine can't run stops those that read its files, and no others. With `is_complete` the stages
+    are all there are, so that files of former ones are removed.
     """
     clean(root)
-    if whole:
+    if is_complete:
         _drop_former(stages, root)
     digests = Digests(root / STATE / DIGESTS)
     finished: list[str] = []

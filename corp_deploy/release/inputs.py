@@ -18,9 +18,9 @@ from . import incremental
 from .baseline import Baseline
 from .digests import files_of
 from .incremental import Stage, StageStatus
-from .mistakes import Mistakes
 from .recipe import Recipe
 from .recipe_parity import trusted_metrics
+from .recipe_problems import RecipeProblems
 from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"
@@ -69,7 +69,7 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
         refuse_beside_directory(directory, others)
 
 
-def _require_model(model: ModelTable, mistakes: Mistakes) -> None:
+def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
     """A name of a model here with its weights, a directory with a model, or code that may be run."""
     with mistakes.at("model.model"):
         if model.code is not None:
@@ -110,7 +110,7 @@ def _require_history(history: Path, root: Path) -> None:
         raise BadInput(f"{root} is the output of this release; give another directory")
 
 
-def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: Mistakes) -> None:
+def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
     """Commands that can be run from the directory of the release, and all that they read told."""
     untold = recipe.parity.untold_files(beside, root)
     for word in untold:
@@ -125,7 +125,7 @@ def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: Mistake
                 require_runnable(requests, below=root)
 
 
-def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path, mistakes: Mistakes) -> None:
+def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path, mistakes: RecipeProblems) -> None:
     names = {stage.name for stage in stages}
     if "dense" in names:
         _require_model(recipe.model, mistakes)
@@ -151,7 +151,7 @@ def require_inputs(
     Returns what a run would do with the stages. Raises BadInput with a line for each mistake, and Missing where this
     machine lacks what reads one of the files.
     """
-    mistakes = Mistakes(path)
+    mistakes = RecipeProblems(path)
     _note_absent(recipe, root, stages, path, mistakes)
     mistakes.refuse()
     if any(stage.name == OF_OPTIONS for stage in stages):

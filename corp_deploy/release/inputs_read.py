@@ -30,10 +30,10 @@ from perf.record.fitted import FittedInputs
 
 from .calls import range_samples
 from .incremental import Stage
-from .mistakes import Mistakes
 from .names import MOMENTS, PARITY, parity_name
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe import Recipe
+from .recipe_problems import RecipeProblems
 from .recipe_tables import require_more
 from .serving import class_names
 
@@ -41,7 +41,7 @@ PROVING = {"size", "samples", "parity"}
 """The stages that open the images that the result is proved on."""
 
 
-def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: Mistakes) -> None:
+def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: RecipeProblems) -> None:
     with mistakes.at("[reduce]"):
         refuse_unfit(dense, request_from_choice(recipe.reduce.choice))
     if recipe.reduce.latency_tables is not None:
@@ -50,7 +50,7 @@ def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: Mistakes) -> No
                 load_table(path)
 
 
-def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) -> Split[Images] | None:
+def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProblems) -> Split[Images] | None:
     """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
     table, images = recipe.calibration, None
     with mistakes.at("calibration.images"):
@@ -75,7 +75,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: Mistakes) ->
 
 
 def _proof_images(
-    recipe: Recipe, model: nn.Module, calibration: Split[Images] | None, mistakes: Mistakes
+    recipe: Recipe, model: nn.Module, calibration: Split[Images] | None, mistakes: RecipeProblems
 ) -> Images | None:
     if recipe.proves_on_own:
         return None if calibration is None else calibration.held_out
@@ -84,7 +84,7 @@ def _proof_images(
     return None
 
 
-def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Mistakes) -> None:
+def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: RecipeProblems) -> None:
     """Labels of the images that prove the result, and whether these are enough for what is asked of them."""
     if recipe.held_out.labels is not None:
         with mistakes.at("held_out.labels"):
@@ -120,7 +120,7 @@ def _too_good(proving: Images, fitted_ids: Tensor) -> Iterator[str]:
 
 
 def read_inputs(
-    recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: Mistakes, warn: Callable[[str], None]
+    recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
     """Note what these stages would refuse of what they are made from beyond the release, and warn of what they would
     find. The model is the recipe's, or that of the release where it stands already.

@@ -63,9 +63,9 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
         calibration,
         without=("images", "workers", "attention_system", "group_labels", "active_eps", "snapshots"),
     )
-    asked = ("attention_system", "residual", "active_eps", "snapshots", "attn", "align")
-    system = {key: calibrate[key] for key in asked if calibrate[key] is not None}
-    merging = {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.said.items()}
+    optional_keys = ("attention_system", "residual", "active_eps", "snapshots", "attn", "align")
+    system = {key: calibrate[key] for key in optional_keys if calibrate[key] is not None}
+    merging = {f"reduce.{name}": value for name, value in recipe.reduce.choice.of_statistics.command_options.items()}
     return Stage(
         name="moments",
         outputs=(names.MOMENTS, names.SUMMARY, *names.snapshots_of(recipe), *_held_out_moments(recipe)),
@@ -240,11 +240,11 @@ def _earlier(history: Path, bench: Path) -> list[str]:
 
 
 def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
-    commands, made = [stage.command for stage in before], [stage.name for stage in before]
+    commands, stage_names = [stage.command for stage in before], [stage.name for stage in before]
     return Stage(
         name="report",
         outputs=(*names.REPORTS, names.CARD, *(names.page_name(target) for target in recipe.targets[1:])),
-        run=own_step("report", recipe, commands, made),
+        run=own_step("report", recipe, commands, stage_names),
         reads=(
             names.RECIPE,
             names.MODELS["reduced"][0],
@@ -262,7 +262,7 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
 
 
 def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
-    command = str(calls.whole(recipe, baseline, root))
+    command = str(calls.release_call(recipe, baseline, root))
     own = str(calls.only_beside("manifest", recipe, baseline, root))
     return Stage(
         name="manifest",

@@ -36,8 +36,8 @@ def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, 
 
 
 def _dependency(label: str, path: Path, digest: str) -> dict[str, Any]:
-    told = {} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}}
-    return {"name": label, "digest": {"sha256": digest}, **told}
+    annotations = {} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}}
+    return {"name": label, "digest": {"sha256": digest}, **annotations}
 
 
 def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _refuse_idle_threads(self) -> None:
         """Threads are of the targets that have them; a recipe's other targets don't ask for any."""
-        deaf = [name for name in self.target_tables if not BENCH.ways[name].takes("threads", 1)]
+        deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if len(deaf) == len(self.target_tables):
             refuse_ignored("[bench]", BENCH, deaf[0], {"threads": self.bench.threads})
 

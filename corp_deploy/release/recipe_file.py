@@ -12,8 +12,8 @@ import msgspec
 
 from corp_deploy.families import trusted_code
 from corp_deploy.families.trusted_code import file_and_function, is_code
-from corp_deploy.invocation.honours import spelled
 from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.source import Source
 from corp_deploy.store.hub_snapshot import PREFIX
@@ -85,12 +85,12 @@ def _refuse_depth(path: Path, raw: dict[str, Any]) -> None:
     raise BadInput(f"{path}: not a recipe: its values are nested too deep")
 
 
-def _refuse_unknown(where: str, words: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
+def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) -> None:
+    allowed = list(allowed)
     for word in words:
-        if word not in known:
-            close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        if word not in allowed:
+            close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(allowed)}"
             raise BadInput(f"{where}: unknown key {word!r}; {hint}")
 
 
@@ -176,10 +176,10 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
         )
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...], bound: Path | None) -> Tables:
+def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> Tables:
     """The file's tables over those of the recipe it extends: tables are merged key by key, lists are replaced."""
-    if path in seen:
-        raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*seen, path))}")
+    if path in extending:
+        raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*extending, path))}")
     raw = _read(path)
     own = _tables(path, raw)
     for name, place in places(own):
@@ -191,7 +191,7 @@ def _with_bases(path: Path, seen: tuple[Path, ...], bound: Path | None) -> Table
         raise BadInput(f"{path}: extends is {base!r:.200}, expected the path of another recipe")
     place = (path.parent / base).resolve()
     _refuse_outside(path, "extends", place, bound)
-    merged = _with_bases(place, (*seen, path), bound)
+    merged = _with_bases(place, (*extending, path), bound)
     return merged | {name: merged.get(name, {}) | table for name, table in own.items()}
 
 
@@ -232,8 +232,8 @@ def as_named(source: S) -> S:
     path = Path(source.name)
     if path.suffix != ".toml":
         return source
-    if source.asked:
-        others = ", ".join(spelled(options_of(Source)[name].typed) for name in source.asked)
+    if source.non_default:
+        others = ", ".join(spelled(options_of(Source)[name].typed) for name in source.non_default)
         raise BadInput(f"{path}: says itself what goes with its model; drop {others}, or change [model] in it")
     table = load_model_table(path)
     return replace(source, name=table.model, **table.source.values)

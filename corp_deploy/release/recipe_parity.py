@@ -46,12 +46,12 @@ class ParityTable(
         """Words of the commands that name files beside the recipe, which none of the files told of is, nor one of the
         directory that they are run in.
         """
-        told = {path.name for path in self.metric_files}
-        words = (word for request in metrics_from_texts(self.metric) for word in request.words if OUTPUTS not in word)
+        file_names = {path.name for path in self.metric_files}
+        words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
         return [
             word
             for word in dict.fromkeys(words)
-            if Path(word).name not in told and (beside / word).is_file() and not (directory / word).is_file()
+            if Path(word).name not in file_names and (beside / word).is_file() and not (directory / word).is_file()
         ]
 
     @property
@@ -69,5 +69,5 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 
 
 def _located(request: MetricRequest, paths: Mapping[str, str | None]) -> str:
-    words = (paths.get(Path(word).name) or word for word in request.words)
+    words = (paths.get(Path(word).name) or word for word in request.argv)
     return f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}"

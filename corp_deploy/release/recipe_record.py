@@ -8,7 +8,7 @@ from msgspec import Meta, defstruct
 from msgspec.structs import fields
 
 from corp_deploy.invocation.option import Option, Record, options_of
-from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, Repeated, Spelled, Values
+from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, ParsedText, Repeated, Values
 from ground.errors import BadInput
 from ground.quantity import Count, Real
 
@@ -22,21 +22,21 @@ def type_of(values: Values) -> Any:
     """What msgspec reads, which a refusal describes."""
     if isinstance(values, Count | Real):
         return number_in(values)
-    said, text = Meta(description=str(values)), Meta(pattern=r"\S", description=str(values))
+    meta, text = Meta(description=str(values)), Meta(pattern=r"\S", description=str(values))
     match values:
         case OneOf(words, on):
             literal = Literal[words]  # type: ignore[valid-type]  # of a tuple that is made here
-            return Annotated[bool | literal if on else literal, said]
+            return Annotated[bool | literal if on else literal, meta]
         case ListOf(each, example, different):
             such = [each.from_text(word) for word in example.split(",")]
             return list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
         case Repeated(each=each):
             return list_of(type_of(each or TEXT), f"each {each or TEXT}")
-        case Spelled(kind=kind) if kind is tuple:
+        case ParsedText(kind=kind) if kind is tuple:
             return list_of(type_of(TEXT), str(values), least=1)
-        case Spelled(kind=kind) if kind in (bool, Path):
-            return Annotated[kind, said]
-        case Spelled(or_whole=True):
+        case ParsedText(kind=kind) if kind in (bool, Path):
+            return Annotated[kind, meta]
+        case ParsedText(or_whole=True):
             return Annotated[int, Meta(ge=0, le=2**16, description=str(values))] | Annotated[str, text]
         case _:
             return Annotated[str, text]
@@ -48,7 +48,7 @@ def _keys(option: Option) -> Iterator[tuple[str, str, Values, Any]]:
     if not isinstance(option.of, ByKind):
         yield name, "", option.of, option.default
         return
-    defaults: Mapping[str, Any] = option.taken(None) or {}
+    defaults: Mapping[str, Any] = option.converted(None) or {}
     for kind in sorted(option.of.kinds, key=CHANNELS.__ne__):
         yield name if kind == CHANNELS else f"{name}_{kind}", kind, option.of.kinds[kind], defaults.get(kind)
 
@@ -70,20 +70,20 @@ def record_of(record: type[R], table: Table, where: str, **others: Any) -> R:
     """The record that a table's keys make, some of its values given. Raises BadInput, naming the table, for what may
     not be, and for what is set there and would be ignored.
     """
-    known = {field.name: field.default for field in fields(table)}
-    given = {name: value for name in known if (value := getattr(table, name)) is not None}
-    asked, values = dict(others), dict(others)
+    defaults = {field.name: field.default for field in fields(table)}
+    set_values = {name: value for name in defaults if (value := getattr(table, name)) is not None}
+    explicit, values = dict(others), dict(others)
     for option in options_of(record).values():
-        keys = [(kind, key) for key, kind, *_ in _keys(option) if option.in_recipe and key in given]
+        keys = [(kind, key) for key, kind, *_ in _keys(option) if option.in_recipe and key in set_values]
         if not keys or option.name in others:
             continue
-        by_kind = {kind: given[key] for kind, key in keys}
+        by_kind = {kind: set_values[key] for kind, key in keys}
         values[option.name] = by_kind if isinstance(option.of, ByKind) else by_kind[""]
-        if any(given[key] != known[key] for _, key in keys):
-            asked[option.name] = values[option.name]
+        if any(set_values[key] != defaults[key] for _, key in keys):
+            explicit[option.name] = values[option.name]
     try:
-        made = record(**values)
-        made.refuse_ignored(asked)
+        built = record(**values)
+        built.refuse_ignored(explicit)
     except BadInput as error:
         raise BadInput(f"[{where}]: {error}") from None
-    return made
+    return built

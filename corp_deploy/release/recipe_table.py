@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from corp_deploy.invocation.honours import Axis
+from corp_deploy.invocation.option_support import Axis
 from ground.errors import BadInput
 
 

@@ -26,15 +26,15 @@ def number_in(quantity: Quantity) -> Any:
     """The type of such a number; one that is written without a point stays as it is written."""
     if isinstance(quantity, Real) and not (quantity.low.is_integer() and quantity.high.is_integer()):
         return Annotated[float, _in(quantity, float)]
-    whole = Annotated[int, _in(quantity, int)]
-    return whole if isinstance(quantity, Count) else whole | Annotated[float, _in(quantity, float)]
+    integer = Annotated[int, _in(quantity, int)]
+    return integer if isinstance(quantity, Count) else integer | Annotated[float, _in(quantity, float)]
 
 
 def list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -> Any:
     """A list of at least so many values; uniqueItems is JSON Schema's word, and the reader holds to it."""
-    said = f"a list of {'different ' * different}values, {words}"
+    description = f"a list of {'different ' * different}values, {words}"
     return Annotated[
-        tuple[each, ...], Meta(min_length=least, description=said, extra_json_schema={"uniqueItems": different})
+        tuple[each, ...], Meta(min_length=least, description=description, extra_json_schema={"uniqueItems": different})
     ]
 
 

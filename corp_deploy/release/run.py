@@ -62,7 +62,7 @@ def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListen
     """In two parts: whether the baseline is this very record is known only when the bench stands."""
     stages = stages_of(recipe, root, baseline)
     gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-    first = incremental.run(stages[:gate], root, starts=starts, whole=False)
+    first = incremental.run(stages[:gate], root, starts=starts, is_complete=False)
     if first.blocked:
         return first
     rest = incremental.run(stages_of(recipe, root, baseline), root, starts=starts)
@@ -146,14 +146,14 @@ def run_only(
 ) -> Outcome:
     """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
     stages = stages_of(recipe, root, baseline)
-    known = {stage.name for stage in stages}
+    stage_names = {stage.name for stage in stages}
     for name in names:
-        if name not in known:
-            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(known))}")
+        if name not in stage_names:
+            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(stage_names))}")
     chosen = [stage for stage in stages if stage.name in names]
     require_inputs(recipe, root, chosen, baseline, path=path, warn=warn)
     with locked(root):
-        outcome = incremental.run(chosen, root, starts=starts, whole=False)
+        outcome = incremental.run(chosen, root, starts=starts, is_complete=False)
     if outcome.blocked:
         raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
     return outcome
@@ -170,7 +170,7 @@ def write_script(
     require_inputs(recipe, root, stages, baseline, path=path, warn=warn)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root):
-        incremental.run(stages[:1], root, starts=_unheard, whole=False)
+        incremental.run(stages[:1], root, starts=_unheard, is_complete=False)
         pairs = zip(stages, incremental.plan(stages, root), strict=True)
         elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
         write_text(root / SCRIPT, _script(recipe, elsewhere))
@@ -180,7 +180,6 @@ def write_script(
 
 def _script(recipe: Recipe, statuses: Sequence[StageStatus]) -> str:
     rows = [
-        {"name": status.stage, "why": status.why, "words": calls.only(status.stage, recipe).words}
-        for status in statuses
+        {"name": status.stage, "why": status.why, "words": calls.only(status.stage, recipe).argv} for status in statuses
     ]
     return rendered("remaining.sh", release=recipe.name, stages=rows)

@@ -1,4 +1,4 @@
-"""What the samples of a release are made of, and told by. Everything heavy is imported here, as in own_steps."""
+"""What the samples of a release are made of, and told by. Everything heavy is imported here, as in release_steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ground.records import record_from_file
 
 from .incremental import StageDirs
 from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe import Recipe
 from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 
@@ -48,8 +48,8 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
         names=tuple(source.name(place) for place in range(count)) if recipe.parity.metric else (),
         labels=None if labels is None else SAMPLE_LABELS,
     )
-    told = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
-    write_json(dirs.into / SAMPLES_RECORD, told)
+    entries = {key: value for key, value in msgspec.to_builtins(record).items() if value not in ([], (), None)}
+    write_json(dirs.into / SAMPLES_RECORD, entries)
 
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:

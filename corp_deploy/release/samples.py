@@ -84,12 +84,12 @@ def of_release(folder: Path, name: str) -> Path:
 
 
 def _difference(path: Path, graph: str, expected: Path, images: Images, known_as: GraphAnswers) -> str | None:
-    known = array_from_npy(expected)
+    expected_array = array_from_npy(expected)
     with opened_graph(path) as runner:
         logits = replayed(runner, images)
-    if logits.shape != known.shape:
-        return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(known.shape)}"
-    error = FEATURE_MAP.rows(known, logits).relative_error()
+    if logits.shape != expected_array.shape:
+        return f"{graph}: answers {list(logits.shape)} to the samples, expected {list(expected_array.shape)}"
+    error = FEATURE_MAP.rows(expected_array, logits).relative_error()
     if not error <= (bound := known_as.max_relative_error):
         return f"{graph}: relative error {error:.2e} on the samples, at most {bound:g} is expected"
     return None

@@ -141,15 +141,17 @@ def _served_so(bench: Bench, serving: Serving) -> bool:
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
     """The graph that was measured in OpenVINO and what it was computed in; the FP32 one where none was."""
     for path in (directory / BENCH, directory / "bench.openvino.json"):
-        told = load_bench(path).subjects[1].describe if path.is_file() else {}
-        if told.get("backend") != "openvino":
+        description = load_bench(path).subjects[1].describe if path.is_file() else {}
+        if description.get("backend") != "openvino":
             continue
-        graph = directory / "reduced" / str(told["model"])
-        if told["computed_in"] == "bf16":
+        graph = directory / "reduced" / str(description["model"])
+        if description["computed_in"] == "bf16":
             return graph, replace(serving, cpu_bf16=True), []
-        if told["computed_in"] == "fp32" and graph.is_file():
+        if description["computed_in"] == "fp32" and graph.is_file():
             return graph, serving, []
-        note = f"{graph.name} was measured in {told['computed_in']}, which the server's OpenVINO can't be asked for"
+        note = (
+            f"{graph.name} was measured in {description['computed_in']}, which the server's OpenVINO can't be asked for"
+        )
         return fp32, serving, [f"{note}: {fp32.name} is served in its place"]
     return fp32, serving, []
 

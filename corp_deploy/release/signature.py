@@ -99,12 +99,12 @@ def _refuse_gaps(folder: Path, statement: Mapping[str, Any]) -> None:
 def _differences(folder: Path, listed: Mapping[str, str]) -> list[str]:
     """What is there and isn't signed, the other way about, and what is changed."""
     there = {path.relative_to(folder).as_posix(): path for path in entries_below(folder)}
-    told = [f"{name}: not signed, it was added" for name in sorted(there.keys() - listed.keys())]
-    told += [f"{name}: missing, the signature lists it" for name in sorted(listed.keys() - there.keys())]
+    differences = [f"{name}: not signed, it was added" for name in sorted(there.keys() - listed.keys())]
+    differences += [f"{name}: missing, the signature lists it" for name in sorted(listed.keys() - there.keys())]
     for name in sorted(there.keys() & listed.keys()):
         if (digest := sha256_of_file(there[name])) != listed[name]:
-            told.append(f"{name}: sha256 {digest[:16]}..., the signature says {listed[name][:16]}...")
-    return told
+            differences.append(f"{name}: sha256 {digest[:16]}..., the signature says {listed[name][:16]}...")
+    return differences
 
 
 def _refuse_links(folder: Path) -> None:

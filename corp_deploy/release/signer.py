@@ -109,7 +109,7 @@ class KeySigner:
         password: Any = None if self.password is None else self.password.encode()  # typed as text, taken as bytes
         return config.use_elliptic_key_signer(private_key=self.key, password=password)
 
-    def made(self, folder: Path, scratch: Path) -> bool:
+    def has_signed(self, folder: Path, scratch: Path) -> bool:
         """Whether a signature of this signer's holds for what lies there."""
         if self.certificate is not None:
             names = names_in_certificate(certificates_from_file(self.certificate)[0])
@@ -155,7 +155,7 @@ class SigstoreSigner:
 
         return signing.Config().use_sigstore_signer(identity_token=self._token)
 
-    def made(self, folder: Path, scratch: Path) -> bool:
+    def has_signed(self, folder: Path, scratch: Path) -> bool:
         """Never known: whose it is, the signature of a job before this one doesn't say."""
         return False
 
@@ -186,7 +186,7 @@ def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
     if foreign:
         raise BadInput(f"{folder / foreign[0]}: no file of what is signed; move it away, then sign again")
     with tempfile.TemporaryDirectory() as scratch:
-        if signer.made(folder, Path(scratch)):
+        if signer.has_signed(folder, Path(scratch)):
             return False
         (folder / SIGNATURE).unlink(missing_ok=True)
         signer.attest(folder)

@@ -1,4 +1,4 @@
-"""How many calibration images a release would have done with. Everything heavy is imported here, as in own_steps."""
+"""How many calibration images a release needs. Everything heavy is imported here, as in release_steps."""
 
 import torch
 
@@ -16,7 +16,7 @@ from ground.files import write_json
 
 from .incremental import StageDirs
 from .names import HELD_OUT_MOMENTS, MOMENTS, SIZE, snapshots_of
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe import Recipe
 
 MOST_JUDGED = 512

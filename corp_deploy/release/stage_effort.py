@@ -33,15 +33,15 @@ def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwa
     """The stage, of which torch works on this device, with what it takes written down when it ends well; one that fails
     keeps the older record.
     """
-    known = _step(stage.name)
-    if known is None:
+    step = _step(stage.name)
+    if step is None:
         return stage
 
     def run(dirs: StageDirs) -> None:
         watch, resumed = watch_of(device), any(dirs.unfinished.parent.glob(f"{dirs.unfinished.stem}*"))
         with watch.measure(FILES):
             stage.run(replace(dirs, watch=watch))
-        record = effort_of(known[0], watch, gpu=gpu_name(device), resumed=resumed)
+        record = effort_of(step[0], watch, gpu=gpu_name(device), resumed=resumed)
         write_effort(_path(dirs.root, stage.name), record)
 
     return replace(stage, run=run)

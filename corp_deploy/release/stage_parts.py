@@ -31,17 +31,17 @@ def own_step(name: str, *words: Any) -> Callable[[StageDirs], None]:
     """What no command does, imported when it is called."""
 
     def run(dirs: StageDirs) -> None:
-        from . import own_steps, sample_steps, size_step
+        from . import release_steps, sample_steps, size_step
 
         functions: dict[str, Callable[..., object]] = {
-            "dense": own_steps.write_dense,
+            "dense": release_steps.write_dense,
             "samples": sample_steps.write_samples,
             "size": size_step.write_size,
-            "engine": own_steps.write_engines,
-            "target-parity": own_steps.write_target_parity,
-            "gate": own_steps.write_gate,
-            "report": own_steps.write_report,
-            "manifest": own_steps.write_release_manifest,
+            "engine": release_steps.write_engines,
+            "target-parity": release_steps.write_target_parity,
+            "gate": release_steps.write_gate,
+            "report": release_steps.write_report,
+            "manifest": release_steps.write_release_manifest,
         }
         functions[name](dirs, *words)
 

@@ -43,7 +43,7 @@ def _has_rows(model: str, folder: Path) -> tuple[bool, bool]:
             return False, True
     import torch
 
-    from corp_deploy.families.idle_options import CONVOLUTIONS, HEADS, MLPS, kinds_of
+    from corp_deploy.families.ineffective_options import CONVOLUTIONS, HEADS, MLPS, kinds_of
     from corp_deploy.store.checkpoint import dense_from_architecture
 
     with torch.device("meta"):

@@ -11,20 +11,20 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import InputOptions, Parted
+from corp_deploy.invocation.inputs import HoldOutOptions, InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.planning.carry_out import reduce_checkpoint
+from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.planning.polishing import Polishing
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
@@ -44,7 +44,7 @@ from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
 from .incremental import StageDirs
-from .opened import open_proof_images
+from .proof_images import open_proof_images
 from .recipe_parity import trusted_metrics
 from .recipe_tables import require_more
 from .serving import AS_MEASURED, package_of_directory
@@ -70,22 +70,22 @@ def _in_recipe(share: float) -> str:
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
     require_device(run["device"])
-    asked = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
-    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), asked)
+    options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
+    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), options)
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished,
         save_every=run["checkpoint_every"],
-        snapshots=tuple(asked.snapshots),
+        snapshots=tuple(options.snapshots),
         fitting=_in_recipe,
         smaller=lambda size: dirs.tell(f"memory ran out in a batch: begun anew with batch_size = {size}"),
     )
     source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
-    if asked.snapshots:
-        require_more(source.count - (asked.hold_out or 0), tuple(asked.snapshots))
-    source = asked.in_order(source, samples=run["samples"], seed=run["seed"])
+    if options.snapshots:
+        require_more(source.count - (options.hold_out or 0), tuple(options.snapshots))
+    source = options.in_order(source, samples=run["samples"], seed=run["seed"])
     with measured(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(
-            dense, source, asked.request(seed=run["seed"]), running, dirs.into / run["output"]
+            dense, source, options.request(seed=run["seed"]), running, dirs.into / run["output"]
         )
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
@@ -93,8 +93,8 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
 
 def _fitted(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
     """The calibration's images, without those that are to prove the result."""
-    images, asked = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), Parted.from_options(run.options)
-    return replace(asked, groups=_groups(dirs, run)).parted(images, run["seed"]).fitted
+    images, options = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), HoldOutOptions.from_options(run.options)
+    return replace(options, groups=_groups(dirs, run)).split(images, run["seed"]).fitted
 
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
@@ -120,9 +120,9 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
 
 def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
-    checkpoint, asked = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
-    feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds if asked.quantised else None
-    graphs = Graphs(checkpoint, asked, feeds)
+    checkpoint, options = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
+    feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds if options.quantised else None
+    graphs = Graphs(checkpoint, options, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():
         with measured(dirs.watch, "export"):
             graphs.write(precision, path)
@@ -132,13 +132,13 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
-    asked = InputOptions(
+    options = InputOptions(
         images=dirs.root / run["images"],
         hold_out=run.options.get("hold_out"),
         groups=_groups(dirs, run),
         **run.some(*DRAWN),
     )
-    source = open_proof_images(dense.model, asked)
+    source = open_proof_images(dense.model, options)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
@@ -160,16 +160,16 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
 def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
     """Dense against reduced in one process. Raises BadInput where no batch size has the time that it takes."""
     dense, reduced = (dirs.root / path for path in run.arguments)
-    asked = BenchOptions.from_options(run.options)
+    options = BenchOptions.from_options(run.options)
     measured = measure(
         dense,
         reduced,
-        batches=asked.batches,
-        plan=asked.plan,
-        running=asked.running,
+        batches=options.batches,
+        plan=options.plan,
+        running=options.running,
         fed=TimedInputs(images=dirs.root / run["images"]),
-        names=asked.names,
-        command=run.words,
+        names=options.names,
+        command=run.argv,
     )
     if not measured.is_timed:
         raise BadInput(f"no batch size could be timed: {'; '.join(measured.warnings)} (in a recipe bench.time_limit_s)")

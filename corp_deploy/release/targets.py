@@ -47,4 +47,4 @@ def run_options(target: Target, threads: int | None) -> dict[str, Any]:
         "onnxruntime-cuda": {"provider": "cuda", "threads": threads},
         "openvino": {"backend": "openvino", "dtype": target.precision, "threads": threads},
     }.get(target.name, {"mode": "cuda_graph", "threads": threads})
-    return BENCH.honoured(target.name, {name: value for name, value in options.items() if value is not None})
+    return BENCH.supported(target.name, {name: value for name, value in options.items() if value is not None})

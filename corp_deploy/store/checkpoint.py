@@ -17,15 +17,15 @@ from torch import nn
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.decoder import NAME as DECODER
-from corp_deploy.families.decoder_folded import as_decoders
+from corp_deploy.families.decoder_legacy import as_decoders
 from corp_deploy.families.family import dense_model, family_of, outputs_of, with_outputs
 from corp_deploy.families.modules import device as device_of
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.timm_eva_folded import as_timms_eva, is_eva
-from corp_deploy.families.timm_folded import as_program, is_of_widths
-from corp_deploy.families.timm_hierarchies_folded import as_timms, is_hierarchy
+from corp_deploy.families.timm_eva_legacy import as_timms_eva, is_eva
+from corp_deploy.families.timm_hierarchies_legacy import as_timms, is_hierarchy
+from corp_deploy.families.timm_legacy import as_program, is_of_widths
 from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
@@ -108,7 +108,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = _apart(checkpoint.model.state_dict())
-    beside = family_of(checkpoint.model).beside(checkpoint.model)
+    beside = family_of(checkpoint.model).extra_files(checkpoint.model)
     with replacing_files(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
         save_file(state, weights, metadata={"format": "pt"})
         for path, content in zip(others, beside.values(), strict=True):
@@ -118,10 +118,10 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
 
 def _apart(state: State) -> dict[str, torch.Tensor]:
     """Each tensor with memory of its own, where weights are one under two names."""
-    seen, apart = set[int](), dict[str, torch.Tensor]()
+    storages, apart = set[int](), dict[str, torch.Tensor]()
     for name, tensor in state.items():
-        is_first = tensor.untyped_storage().data_ptr() not in seen
-        seen.add(tensor.untyped_storage().data_ptr())
+        is_first = tensor.untyped_storage().data_ptr() not in storages
+        storages.add(tensor.untyped_storage().data_ptr())
         apart[name] = tensor.detach().contiguous() if is_first else tensor.detach().clone().contiguous()
     return apart
 
@@ -183,10 +183,10 @@ def _of_widths(
     library, state = partial(dense_from_architecture, architecture), by_layers(model, config.sites, state)
     if architecture.family == DECODER:
         state, left = as_decoders(model, architecture, config.sites, state, where=where)
-        return as_program(model, config.sites, state, library, where=where, known=left)
+        return as_program(model, config.sites, state, library, where=where, known_groups=left)
     if is_eva(model):
         state, left = as_timms_eva(model, config.sites, state, library, where=where)
-        return as_program(model, config.sites, state, library, where=where, known=left)
+        return as_program(model, config.sites, state, library, where=where, known_groups=left)
     if not is_hierarchy(model):
         return as_program(model, config.sites, state, library, where=where)
     dense = _with_outputs(dense_from_architecture(architecture), config, where)
@@ -240,7 +240,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
-    family_of(model).take_beside_(model, directory)
+    family_of(model).load_extra_files_(model, directory)
     require_sparse(model, config.sparsity, where)
     return Checkpoint(
         model=model.eval(), architecture=architecture, lineage=config.lineage, sparsity=dict(config.sparsity)

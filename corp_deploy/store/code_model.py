@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.own_modules import architecture_of, images_of
+from corp_deploy.families.custom_modules import architecture_of, images_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import PREFIX, Code, file_and_function
 from ground.errors import BadInput

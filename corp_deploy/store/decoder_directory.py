@@ -13,7 +13,7 @@ from corp_deploy.families.decoder_checkpoint import state_from_transformers
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_files import LENGTH, Changes, decoder_files
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
-from corp_deploy.families.traced_model import take_beside_
+from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
@@ -68,5 +68,5 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({
     model = dense_from_architecture(architecture)
     require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)
-    take_beside_(model, directory)
+    load_extra_files_(model, directory)
     return Checkpoint(model=model, architecture=architecture, lineage=lineage_of_decoder(directory, arguments, file))

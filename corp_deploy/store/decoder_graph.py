@@ -75,11 +75,11 @@ def _value_bytes(graph: Path) -> int:
 
     from ground.onnx_file import read_onnx
 
-    known = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2}
+    value_bytes = {TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2}
     for value in read_onnx(graph, weights=False).graph.input:
         kind = value.type.tensor_type.elem_type
-        if value.name.startswith("past_key_values.") and kind in known:
-            return known[kind]
+        if value.name.startswith("past_key_values.") and kind in value_bytes:
+            return value_bytes[kind]
     raise BadInput(f"{graph}: takes no cache in FP32 or FP16, expected a decoder's graph; write one by export-decoder")
 
 
@@ -119,12 +119,12 @@ def cache_of_directory(directory: Path, *, precision: str = "fp32") -> KvCache:
 @contextmanager
 def _there(directory: Path) -> Iterator[None]:
     """A directory, gone again where the body fails and it was made for that."""
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    created = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        for each in made:
+        for each in created:
             with suppress(OSError):
                 each.rmdir()
         raise

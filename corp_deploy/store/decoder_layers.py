@@ -22,7 +22,7 @@ from corp_deploy.families.decoder_checkpoint import (
     refuse_foreign,
 )
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
-from corp_deploy.families.traced_model import take_beside_
+from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
@@ -48,7 +48,7 @@ class DecoderLayers:
         """The model without its weights, which tells its sites and how texts become its inputs."""
         with torch.device("meta"):
             model = decoder.traced_decoder(TextDecoder(self.arguments.decoder), self.arguments.text)
-        take_beside_(model, self.directory)
+        load_extra_files_(model, self.directory)
         return Checkpoint(
             model=model,
             architecture=decoder.architecture_of(self.kind, self.arguments),

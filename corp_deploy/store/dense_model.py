@@ -54,11 +54,11 @@ def _from_snapshot(
     return architecture, weights or weights_of_snapshot(directory)
 
 
-def _resolved(asked: Architecture, built: nn.Module) -> Architecture:
+def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
     """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
     spec = image_spec(built)
-    recorded = record_from_value(spec.as_json(), Preprocessing, where=asked.name)
-    kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **asked.kwargs}
+    recorded = record_from_value(spec.as_json(), Preprocessing, where=architecture.name)
+    kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **architecture.kwargs}
     return Architecture(name=timm_library.architecture(built), kwargs=kwargs, preprocessing=recorded)
 
 
@@ -68,34 +68,34 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
-def _of_other_classes(built: nn.Module, asked: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
+def _of_other_classes(built: nn.Module, architecture: Architecture, read: Weights) -> tuple[nn.Module, tuple[str, ...]]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
     count, own = timm_library.classes_of_weights(built, read.state), timm_library.classes(built)
-    if count in (None, own) or not own or "num_classes" in asked.kwargs:
+    if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, ()
-    note = f"{read.path.name}: tells {count} classes apart, where {asked.name} has {own}: built with {count}"
-    return dense_from_architecture(replace(asked, kwargs={**asked.kwargs, "num_classes": count})), (note,)
+    note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"
+    return dense_from_architecture(replace(architecture, kwargs={**architecture.kwargs, "num_classes": count})), (note,)
 
 
 def with_weights(
     built: nn.Module,
-    asked: Architecture,
+    architecture: Architecture,
     read: Weights,
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
     """The model just built with these weights, and where weights and preprocessing come from; `preprocessing` goes
-    before what `asked` has of its own.
+    before what `architecture` has of its own.
     """
-    built, others = _of_other_classes(built, asked, read)
+    built, others = _of_other_classes(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    state, changed = fitted(built, read, asked.kwargs)
+    state, changed = fitted(built, read, architecture.kwargs)
     load_weights(built, state, where=read.path)
     notes = (*read.notes, *others, *changed)
     weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
     return Checkpoint(
         model=built,
-        architecture=_resolved(asked, built),
+        architecture=_resolved(architecture, built),
         lineage={"source": {**weights, "preprocessing": source(built)}},
         notes=notes,
     )
@@ -124,8 +124,8 @@ def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing
     if kind != "siglip2" and not hf_classes.looks_like_decoder(config_of_transformers(directory)):
         return load_class(directory, kwargs, preprocessing)
     naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
-    known = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder_config.MODEL_TYPES))
-    raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {known}")
+    model_types = ", ".join((*hf_config.KINDS, *MODEL_TYPES, *decoder_config.MODEL_TYPES))
+    raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}, expected one of {model_types}")
 
 
 def load_dense(
@@ -151,7 +151,7 @@ def load_dense(
         return checkpoint
     if own is not None:
         raise BadInput(
-            f"--model {model} has outputs of its own: {own.words()}; drop --outputs {','.join(outputs.names)}"
+            f"--model {model} has outputs of its own: {own.describe()}; drop --outputs {','.join(outputs.names)}"
         )
     return replace(checkpoint, model=with_outputs(checkpoint.model, outputs))
 
@@ -186,20 +186,20 @@ def without_weights(
     `load_dense`.
     """
     if model.startswith(torchvision_models.PREFIX):
-        asked = torchvision_models.architecture_of(model, kwargs, preprocessing)
+        architecture = torchvision_models.architecture_of(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):
-        asked = _architecture_of_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
+        architecture = _architecture_of_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
     else:
-        asked = Architecture(name=model, kwargs=kwargs)
+        architecture = Architecture(name=model, kwargs=kwargs)
     with torch.device("meta"):
-        built = dense_from_architecture(asked)
+        built = dense_from_architecture(architecture)
     if model.startswith((torchvision_models.PREFIX, PREFIX)):
         source = "torchvision's" if model.startswith(torchvision_models.PREFIX) else f"the files beside {CONFIG}"
         return Checkpoint(
-            model=with_outputs(built, outputs), architecture=asked, lineage={"source": {"preprocessing": source}}
+            model=with_outputs(built, outputs), architecture=architecture, lineage={"source": {"preprocessing": source}}
         )
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    own = _resolved(asked, built)
+    own = _resolved(architecture, built)
     lineage = {"source": {"preprocessing": _preprocessing_source(None, built, preprocessing)}}
     return Checkpoint(model=with_outputs(built, outputs), architecture=own, lineage=lineage)
 
@@ -228,8 +228,8 @@ def _loaded(
             )
             return load_checkpoint(directory)
         architecture, file = _from_snapshot(directory, config, weights)
-    asked = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
-    built = dense_from_architecture(asked)
+    requested = replace(architecture, kwargs={**architecture.kwargs, **kwargs})
+    built = dense_from_architecture(requested)
     if file is None:
         raise BadInput(
             f"{model} is a timm name and needs --weights ({KINDS}) of the trained model; or give in its place a file "
@@ -237,7 +237,7 @@ def _loaded(
         )
     return with_weights(
         built,
-        asked,
+        requested,
         read_weights(file, ema=ema),
         preprocessing,
         lambda model: _preprocessing_source(directory, model, preprocessing),

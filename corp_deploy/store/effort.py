@@ -71,7 +71,7 @@ def efforts_below(directory: Path) -> Efforts:
     shown = (path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("."))
     paths = [path for folder in (directory, *shown) for path in sorted(folder.iterdir()) if is_effort(path)]
     records = [(load_effort(path), _made(path, directory)) for path in paths]
-    return {(record.step, made): record for step in STEPS for record, made in records if record.step == step}
+    return {(record.step, product): record for step in STEPS for record, product in records if record.step == step}
 
 
 def _made(path: Path, directory: Path) -> str:
@@ -89,8 +89,8 @@ def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
     for (step, about), record in efforts.items():
         of_what = f" {about}" if counts[step] > 1 or step in ("export", "build") else ""
         rows += _unknown(step, of_what) if record is None else _known(record, of_what)
-    known = [record for record in efforts.values() if record is not None]
-    return [*rows, *_files(known)]
+    records = [record for record in efforts.values() if record is not None]
+    return [*rows, *_files(records)]
 
 
 def _unknown(step: Step, of_what: str) -> Iterator[dict[str, Any]]:

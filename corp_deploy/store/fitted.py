@@ -28,8 +28,8 @@ def fitted_inputs(
     judging: Fingerprints | None, fitted: Iterable[Fingerprints | None], *, noun: str
 ) -> FittedInputs | None:
     """How many of the judging inputs are among those; None where either is unknown."""
-    known = [each for each in fitted if each is not None and len(each)]
-    if judging is None or not known:
+    fingerprints = [each for each in fitted if each is not None and len(each)]
+    if judging is None or not fingerprints:
         return None
-    same, alike = judging.overlap(Fingerprints.concatenated(known))
+    same, alike = judging.overlap(Fingerprints.concatenated(fingerprints))
     return FittedInputs(judging=len(judging), same=same, alike=alike, noun=noun)

@@ -62,6 +62,6 @@ def export_form(
     if graph_input == "float32":
         return ExportForm(model=model, inputs=ports)
     normalisation = image_spec(checkpoint.model).normalisation
-    made = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
-    inside = {"mean": normalisation.mean, "std": normalisation.std, "in": made.folded_into or AHEAD}
-    return ExportForm(model=made.model, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})
+    with_pixels = takes_pixels(model, ports[0].shape, normalisation, folded=precision == "fp32" and not quantised)
+    inside = {"mean": normalisation.mean, "std": normalisation.std, "in": with_pixels.folded_into or AHEAD}
+    return ExportForm(model=with_pixels.model, inputs=ports, notes={NORMALISED: json.dumps(inside, sort_keys=True)})

@@ -23,7 +23,7 @@ from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
 from corp_deploy.families.family import array_ports, family_of, image_spec, known_numbers, sequence_spec, text_spec
 from corp_deploy.families.merging import Merging
-from corp_deploy.families.seam import ImageSpec
+from corp_deploy.families.protocols import ImageSpec
 from corp_deploy.families.timm_images import fitting, image_spec_of_note
 from ground.arrays import array_from_file
 from ground.errors import BadInput

@@ -11,7 +11,7 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.sentence_files import MODULES, text_length
 from corp_deploy.families.tokenizer import FILE as TOKENIZER
 from corp_deploy.families.tokenizer import Tokenization, content_of_tokenizer
-from corp_deploy.families.traced_model import take_beside_
+from corp_deploy.families.traced_model import load_extra_files_
 from ground.files import sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
@@ -47,16 +47,16 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
     """
     where, config = str(directory / CONFIG), config_of_transformers(directory)
     file = weights_of_transformers(directory)
-    said = {"config": config, **kwargs}
-    hf_classes.arguments_of(said, where="--model-kwargs")
+    arguments = {"config": config, **kwargs}
+    hf_classes.arguments_of(arguments, where="--model-kwargs")
     if hf_classes.takes_text(config, where=where) and (directory / TOKENIZER).exists():
-        said["text"] = _tokenization(directory, config, said.pop("length", None), where)
-    asked = hf_classes.architecture_of(said, preprocessing, where=where)
-    without, state, unused = hf_classes.state_of(directory, asked)
-    architecture = hf_classes.architecture_of({**said, **without}, preprocessing, where=where)
+        arguments["text"] = _tokenization(directory, config, arguments.pop("length", None), where)
+    resolved = hf_classes.architecture_of(arguments, preprocessing, where=where)
+    without, state, unused = hf_classes.state_of(directory, resolved)
+    architecture = hf_classes.architecture_of({**arguments, **without}, preprocessing, where=where)
     model = dense_from_architecture(architecture)
     load_weights(model, state, where=file)
-    take_beside_(model, directory)
+    load_extra_files_(model, directory)
     notes = [f"{CONFIG}: read as {architecture.name.removeprefix(hf_classes.PREFIX)} of transformers, traced"]
     notes += [f"{file.name}: not used, no part of it: {first_names(list(unused))}"] if unused else []
     notes += [f"{MODULES}: not used: the model gives what its class gives"] if (directory / MODULES).exists() else []
@@ -65,11 +65,11 @@ def load_class(directory: Path, kwargs: Mapping[str, Any], preprocessing: Prepro
 
 
 def _tokenization(directory: Path, config: Mapping[str, Any], length: int | None, where: str) -> dict[str, Any]:
-    told = text_length(directory, hf_classes.most_tokens(config, where=where))
+    limits = text_length(directory, hf_classes.most_tokens(config, where=where))
     text = Tokenization(
-        length=length or told.tokens,
+        length=length or limits.tokens,
         pad_id=config.get("pad_token_id") or 0,
-        lower_case=told.lower_case,
+        lower_case=limits.lower_case,
         sha256=sha256_of_text(content_of_tokenizer(directory)),
     )
     return asdict(text)

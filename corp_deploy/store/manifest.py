@@ -46,7 +46,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
     """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
-    tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.words()}
+    tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.describe()}
     outputs = {} if reduced.outputs is None else {"outputs": list(reduced.outputs)}
     return {**tokens, **outputs}
 
@@ -62,8 +62,8 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
     if not places:
         return {}
     port = next(each.inputs[0] for each in facts if each.normalised is not None)
-    taken = {"dtype": port.dtype, "shape": list(port.shape), "normalised": ", ".join(places)}
-    return {"input": taken | {"before": "preprocessing without mean and std"}}
+    input_record = {"dtype": port.dtype, "shape": list(port.shape), "normalised": ", ".join(places)}
+    return {"input": input_record | {"before": "preprocessing without mean and std"}}
 
 
 def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, command: str) -> dict[str, Any]:

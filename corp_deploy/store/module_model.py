@@ -108,8 +108,8 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
     finally:
         model.train(was_training)
     with torch.inference_mode():
-        got = _answers(built, images_NCHW)
-    apart = (got - expected).norm() / expected.norm() if got.shape == expected.shape else torch.tensor(torch.inf)
+        actual = _answers(built, images_NCHW)
+    apart = (actual - expected).norm() / expected.norm() if actual.shape == expected.shape else torch.tensor(torch.inf)
     if not apart <= MOST_APART:
         raise BadInput(
             f"model: rebuilt by its name it gives other outputs (relative error {float(apart):.2g} on random "
@@ -121,15 +121,15 @@ def _in_memory(model: nn.Module, taken: Mapping[str, Any], preprocessing: Prepro
     """Any module, of which a directory loads beside the module alone."""
     if isinstance(said := taken.get("inputs"), Mapping):
         taken = {"inputs": [asdict(port) for port in ports_of(model, said)]}
-    asked = given_module.architecture_of(model, taken, preprocessing)
+    architecture = given_module.architecture_of(model, taken, preprocessing)
     try:
         with given_module.given(model):
-            built = dense_from_architecture(asked)
+            built = dense_from_architecture(architecture)
     except BadInput as error:
         theirs = f"; {OF_A_DIRECTORY}" if hf_classes.is_theirs(model) else ""
         raise BadInput(f"{error}; {SAY}{theirs}") from None
     load_weights(built, _state(built), where=WHERE)
-    return Checkpoint(model=built, architecture=asked, lineage={"source": {"module": asked.name}})
+    return Checkpoint(model=built, architecture=architecture, lineage={"source": {"module": architecture.name}})
 
 
 def checkpoint_from_module(

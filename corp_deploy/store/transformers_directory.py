@@ -14,7 +14,7 @@ from corp_deploy.families.bert_checkpoint import architecture_from_transformers,
 from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
-from corp_deploy.families.traced_model import take_beside_
+from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
@@ -87,7 +87,7 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     model = dense_from_architecture(architecture)
     require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)
-    take_beside_(model, directory)
+    load_extra_files_(model, directory)
     unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
     notes = (*read.notes, *unused)
     source = {

@@ -42,7 +42,7 @@ class Origin(Protocol):
         """The content of what stands beside configuration and weights, by path."""
         ...
 
-    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
+    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
         """Raise BadInput, naming the site, for widths asked for that the configuration can't say, or those that the
         other sites have.
         """
@@ -65,8 +65,8 @@ class Tower:
     def files(self) -> Mapping[str, Any]:
         return {PREPROCESSOR: self.preprocessor} if self.preprocessor else {}
 
-    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
-        hf_saved.refuse_unsayable(self.model, {**sites.widths, **asked})
+    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
+        hf_saved.refuse_unsayable(self.model, {**sites.widths, **widths})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         if family_of(checkpoint.model).merging_of(checkpoint.model) is not None:
@@ -85,8 +85,8 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     beside: tuple[str, ...]
     files: dict[str, Any]
 
-    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
-        bert_saved.refuse_unsayable(self.config, {**sites.widths, **asked})
+    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
+        bert_saved.refuse_unsayable(self.config, {**sites.widths, **widths})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
@@ -98,8 +98,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     files: dict[str, Any]
 
-    def refuse_unsayable(self, sites: Sites, asked: Widths) -> None:
-        decoder_saved.refuse_unsayable(self.config, decoder_saved.sayable_widths(self.config, sites, asked))
+    def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
+        decoder_saved.refuse_unsayable(self.config, decoder_saved.sayable_widths(self.config, sites, widths))
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
         return decoder_saved.saved(checkpoint.model, self.config)
@@ -153,7 +153,7 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]
     """
     origin = origin_of(checkpoint)
     files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}
-    return origin.saved(checkpoint), {**files, **family_of(checkpoint.model).beside(checkpoint.model)}
+    return origin.saved(checkpoint), {**files, **family_of(checkpoint.model).extra_files(checkpoint.model)}
 
 
 def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:

@@ -83,17 +83,17 @@ def _notes(
     model: VisionModel, sides: tuple[int, int], preparation: _Preparation, beside: State, file: Path
 ) -> tuple[str, ...]:
     """What whoever loads the model should hear."""
-    own, made = model.config.sides, preparation.prepared.sides
-    timms = "Eva" if model.config.turns else "VisionTransformer"
+    own, resized = model.config.sides, preparation.prepared.sides
+    timms = "Eva" if model.config.has_rope else "VisionTransformer"
     notes = [f"{CONFIG}: read as timm's {timms}; its output is {model.output_name} of {model.architecture}"]
-    if sides != own and not model.config.turns:
+    if sides != own and not model.config.has_rope:
         notes.append(
             f"{file.name}: positions resampled from images of {own[0]}x{own[1]} to {sides[0]}x{sides[1]}, as "
             "transformers does"
         )
-    if preparation.content and sides != made:
+    if preparation.content and sides != resized:
         notes.append(
-            f"{preparation.source}: makes images of {made[0]}x{made[1]}; they are made {sides[0]}x{sides[1]} here"
+            f"{preparation.source}: makes images of {resized[0]}x{resized[1]}; they are made {sides[0]}x{sides[1]} here"
         )
     if beside:
         notes.append(f"{file.name}: not used: {first_names(sorted(beside))}")

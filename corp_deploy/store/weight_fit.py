@@ -62,7 +62,7 @@ class _Misfit:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.misshapen)
 
-    def words(self, state: State, expected: State) -> str:
+    def describe(self, state: State, expected: State) -> str:
         shapes = [f"{n} {tuple(state[n].shape)} instead of {tuple(expected[n].shape)}" for n in self.misshapen]
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("wrong shape", shapes))
         return "; ".join(f"{kind}: {first_names(list(names))}" for kind, names in kinds if names)
@@ -131,7 +131,7 @@ def require_fit(model: nn.Module, weights: Weights) -> None:
     """Raise BadInput unless names and shapes are exactly the model's."""
     expected = model.state_dict()
     if misfit := _misfit(weights.state, expected):
-        words = misfit.words(weights.state, expected)
+        words = misfit.describe(weights.state, expected)
         raise BadInput(f"{weights.path}: these weights don't fit the model beside them; {words}; write them again")
 
 
@@ -141,13 +141,13 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
     Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
     """
     expected, counts = model.state_dict(), counts_of_batches(model)
-    whole = {**counts, **weights.state}
-    before = _misfit(whole, expected)
+    with_counts = {**counts, **weights.state}
+    before = _misfit(with_counts, expected)
     if not before:
-        return whole, ()
+        return with_counts, ()
     if foreign := foreign_format(weights.state):
         raise BadInput(f"{weights.path}: {foreign}")
-    state = _adapted(model, weights, before.words(whole, expected))
+    state = _adapted(model, weights, before.describe(with_counts, expected))
     notes = _notes(weights.state, state)
     state = {**counts, **state}
     without = [name for name in state if name not in expected and name.startswith(unused(model))]
@@ -156,7 +156,7 @@ def fitted(model: nn.Module, weights: Weights, kwargs: Mapping[str, Any]) -> tup
         notes.append(f"not used, as the model was built without: {first_names(without)}")
     if misfit := _misfit(state, expected):
         raise BadInput(
-            f"{weights.path}: these weights don't fit the model; {misfit.words(state, expected)}; "
+            f"{weights.path}: these weights don't fit the model; {misfit.describe(state, expected)}; "
             f"{_advice(misfit, state, expected, kwargs)}"
         )
     return state, tuple(f"{weights.path.name}: {note}" for note in notes)

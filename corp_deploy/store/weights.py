@@ -151,8 +151,8 @@ def _fault(tensor: torch.Tensor) -> str:
         return "without values"
     if tensor.layout != torch.strided:
         return str(tensor.layout)
-    held = tensor.untyped_storage().nbytes()
-    return f"{held} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > held else ""
+    stored = tensor.untyped_storage().nbytes()
+    return f"{stored} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > stored else ""
 
 
 def _tensors(content: Any, path: Path) -> State:
@@ -202,8 +202,8 @@ def files_of_tensors(path: Path) -> dict[str, Path]:
     else:
         files = dict.fromkeys(_names_in(path), path)
     for file in sorted(set(files.values())):
-        held = set(_names_in(file))
-        if absent := [name for name, own in files.items() if own == file and name not in held]:
+        stored_names = set(_names_in(file))
+        if absent := [name for name, own in files.items() if own == file and name not in stored_names]:
             raise BadInput(f"{file}: no {first_names(absent)}, which {path.name} says is here")
     return files
 

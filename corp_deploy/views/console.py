@@ -56,12 +56,12 @@ class Bar:
     progress: Progress
     task: TaskID
 
-    def __call__(self, done: int, total: int | None = None) -> None:
-        self.progress.update(self.task, completed=done, total=total)
+    def __call__(self, count: int, total: int | None = None) -> None:
+        self.progress.update(self.task, completed=count, total=total)
 
-    def renamed(self, title: str, done: int, total: int, unit: str) -> None:
+    def renamed(self, title: str, count: int, total: int, unit: str) -> None:
         """Other work follows, or the same has something new to say."""
-        self.progress.update(self.task, description=printable(title), completed=done, total=total, unit=unit)
+        self.progress.update(self.task, description=printable(title), completed=count, total=total, unit=unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

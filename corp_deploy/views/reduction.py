@@ -75,7 +75,13 @@ def _tokens(merging: MergingRecord | None) -> tuple[str, ...]:
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     """The sites, the ways that were weighed where there were any, and a sentence on each thing that was decided."""
     ways = [ways_table(plan.ways)] if plan.ways else []
-    return [site_table(reduction.sites), *ways, *plan.said, *reduction.said, *_tokens(merging_record(reduction.model))]
+    return [
+        site_table(reduction.sites),
+        *ways,
+        *plan.decisions,
+        *reduction.decisions,
+        *_tokens(merging_record(reduction.model)),
+    ]
 
 
 def polishing_shown(progress: Progress) -> tuple[str, int, int, str]:

@@ -25,8 +25,8 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
     if speed is None or speed.p50_ms is None:
         return "-", "-" if speed is None else speed.message or "-"
     gain = speed.speedup
-    told = "-" if gain is None else gain.describe(bounds=" ({}-{})")
-    return f"{speed.p50_ms.value:.3g}", told + " disturbed" * speed.disturbed
+    speedup = "-" if gain is None else gain.describe(bounds=" ({}-{})")
+    return f"{speed.p50_ms.value:.3g}", speedup + " disturbed" * speed.disturbed
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
@@ -78,7 +78,7 @@ def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
             figures += [*_figures(trial.speed_at(batch)), "*" if batch in trial.fronts else ""]
         engine = trial.engine
         built = ["-", "-"] if engine is None else [f"{engine.plan_bytes / 1e6:.1f}", _fused(trial)]
-        table.add_row(trial.words, *figures, *(built if engines else ()))
+        table.add_row(trial.describe, *figures, *(built if engines else ()))
     return table
 
 
@@ -132,7 +132,7 @@ def sweep_plot(trials: Sequence[SweepPoint]) -> str:
     """Relative logit error (logarithmic) against the share of MACs that stays, as an SVG file; the front is filled."""
     clouds: dict[str, list[Spot]] = {}
     for trial in trials:
-        tip = f"{trial.words}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"
+        tip = f"{trial.describe}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"
         spot = Spot(x=trial.macs_share, value=trial.relative_error, filled=trial.on_front, tip=tip)
         clouds.setdefault(trial.preset, []).append(spot)
     title = "Relative logit error against the share of MACs kept"

@@ -38,7 +38,7 @@ def _figure(
         x, y = place(point), value(point)
         if x is None or y is None:
             continue
-        tip = f"{point.words}: {name} {x:.4g}, {unit} {y:.4g}"
+        tip = f"{point.describe}: {name} {x:.4g}, {unit} {y:.4g}"
         clouds.setdefault(_cloud_name(point), []).append(Spot(x=x, value=y, filled=filled(point), tip=tip))
     if sum(map(len, clouds.values())) < 2:
         return None
@@ -108,7 +108,7 @@ def trials_table(points: Sequence[SweepPoint], *, key: str, title: str) -> Table
     columns = ("Model", "Images", "MACs", "Parameters", "Error", "Agreement", *(("Top-1", "Top-5") if labelled else ()))
     rows = tuple(
         (
-            point.words,
+            point.describe,
             "-" if point.images is None else str(point.images),
             f"{100 * point.macs_share:.1f} %",
             f"{point.parameters:,}",
@@ -129,7 +129,7 @@ def speed_table(points: Sequence[SweepPoint], batch: int) -> Table:
             continue
         rows.append(
             (
-                point.words,
+                point.describe,
                 _range(speed.p50_ms, 3),
                 "-" if speed.p90_ms is None else f"{speed.p90_ms:.3f}",
                 _range(speed.images_per_s, 1),
@@ -148,7 +148,7 @@ def engines_table(points: Sequence[SweepPoint]) -> Table | None:
     built = [(point, point.engine) for point in points if point.engine is not None]
     rows = tuple(
         (
-            point.words,
+            point.describe,
             engine.backend,
             ", ".join(engine.targets) or "portable",
             f"{engine.plan_bytes / 1e6:.2f}",
@@ -182,7 +182,9 @@ def sweep_page(
     fitted: FittedInputs | None = None,
 ) -> str:
     """The page; `size`: how many calibration images are enough, `fitted`: how many that judge were among them."""
-    seen = () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
+    remarks = (
+        () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
+    )
     batches = batches_of(points)
     sections = [
         Section(
@@ -195,7 +197,7 @@ def sweep_page(
     sections.append(
         Section(
             title="Size and fidelity",
-            remarks=(Remark(text=_as_sentence(sentence_of_sweep(points))), *seen),
+            remarks=(Remark(text=_as_sentence(sentence_of_sweep(points))), *remarks),
             figures=tuple(_against_macs(points)),
             tables=(trials_table(points, key="trials", title="All trials"),),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attended import PRODUCTS, SOFTMAX, WHOLE, values_product
+from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, SOFTMAX, values_product
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, module_of, operation, sizes_at_one
 
@@ -20,12 +20,12 @@ from .cuts import passed_by_all, ways_out, without_values
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attention:
-    """`product` of queries [B,H,N,D] and keys, which gives `whole`: itself, or the product with values behind a softmax
-    of `scores` [B,H,N,N], whose keys are [B,H,D,N].
+    """`product` of queries [B,H,N,D] and keys, which gives `output`: itself, or the product with values behind a
+    softmax of `scores` [B,H,N,N], whose keys are [B,H,D,N].
     """
 
     product: fx.Node
-    whole: fx.Node
+    output: fx.Node
     scores: fx.Node | None
 
     @property
@@ -81,11 +81,11 @@ def attentions_of(program: Program) -> tuple[Attention, ...]:
 
 def _attentions(program: Program) -> Iterator[Attention]:
     for node in program.nodes:
-        whole = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == WHOLE else None
-        if whole is not None and len(node.all_input_nodes) > 1:
+        output = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
+        if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
-            if queries[-2] == keys[-2 if whole is node else -1]:
-                yield Attention(product=node, whole=whole, scores=None if whole is node else _scores(node))
+            if queries[-2] == keys[-2 if output is node else -1]:
+                yield Attention(product=node, output=output, scores=None if output is node else _scores(node))
 
 
 def _scores(product: fx.Node) -> fx.Node:
@@ -120,27 +120,27 @@ def in_front(program: Program, stream: fx.Node) -> int | None:
     return count if count == int(is_same_N.sum()) else None
 
 
-def _is_same(node: fx.Node, dim: int, constants: set[fx.Node], known: dict[fx.Node, Tensor]) -> Tensor:
+def _is_same(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
     """By place along an axis, whether no value of an image is there."""
-    if node not in known:
-        known[node] = _found(node, dim, constants, known)
-    return known[node]
+    if node not in memo:
+        memo[node] = _found(node, dim, constants, memo)
+    return memo[node]
 
 
-def _found(node: fx.Node, dim: int, constants: set[fx.Node], known: dict[fx.Node, Tensor]) -> Tensor:
+def _found(node: fx.Node, dim: int, constants: set[fx.Node], memo: dict[fx.Node, Tensor]) -> Tensor:
     size = sizes_at_one(node)[dim]
     if node in constants or node.op != "call_function":
         return torch.full((size,), node in constants)
     arguments = call_of(node, {}).arguments
     if operation(node) == "cat" and arguments["dim"] % len(sizes_at_one(node)) == dim:
-        return torch.cat([_is_same(each, dim, constants, known) for each in arguments["tensors"]])
+        return torch.cat([_is_same(each, dim, constants, memo) for each in arguments["tensors"]])
     if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:
-        whole = _is_same(arguments["self"], dim, constants, known)
-        return whole[arguments["start"] :][:size]
+        base = _is_same(arguments["self"], dim, constants, memo)
+        return base[arguments["start"] :][:size]
     same = torch.ones(size, dtype=torch.bool)
     for each in node.all_input_nodes:
         sizes = sizes_at_one(each)
         if each not in constants and sizes is not None:
             is_alike = len(sizes) == len(sizes_at_one(node)) and sizes[dim] == size
-            same &= _is_same(each, dim, constants, known) if is_alike else torch.zeros_like(same)
+            same &= _is_same(each, dim, constants, memo) if is_alike else torch.zeros_like(same)
     return same

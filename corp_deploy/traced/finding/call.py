@@ -9,7 +9,7 @@ from torch import fx
 
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 
-from .labels import Marks
+from .labels import LabelTensor
 
 Value = Any
 """Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""
@@ -40,7 +40,7 @@ class Call:
         path, kind = module_of(self.node)
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
-    def because(self, what: str, marks: Marks) -> str:
+    def because(self, what: str, marks: LabelTensor) -> str:
         """Why labels stay that meet a tensor without any, by the first of all reasons."""
         return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
 
@@ -52,10 +52,10 @@ class Call:
         return fx.map_arg(argument, lambda node: self.values[node])
 
     @property
-    def tensors(self) -> list[Marks]:
+    def tensors(self) -> list[LabelTensor]:
         """All that enters it, in order."""
         entering = (self.values[node] for node in self.node.all_input_nodes)
-        return [each for each in entering if isinstance(each, Marks)]
+        return [each for each in entering if isinstance(each, LabelTensor)]
 
 
 def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:

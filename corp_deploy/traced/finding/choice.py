@@ -18,10 +18,10 @@ Kept = Mapping[str, Sequence[int] | Index]
 def stuck(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that can't go."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
-    held = flow.held()
+    head_labels = flow.held()
     while True:
         before = stays.clone()
-        for outer, inner in held:
+        for outer, inner in head_labels:
             stays[outer[stays[inner]]] = True
             alone = torch.bincount(outer, minlength=len(stays)) == 1
             stays[inner[(alone & stays)[outer]]] = True
@@ -42,14 +42,14 @@ def gone(flow: Flow, sites: Iterable[Site], kept: Kept) -> Tensor:
     stays. Raises BadInput for a choice that can't be.
     """
     by_key = {site.key: site for site in sites}
-    goes, emptied = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
+    goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
         if key not in by_key:
             raise BadInput(f"{key}: no such site; there are {', '.join(by_key) or 'none'}")
         site = by_key[key]
-        of_site = goes if len(groups) else emptied
+        of_site = goes if len(groups) else folded_to_constant
         of_site[labels_of(flow, site, np.setdiff1d(np.arange(site.size), _checked(site, groups)))] = True
-    return _taken_along(flow, goes) | emptied
+    return _taken_along(flow, goes) | folded_to_constant
 
 
 def _checked(site: Site, groups: Sequence[int] | Index) -> Index:
@@ -77,10 +77,10 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
     """What holds nothing any more by some relation, and by none still something, goes too, as a head without dimensions
     does. Raises BadInput where it can't.
     """
-    stays, held = stuck(flow), flow.held()
+    stays, head_labels = stuck(flow), flow.held()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
-        for outer, inner in held:
+        for outer, inner in head_labels:
             holds = torch.zeros_like(goes)
             holds[outer[~goes[inner]]] = True
             left |= holds

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .labels import FIXED, Marks, compact
+from .labels import FIXED, LabelTensor, compact
 
 
 class Uneven(Exception):
@@ -23,11 +23,11 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     axis, the last where several will do. Raises Uneven where it is no tensor.
     """
     total = int(keep.sum())
-    whole = [int(_any_besides(keep, dim).sum()) for dim in range(keep.dim())]
+    kept_sizes = [int(_any_besides(keep, dim).sum()) for dim in range(keep.dim())]
     for dim in (None, *(dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1)):
         counts = torch.unique(keep if dim is None else keep.sum(dim))
         longest = int(counts[-1])
-        sizes = tuple(longest if each == dim else size for each, size in enumerate(whole))
+        sizes = tuple(longest if each == dim else size for each, size in enumerate(kept_sizes))
         is_even = dim is None or len(counts[counts > 0]) == 1
         if is_even and math.prod(sizes) == total > 0:
             return sizes
@@ -44,28 +44,32 @@ def compacted(labels: Tensor, gone: Tensor) -> Tensor:
     small = compact(labels)
     keep = kept(small, gone)
     sizes = remaining(keep)
-    whole = [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
-    return small[keep].reshape(sizes).expand(whole)
+    full_sizes = [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
+    return small[keep].reshape(sizes).expand(full_sizes)
 
 
 def narrowed(value: Any, gone: Tensor) -> Any:
     """What remains of what a node gives, as Marks; numbers as they are. Raises Uneven."""
     if isinstance(value, tuple):
         return tuple(narrowed(each, gone) for each in value)
-    if not isinstance(value, Marks) or value.labels is None:
+    if not isinstance(value, LabelTensor) or value.labels is None:
         return value
     labels = compacted(value.labels, gone)
-    return Marks(tuple(labels.shape), labels, value.why)
+    return LabelTensor(tuple(labels.shape), labels, value.why)
 
 
 def loses(value: Any, gone: Tensor) -> bool:
     """Whether elements of what a node gives are removed."""
     if isinstance(value, tuple):
         return any(loses(each, gone) for each in value)
-    return isinstance(value, Marks) and value.labels is not None and not bool(kept(compact(value.labels), gone).all())
+    return (
+        isinstance(value, LabelTensor)
+        and value.labels is not None
+        and not bool(kept(compact(value.labels), gone).all())
+    )
 
 
-def taken(tensor: Tensor, keep: Tensor) -> Tensor:
+def selected(tensor: Tensor, keep: Tensor) -> Tensor:
     """What is kept of a tensor by a mask that can be broadcast to it, on any device; axes that only the mask has are
     spread out first.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from .call import Call, Value
 from .equation import FRONT, equation_of
 from .flow import Flow
-from .labels import Marks, marked
+from .labels import LabelTensor, marked
 from .mixing import mixed
 from .moves import fixed, stopped
 from .pointwise import combined
@@ -26,24 +26,24 @@ def contraction(flow: Flow, call: Call) -> Value:
         Factor(node=node, marks=call.values[node], letters=letters)
         for node, letters in zip(equation.nodes, equation.letters, strict=True)
     )
-    given = product(flow, call, one, other, equation.out)
+    result = product(flow, call, one, other, equation.out)
     if call.op in ("addmm", "baddbmm"):
         bias = call["self"]
         if not bias.constant or len(bias.shape) > 1:
-            return combined(flow, call, [given, bias])
-    return biased(flow, call, given, bias, len(given.shape) - 1)
+            return combined(flow, call, [result, bias])
+    return biased(flow, call, result, bias, len(result.shape) - 1)
 
 
-def biased(flow: Flow, call: Call, given: Marks, bias: Marks | None, dim: int) -> Value:
+def biased(flow: Flow, call: Call, result: LabelTensor, bias: LabelTensor | None, dim: int) -> Value:
     """A bias goes with the rows."""
-    if bias is not None and dim in given.dims:
-        rows = flow.across(given, (dim,), f"{call.where} adds a bias")
+    if bias is not None and dim in result.dims:
+        rows = flow.across(result, (dim,), f"{call.where} adds a bias")
         if bias.constant:
             flow.use(call.node, bias.constant, (0,), rows, "writes")
         else:
             flow.stay(rows, f"{call.where} adds a computed bias")
             flow.stay(bias.labels, f"{call.where} adds it as a bias")
-    return given
+    return result
 
 
 def convolution(flow: Flow, call: Call) -> Value:
@@ -58,11 +58,11 @@ def convolution(flow: Flow, call: Call) -> Value:
     if groups > 1:
         return _in_groups(flow, call, first, weight, groups)
     letters = ("CO" if is_transposed else "OC") + _KERNEL[: len(places)]
-    given = product(flow, call, factor(call, "input", f"NC{places}"), factor(call, "weight", letters), f"NO{places}")
-    return biased(flow, call, given, call["bias"], 1)
+    result = product(flow, call, factor(call, "input", f"NC{places}"), factor(call, "weight", letters), f"NO{places}")
+    return biased(flow, call, result, call["bias"], 1)
 
 
-def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Value:
+def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) -> Value:
     """Each channel by itself, one or several for it."""
     if first.labels is None:
         return fixed(call.shape, first.why)
@@ -72,7 +72,7 @@ def _depthwise(flow: Flow, call: Call, first: Marks, weight: Marks) -> Value:
     return biased(flow, call, _channels(rows_O, call.shape, first.why), call["bias"], 1)
 
 
-def _in_groups(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int) -> Value:
+def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, groups: int) -> Value:
     """Each group of rows [O / groups] has columns of its own [C / groups]; as many are left of each."""
     columns, why = weight.shape[1], f"{call.where} works in groups"
     source, kernel = call.arguments["input"], factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
@@ -89,7 +89,7 @@ def _in_groups(flow: Flow, call: Call, first: Marks, weight: Marks, groups: int)
     return biased(flow, call, _channels(rows_O, call.shape, ""), call["bias"], 1)
 
 
-def _channels(labels: Tensor, shape: tuple[int, ...], why: str) -> Marks:
+def _channels(labels: Tensor, shape: tuple[int, ...], why: str) -> LabelTensor:
     return marked(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)
 
 
@@ -118,15 +118,15 @@ def attention(flow: Flow, call: Call) -> Value:
     if times > 1 and uses and uses[-1].name == keys.name:
         uses[-1] = replace(uses[-1], labels=uses[-1].labels[..., ::times, :])
     mask = call["attn_mask"]
-    if isinstance(mask, Marks) and not mask.constant and mask.shape[-3:-2] in ((), (1,)):
+    if isinstance(mask, LabelTensor) and not mask.constant and mask.shape[-3:-2] in ((), (1,)):
         flow.stay(mask.labels, f"{call.where} has it for all heads")
-    elif isinstance(mask, Marks):
+    elif isinstance(mask, LabelTensor):
         scores = combined(flow, part, [scores, mask])
     weights = Factor(node=call.node, marks=mixed(flow, part, scores, (-1,)), letters=f"{front}LS")
     return product(flow, call, weights, Factor(node=values, marks=value, letters=f"{front}SV"), f"{front}LV")
 
 
-def _repeated(marks: Marks, times: int) -> Marks:
+def _repeated(marks: LabelTensor, times: int) -> LabelTensor:
     """As many heads as there are of queries."""
     if times == 1:
         return marks

@@ -20,7 +20,7 @@ from corp_deploy.traced.programs.program import Program, module_of, number_of, o
 from .choice import labels_of
 from .compaction import kept
 from .cost import contracts, macs
-from .labels import Marks, compact
+from .labels import LabelTensor, compact
 from .sites import Found
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -34,20 +34,20 @@ class Cut:
     name: str
 
 
-def cuts(found: Found, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
+def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
     """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
     elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
     of several the last stream is one too. `to_end`: one behind the last contraction too.
 
     A program of several inputs has none before the last use of all but its first input and those that go `along`.
     """
-    removable, names = _removable(found), _names(found.program)
-    out = ways_out(found.program) if beside_outputs else frozenset()
+    removable, names = _removable(analysis), _names(analysis.program)
+    out = ways_out(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node in passed_by_all(found.program, out, along(found.program)):
+    for node in passed_by_all(analysis.program, out, along(analysis.program)):
         is_due = is_due or any(map(contracts, node.since))
-        if is_due and _is_one_for_each_input(node.node) and not _loses(found, node.node, removable):
+        if is_due and _is_one_for_each_input(node.node) and not _loses(analysis, node.node, removable):
             chosen.append(Cut(node=node.node, name=names[node.node]))
             is_due = False
     is_at_end = bool(chosen) and not is_due and not out and not to_end
@@ -124,18 +124,18 @@ def _is_one_for_each_input(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and batch_of(node) == IN_FRONT
 
 
-def _removable(found: Found) -> Tensor:
+def _removable(analysis: Found) -> Tensor:
     """Which labels can go with a site that is no stream."""
-    gone = torch.zeros(found.flow.groups.count, dtype=torch.bool)
-    for site in found.sites:
+    gone = torch.zeros(analysis.flow.groups.count, dtype=torch.bool)
+    for site in analysis.sites:
         if site.kind != "stream":
-            gone[labels_of(found.flow, site, np.arange(site.size))] = True
+            gone[labels_of(analysis.flow, site, np.arange(site.size))] = True
     return gone
 
 
-def _loses(found: Found, node: fx.Node, removable: Tensor) -> bool:
-    value = found.flow.values[node]
-    assert isinstance(value, Marks), node
+def _loses(analysis: Found, node: fx.Node, removable: Tensor) -> bool:
+    value = analysis.flow.values[node]
+    assert isinstance(value, LabelTensor), node
     return value.labels is not None and not bool(kept(compact(value.labels), removable).all())
 
 
@@ -200,14 +200,14 @@ def _needed(
 ) -> set[fx.Node]:
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
-    known = {*beside} if before is None else {before, *along(program), *beside}
-    front = [node for node in ends if node not in known]
+    available = {*beside} if before is None else {before, *along(program), *beside}
+    front = [node for node in ends if node not in available]
     found = set(front)
     while front:
         node = front.pop()
         is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
         for each in [] if is_size else node.all_input_nodes:
-            if each not in known and each not in found:
+            if each not in available and each not in found:
                 found.add(each)
                 front.append(each)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from corp_deploy.traced.programs.program import Program
 
 from .call import Value
-from .labels import FIXED, TYPE, Groups, Marks, compact, pairs, placed, standing, tidy, varying
+from .labels import FIXED, TYPE, Groups, LabelTensor, compact, pairs, placed, standing, tidy, varying
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]
 MOST_ELEMENTS = 4_000_000
@@ -72,7 +72,7 @@ class Flow:
         """The same tensor, its labels by the groups that they are in by now, what stays fixed."""
         if isinstance(value, tuple):
             return tuple(self.renewed(each) for each in value)
-        if not isinstance(value, Marks) or value.labels is None:
+        if not isinstance(value, LabelTensor) or value.labels is None:
             return value
         groups = self.groups.of(compact(value.labels))
         reason = self.groups.reason_of(groups)
@@ -81,7 +81,7 @@ class Flow:
         if labels is not None and not varying(labels):
             self.stay(labels, why := why or "all of it is one group")
             labels = None
-        return Marks(value.shape, labels, why, value.constant)
+        return LabelTensor(value.shape, labels, why, value.constant)
 
     def join(self, one: Tensor, other: Tensor, why: str) -> None:
         """Elements that meet are one; what meets a fixed one stays."""
@@ -119,7 +119,7 @@ class Flow:
             self.lumps.append((first.reshape(-1), why))
         return first
 
-    def across(self, marks: Marks, dims: Sequence[int], why: str) -> Tensor:
+    def across(self, marks: LabelTensor, dims: Sequence[int], why: str) -> Tensor:
         """The labels [the sizes of dims, in their order] along some axes, joined over all others."""
         assert marks.labels is not None, why
         first = standing(marks.labels, dims)
@@ -150,7 +150,7 @@ class Flow:
         relations = [pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
         return [(met[:, 0], met[:, 1]) for met in relations if len(met)]
 
-    def elements(self, marks: Marks, node: fx.Node) -> Tensor:
+    def elements(self, marks: LabelTensor, node: fx.Node) -> Tensor:
         """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""
         if marks.labels is not None:
             return marks.labels

@@ -65,7 +65,7 @@ def placed(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class LabelTensor:
     """One tensor of a program at a batch of 1: `labels` are of its `shape`, tidy; None where no element can be removed,
     and `why` says what they come from. `constant`: the name of a parameter or constant, whose elements are removed with
     whatever they meet.
@@ -87,9 +87,9 @@ class Marks:
         return self.labels is None and not self.constant
 
 
-def marked(labels: Tensor, why: str = "") -> Marks:
+def marked(labels: Tensor, why: str = "") -> LabelTensor:
     """With these labels, untidy as they may be."""
-    return Marks(tuple(labels.shape), tidy(labels), why)
+    return LabelTensor(tuple(labels.shape), tidy(labels), why)
 
 
 class Groups:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .call import Call
 from .flow import Flow
-from .labels import Marks, marked
+from .labels import LabelTensor, marked
 from .moves import fixed
 from .pointwise import channelwise, pointwise
 
@@ -17,8 +17,8 @@ def over(flow: Flow, call: Call) -> Any:
     """Along the axes of `dim`, or all; the larger of two tensors is element by element."""
     if torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
         return pointwise(flow, call)
-    first, asked = call.tensors[0], call["dim"]
-    dims = range(len(first.shape)) if asked in (None, [], ()) else [asked] if isinstance(asked, int) else asked
+    first, along = call.tensors[0], call["dim"]
+    dims = range(len(first.shape)) if along in (None, [], ()) else [along] if isinstance(along, int) else along
     return mixed(flow, call, first, dims)
 
 
@@ -35,7 +35,7 @@ def last_axes(flow: Flow, call: Call) -> Any:
     return mixed(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
 
 
-def mixed(flow: Flow, call: Call, first: Marks, dims: Sequence[int]) -> Any:
+def mixed(flow: Flow, call: Call, first: LabelTensor, dims: Sequence[int]) -> Any:
     """One lump along some axes, what the labels vary along besides stays apart."""
     why, among = f"{call.where} mixes it", sorted({dim % len(first.shape) for dim in dims})
     if first.labels is None or not set(first.dims) - set(among):

@@ -9,7 +9,7 @@ from corp_deploy.traced.programs.program import SAME, SHAPED
 
 from .call import Call, Value
 from .flow import Flow
-from .labels import Marks, marked, tidy, varying
+from .labels import LabelTensor, marked, tidy, varying
 
 
 def moved(flow: Flow, call: Call) -> Any:
@@ -23,24 +23,26 @@ def moved(flow: Flow, call: Call) -> Any:
 
     def entering(node: fx.Node) -> Any:
         value = call.values[node]
-        return labels.setdefault(node, flow.elements(value, call.node)) if isinstance(value, Marks) else value
+        return labels.setdefault(node, flow.elements(value, call.node)) if isinstance(value, LabelTensor) else value
 
     assert callable(call.node.target), call.node
-    given = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
-    return tuple(marked(each, why) for each in given) if isinstance(given, list | tuple) else marked(given, why)
+    result = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
+    return tuple(marked(each, why) for each in result) if isinstance(result, list | tuple) else marked(result, why)
 
 
 def joined(flow: Flow, call: Call) -> Any:
     """cat and stack: parts side by side along one axis are as wide as each other along all others."""
-    given = moved(flow, call)
-    if given.labels is None:
-        return given
-    dim = call["dim"] % len(given.shape)
+    result = moved(flow, call)
+    if result.labels is None:
+        return result
+    dim = call["dim"] % len(result.shape)
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
-    parts = [tidy(each) for each in given.labels.split(sizes, dim) if each.numel()]
-    whole = [() if each is None else varying(each) for each in parts]
+    parts = [tidy(each) for each in result.labels.split(sizes, dim) if each.numel()]
+    moving = [() if each is None else varying(each) for each in parts]
     why = f"{call.where} puts it beside what stays"
-    labelled = [(each, dims) for each, dims in zip(parts, whole, strict=True) if each is not None and set(dims) - {dim}]
+    labelled = [
+        (each, dims) for each, dims in zip(parts, moving, strict=True) if each is not None and set(dims) - {dim}
+    ]
     # What varies along the parts' axis as its last one, as dimensions of heads do, is narrowed in each part by itself.
     fine = [each for each, dims in labelled if dim == dims[-1]]
     coarse = [each for each, dims in labelled if dim != dims[-1]]
@@ -53,22 +55,22 @@ def joined(flow: Flow, call: Call) -> Any:
             flow.hold(coarse[0].narrow(dim, 0, 1), each)
         if None in parts:
             flow.guard(each.movedim(dim, -1), each.dim() - 1, why)
-    return flow.renewed(given)
+    return flow.renewed(result)
 
 
 def scattered(flow: Flow, call: Call) -> Any:
     """A part of a tensor put into it."""
-    given = moved(flow, call)
-    if given.labels is not None and set(given.dims) - {dim := call["dim"] % len(given.shape)}:
-        flow.join(given.labels.narrow(dim, 0, 1), given.labels, f"{call.where} puts it beside what stays")
-    return flow.renewed(given)
+    result = moved(flow, call)
+    if result.labels is not None and set(result.dims) - {dim := call["dim"] % len(result.shape)}:
+        flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside what stays")
+    return flow.renewed(result)
 
 
 def padded(flow: Flow, call: Call) -> Value:
     """Elements that are added along an axis without labels are of the same channels."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
-        return Marks(call.shape, None, first.why)
+        return LabelTensor(call.shape, None, first.why)
     labels = flow.elements(first, call.node)
     rank = len(first.shape)
     dims = [rank - 1 - place // 2 for place, amount in enumerate(pad) if amount]
@@ -86,11 +88,11 @@ def indexed(flow: Flow, call: Call) -> Value:
     does, and on meta nobody knows it: sites would be others there.
     """
     first = call["self"]
-    if not isinstance(first, Marks) or first.is_fixed:
+    if not isinstance(first, LabelTensor) or first.is_fixed:
         return fixed(call.shape, first.why)
     labels, rank = flow.elements(first, call.node), len(first.shape)
-    asked = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
-    numbers = {dim: torch.zeros(each.shape, dtype=torch.long) for dim, each in asked.items() if each is not None}
+    indices = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
+    numbers = {dim: torch.zeros(each.shape, dtype=torch.long) for dim, each in indices.items() if each is not None}
     if set(numbers) & set(varying(labels)):
         return stopped(flow, call)
     if call.op == "gather":
@@ -120,7 +122,7 @@ def fixed(shape: Any, why: str) -> Any:
         return None
     if shape and isinstance(shape[0], tuple | type(None)):
         return tuple(fixed(each, why) for each in shape)
-    return Marks(tuple(shape), None, why)
+    return LabelTensor(tuple(shape), None, why)
 
 
 def stopped(flow: Flow, call: Call) -> Any:

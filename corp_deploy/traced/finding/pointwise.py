@@ -8,7 +8,7 @@ import torch
 
 from .call import Call, Value
 from .flow import Flow
-from .labels import Marks, marked
+from .labels import LabelTensor, marked
 from .moves import fixed
 
 UNTAGGED, SUMS, PRODUCTS = (
@@ -37,7 +37,7 @@ def pointwise(flow: Flow, call: Call) -> Value:
     return combined(flow, call, call.tensors)
 
 
-def combined(flow: Flow, call: Call, tensors: Sequence[Marks]) -> Value:
+def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor]) -> Value:
     """Of tensors that are taken together element by element."""
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
@@ -54,7 +54,7 @@ def combined(flow: Flow, call: Call, tensors: Sequence[Marks]) -> Value:
     return marked(first.labels.expand(call.shape), first.why)
 
 
-def _go_along(flow: Flow, call: Call, constant: Marks, first: Marks) -> None:
+def _go_along(flow: Flow, call: Call, constant: LabelTensor, first: LabelTensor) -> None:
     """A constant with an element for each label, as a bias or a layer scale has."""
     missing = len(call.shape) - len(constant.shape)
     axes = [dim - missing for dim in first.dims if dim >= missing and constant.shape[dim - missing] > 1]
@@ -63,15 +63,15 @@ def _go_along(flow: Flow, call: Call, constant: Marks, first: Marks) -> None:
         flow.use(call.node, constant.constant, tuple(axes), labels, "between")
 
 
-def _aligned(marks: Marks, rank: int) -> Marks:
+def _aligned(marks: LabelTensor, rank: int) -> LabelTensor:
     """With axes of size 1 in front."""
     missing = rank - len(marks.shape)
     shape = (1,) * missing + marks.shape
     labels = None if marks.labels is None else marks.labels.reshape(shape) if missing else marks.labels
-    return Marks(shape, labels, marks.why, marks.constant)
+    return LabelTensor(shape, labels, marks.why, marks.constant)
 
 
-def _meet(flow: Flow, call: Call, one: Marks, other: Marks) -> None:
+def _meet(flow: Flow, call: Call, one: LabelTensor, other: LabelTensor) -> None:
     if len(one.dims) < len(other.dims):
         one, other = other, one
     if one.labels is None:

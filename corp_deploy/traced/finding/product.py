@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from .call import Call, Value
 from .flow import Flow
-from .labels import Marks, marked, placed, standing
+from .labels import LabelTensor, marked, placed, standing
 from .moves import fixed
 
 
@@ -19,7 +19,7 @@ class Factor:
     """A tensor that is multiplied, its axes by letters."""
 
     node: fx.Node
-    marks: Marks
+    marks: LabelTensor
     letters: str
 
     @property
@@ -118,12 +118,12 @@ def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
             flow.stay(ids, why or "it is used twice")
 
 
-def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> Marks:
+def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> LabelTensor:
     """Labels [the sizes of letters] as those of a result."""
     return marked(placed(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
 
 
-def _through(one: Factor, shape: tuple[int, ...], out: str) -> Marks:
+def _through(one: Factor, shape: tuple[int, ...], out: str) -> LabelTensor:
     """What goes on along letters that aren't summed over."""
     letters = "".join(letter for letter in one.letters if letter in out)
     return _placed(one.at(letters), letters, shape, out)
@@ -153,7 +153,7 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
         return each
     why = call.because("multiplies it with", beside.marks)
     flow.stay(each.marks.labels, why)
-    return replace(each, marks=Marks(each.marks.shape, None, why))
+    return replace(each, marks=LabelTensor(each.marks.shape, None, why))
 
 
 def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:

@@ -14,7 +14,7 @@ from corp_deploy.traced.programs.program import module_of, operation
 
 from .choice import labels_of
 from .flow import Flow, Use
-from .labels import Marks, compact
+from .labels import LabelTensor, compact
 from .sites import Found
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -75,11 +75,11 @@ class Shares:
     parameters: Layers
 
 
-def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
+def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
     """Of all sites; parameters of the names `aside` don't count."""
-    flow, program = found.flow, found.program
+    flow, program = analysis.flow, analysis.program
     owner = torch.full((flow.groups.count + 1,), -1)
-    for number, site in enumerate(found.sites):
+    for number, site in enumerate(analysis.sites):
         owner[labels_of(flow, site, np.arange(site.size))] = number
     parameters = dict(program.graph.named_parameters(remove_duplicate=False))
     of_constants: dict[str, list[Use]] = defaultdict(list)
@@ -88,24 +88,24 @@ def shares(found: Found, *, aside: Collection[str] = ()) -> Shares:
             of_constants[use.name].append(use)
     costs = [
         (*each, module_of(node)[0])
-        for node, cost in found.costs.items()
+        for node, cost in analysis.costs.items()
         if cost
         for each in _products(flow, node, cost)
     ]
     sizes = [(parameters[name].numel(), _largest(uses), name) for name, uses in of_constants.items()]
-    return Shares(macs=_layers(found, owner, costs), parameters=_layers(found, owner, sizes))
+    return Shares(macs=_layers(analysis, owner, costs), parameters=_layers(analysis, owner, sizes))
 
 
-def _layers(found: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> Layers:
+def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> Layers:
     """By the labels on the sides of each cost that are of any site."""
-    keys = [site.key for site in found.sites]
+    keys = [site.key for site in analysis.sites]
     every = []
     for cost, sides, _ in costs:
-        owners = [owner[found.flow.groups.of(labels.reshape(-1))] for labels in sides]
+        owners = [owner[analysis.flow.groups.of(labels.reshape(-1))] for labels in sides]
         counts = [torch.bincount(each[each >= 0], minlength=len(keys)).double() / len(each) for each in owners]
         shared = [{keys[at]: float(count[at]) for at in count.nonzero()[:, 0].tolist()} for count in counts]
         every.append((cost, tuple(side for side in shared if side)))
-    streams = frozenset(site.key for site in found.sites if site.kind == "stream")
+    streams = frozenset(site.key for site in analysis.sites if site.kind == "stream")
     return Layers(every=tuple(every), places=tuple(place for *_, place in costs), streams=streams)
 
 
@@ -125,8 +125,8 @@ def _sides(flow: Flow, node: fx.Node) -> list[Tensor]:
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
         return _largest(use for use in uses if use.name == weight)
     value = flow.values[node]
-    given = [compact(value.labels)] if isinstance(value, Marks) and value.labels is not None else []
-    return given + [use.labels for use in flow.uses.get(node, ())][:1]
+    labels = [compact(value.labels)] if isinstance(value, LabelTensor) and value.labels is not None else []
+    return labels + [use.labels for use in flow.uses.get(node, ())][:1]
 
 
 def _largest(uses: Iterable[Use]) -> list[Tensor]:

@@ -60,7 +60,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
+class FixedElements:
     """Elements that a parameter writes and that can't be removed."""
 
     name: str

@@ -15,8 +15,8 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
 from .choice import holders, stuck
 from .cost import macs
 from .flow import Flow, Role, Use
-from .labels import Marks, compact
-from .site import Index, Kind, Site, Span, Stay
+from .labels import LabelTensor, compact
+from .site import FixedElements, Index, Kind, Site, Span
 from .walk import walked
 
 _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_pool2d", "adaptive_avg_pool2d", "mean"}
@@ -77,7 +77,7 @@ class Found:
     program: Program
     flow: Flow
     sites: tuple[Site, ...]
-    stays: tuple[Stay, ...]
+    stays: tuple[FixedElements, ...]
     unknown: dict[str, int]
     costs: Mapping[fx.Node, int]
     macs_within: int
@@ -226,7 +226,7 @@ def _parts(flow: Flow) -> Tensor:
         new = part[inner] < 0
         part[inner[new]] = outer[new]
     for value in flow.values.values():
-        if isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1:
+        if isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1:
             small = compact(value.labels).movedim(value.dims[-1], -1)
             groups = small.reshape(-1, small.shape[-1]).flip(0).long()
             lines = torch.arange(len(groups)).flip(0)[:, None].expand(groups.shape)
@@ -256,7 +256,7 @@ def _named(sites: Iterator[Site]) -> Iterator[Site]:
         yield site if count[site.key] == 1 else replace(site, name=f"{site.name}#{count[site.key]}")
 
 
-def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
+def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
     """What is written and stays, by parameter."""
     holds, written = holders(flow), dict[str, Tensor]()
     for use in flow.every_use:
@@ -266,9 +266,9 @@ def _stays(flow: Flow, units: Tensor) -> Iterator[Stay]:
         stays = groups[~units[groups]]
         if len(stays):
             reasons = flow.groups.reason_of(stays)
-            held = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
-            reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else held
-            yield Stay(name=name, count=len(stays), reason=reason)
+            why = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
+            reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else why
+            yield FixedElements(name=name, count=len(stays), reason=reason)
 
 
 def _within(flow: Flow, units: Tensor, costs: Mapping[fx.Node, int]) -> int:

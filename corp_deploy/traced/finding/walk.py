@@ -8,7 +8,7 @@ from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
 from .call import call_of
 from .flow import Flow
-from .labels import Marks
+from .labels import LabelTensor
 from .moves import fixed, stopped
 from .rules import rule_of
 
@@ -20,9 +20,9 @@ def walked(program: Program, *, keeps_all: bool = False) -> Flow:
         flow.times_used[str(node.target)] += len(node.users) if node.op == "get_attr" else 0
     for node in program.nodes:
         if node.op == "output":
-            for given in node.all_input_nodes:
-                value = flow.values[given]
-                flow.stay(value.labels if isinstance(value, Marks) else None, "it is what the model gives")
+            for source in node.all_input_nodes:
+                value = flow.values[source]
+                flow.stay(value.labels if isinstance(value, LabelTensor) else None, "it is what the model gives")
         else:
             flow.values[node] = value_of(flow, node)
     flow.values = {node: flow.renewed(value) for node, value in flow.values.items()}
@@ -32,12 +32,12 @@ def walked(program: Program, *, keeps_all: bool = False) -> Flow:
 def value_of(flow: Flow, node: fx.Node) -> Any:
     """What a node gives: Marks, several of them, or a number."""
     if node.op == "get_attr":
-        return Marks(tuple(flow.program.tensor(str(node.target)).shape), None, "", str(node.target))
+        return LabelTensor(tuple(flow.program.tensor(str(node.target)).shape), None, "", str(node.target))
     if node.op == "placeholder":
         shape = sizes_at_one(node)
         return None if shape is None else fixed(shape, f"it comes from the model's input {node.name}")
-    given = node.meta.get("val")
-    if not isinstance(given, Tensor | list | tuple):
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor | list | tuple):
         return _number(flow, node)
     for each in node.all_input_nodes:
         flow.values[each] = flow.renewed(flow.values[each])

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.compaction import kept
 from corp_deploy.traced.finding.heads import together
-from corp_deploy.traced.finding.labels import Marks, compact
+from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.sites import Found
 from corp_deploy.traced.programs.tracing import Inputs
 
@@ -21,15 +21,15 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowed:
-    """`module` is the program without what went, `parts` what its tensors are of the dense one's; `whole`: sites that
-    had to be kept, with the reason, by their keys. `difference`: from the dense program with the same elements zeroed,
-    relative; None where it wasn't looked at.
+    """`module` is the program without what went, `parts` what its tensors are of the dense one's; `unreduced`: sites
+    that had to be kept, with the reason, by their keys. `difference`: from the dense program with the same elements
+    zeroed, relative; None where it wasn't looked at.
     """
 
     module: fx.GraphModule
     parts: Parts
     kept: Kept
-    whole: dict[str, str]
+    unreduced: dict[str, str]
     difference: float | None
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
@@ -42,63 +42,65 @@ class Narrowed:
                 setattr(self.module.get_submodule(owner), last, nn.Parameter(new, False) if is_parameter else new)
 
 
-def narrow(found: Found, kept: Kept) -> Narrowed:
+def narrow(analysis: Found, kept: Kept) -> Narrowed:
     """The narrower program, by its labels alone; a site that can't be narrowed so is kept whole. Raises BadInput for a
     choice that can't be.
     """
-    chosen, whole = dict(kept), dict[str, str]()
+    chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
-            goes = gone(found.flow, found.sites, chosen)
-            module, parts = without(found.program, found.flow, goes)
-            return Narrowed(module=module, parts=parts, kept=chosen, whole=whole, difference=None)
+            goes = gone(analysis.flow, analysis.sites, chosen)
+            module, parts = without(analysis.program, analysis.flow, goes)
+            return Narrowed(module=module, parts=parts, kept=chosen, unreduced=unreduced, difference=None)
         except Refused as refused:
-            met = _at(found, refused.node, chosen)
-            for key in [key for unit in together(found, chosen) if not set(unit).isdisjoint(met) for key in unit]:
-                whole[key] = str(refused)
+            met = _at(analysis, refused.node, chosen)
+            for key in [key for unit in together(analysis, chosen) if not set(unit).isdisjoint(met) for key in unit]:
+                unreduced[key] = str(refused)
                 del chosen[key]
 
 
-def _at(found: Found, node: fx.Node, chosen: Kept) -> list[str]:
+def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
     """The sites of which elements go at a node; all that are left to go where none is known."""
-    flow = found.flow
+    flow = analysis.flow
     every = [flow.values.get(each) for each in (node, *node.all_input_nodes)]
-    marks = [one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, Marks)]
+    marks = [
+        one for each in every for one in (each if isinstance(each, tuple) else (each,)) if isinstance(one, LabelTensor)
+    ]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
-    units = together(found, chosen)
-    own = {tuple(unit): gone(flow, found.sites, {key: chosen[key] for key in unit}) for unit in units}
+    units = together(analysis, chosen)
+    own = {tuple(unit): gone(flow, analysis.sites, {key: chosen[key] for key in unit}) for unit in units}
     met = [
         key for unit, goes in own.items() for key in unit if any(not bool(kept(each, goes).all()) for each in labels)
     ]
     return met or list(chosen)
 
 
-def prove(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
+def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
     kept whole.
     """
-    given = _held(found, kept, inputs)
-    if given.difference is not None and given.difference <= ROUNDING:
-        return given
-    wrong = _wrong(found, given.kept, inputs)
-    again = prove(found, {key: groups for key, groups in given.kept.items() if key not in wrong}, inputs)
+    result = _held(analysis, kept, inputs)
+    if result.difference is not None and result.difference <= ROUNDING:
+        return result
+    wrong = _wrong(analysis, result.kept, inputs)
+    again = prove(analysis, {key: groups for key, groups in result.kept.items() if key not in wrong}, inputs)
     differs = dict.fromkeys(wrong, "the narrowed program differs from the dense one")
-    return replace(again, whole=given.whole | differs | again.whole)
+    return replace(again, unreduced=result.unreduced | differs | again.unreduced)
 
 
-def _held(found: Found, kept: Kept, inputs: Inputs) -> Narrowed:
-    given = narrow(found, kept)
-    apart = difference(found, gone(found.flow, found.sites, given.kept), given.module, inputs)
-    return replace(given, difference=apart)
+def _held(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
+    result = narrow(analysis, kept)
+    apart = difference(analysis, gone(analysis.flow, analysis.sites, result.kept), result.module, inputs)
+    return replace(result, difference=apart)
 
 
-def _wrong(found: Found, kept: Kept, inputs: Inputs) -> list[str]:
+def _wrong(analysis: Found, kept: Kept, inputs: Inputs) -> list[str]:
     """The sites that differ by themselves, looked for by halves; all where only some together do."""
     wrong: list[str] = []
-    every = together(found, kept)
+    every = together(analysis, kept)
     for units in (front := [every]):
         part = {key: kept[key] for unit in units for key in unit}
-        if len(units) < len(every) and (_held(found, part, inputs).difference or 0.0) <= ROUNDING:
+        if len(units) < len(every) and (_held(analysis, part, inputs).difference or 0.0) <= ROUNDING:
             continue
         if len(units) == 1:
             wrong += units[0]

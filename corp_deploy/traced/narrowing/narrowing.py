@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.call import Call, call_of
-from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, taken
+from corp_deploy.traced.finding.compaction import Uneven, compacted, kept, loses, selected
 from corp_deploy.traced.finding.flow import Flow
-from corp_deploy.traced.finding.labels import Marks, compact, placed
+from corp_deploy.traced.finding.labels import LabelTensor, compact, placed
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
@@ -49,7 +49,7 @@ def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule,
 
 def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
     """What is left of a parameter or constant."""
-    new = tensor.detach() if keep is None else taken(tensor.detach(), keep)
+    new = tensor.detach() if keep is None else selected(tensor.detach(), keep)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
@@ -120,9 +120,9 @@ class _Narrowing:
 
     def call(self, like: fx.Node, target: Any, arguments: Arguments) -> fx.Node:
         """A call in the place of another, its arguments by the names of the op's schema."""
-        given = [each for each in target._schema.arguments if each.name in arguments]
-        args = tuple(arguments[each.name] for each in given if not each.kwarg_only)
-        kwargs = {each.name: arguments[each.name] for each in given if each.kwarg_only}
+        schema_arguments = [each for each in target._schema.arguments if each.name in arguments]
+        args = tuple(arguments[each.name] for each in schema_arguments if not each.kwarg_only)
+        kwargs = {each.name: arguments[each.name] for each in schema_arguments if each.kwarg_only}
         return _of_module(self.graph.call_function(target, args, kwargs), like)
 
     def pick(self, node: fx.Node) -> None:
@@ -131,8 +131,8 @@ class _Narrowing:
         assert isinstance(source, fx.Node), node
         call = call_of(source, self.flow.values)
         if call.op == "unbind" and call["self"].labels is not None:
-            whole, dim = call["self"], call["dim"]
-            lines = whole.labels.movedim(dim, 0).reshape(whole.shape[dim], -1)
+            base, dim = call["self"], call["dim"]
+            lines = base.labels.movedim(dim, 0).reshape(base.shape[dim], -1)
             keep = kept(lines, self.gone).any(1)
             if not bool(keep.all()):
                 arguments = {
@@ -150,7 +150,7 @@ class _Narrowing:
         """
         source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
-        if not is_move(node) or not isinstance(value, Marks) or value.labels is None or len(value.dims) != 1:
+        if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
             raise Refused(node, "an uneven part of it would be left")
         (dim,) = value.dims
         numbers = carried(numbered(value.shape, dim), way)
@@ -185,7 +185,7 @@ class _Narrowing:
     def is_spread(self, node: fx.Node) -> bool:
         """Whether a move gives elements along several axes."""
         value = self.flow.values.get(node)
-        return is_move(node) and isinstance(value, Marks) and value.labels is not None and len(value.dims) > 1
+        return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
 
     def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
         """What is left of a source along its axis, in the order in which a node has its elements."""
@@ -226,7 +226,7 @@ class _Narrowing:
         those are the same everywhere; else it is spread out first.
         """
         value = self.flow.values[call.node]
-        if not isinstance(value, Marks) or value.labels is None or not is_pointwise(call.node.target):
+        if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
             return torch.ones((1,) * len(shape), dtype=torch.bool)
         keep = kept(compact(value.labels), self.gone)
         missing = keep.dim() - len(shape)

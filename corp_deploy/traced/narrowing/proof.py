@@ -16,11 +16,11 @@ Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""
 
 
-def masks(found: Found, gone: Tensor) -> dict[fx.Node, list[Mask]]:
+def masks(analysis: Found, gone: Tensor) -> dict[fx.Node, list[Mask]]:
     """Of what each node sums over, where something is removed [labels] of it."""
-    sources, of_nodes = {node.name: node for node in found.program.nodes}, dict[fx.Node, list[Mask]]()
-    for use in found.flow.every_use:
-        keep = kept(found.flow.groups.of(use.labels), gone)
+    sources, of_nodes = {node.name: node for node in analysis.program.nodes}, dict[fx.Node, list[Mask]]()
+    for use in analysis.flow.every_use:
+        keep = kept(analysis.flow.groups.of(use.labels), gone)
         if not use.is_of_constant and not bool(keep.all()):
             of_nodes.setdefault(use.node, []).append((sources[use.name], use.axes, keep))
     return of_nodes
@@ -29,9 +29,9 @@ def masks(found: Found, gone: Tensor) -> dict[fx.Node, list[Mask]]:
 class Masked(fx.Interpreter):
     """The dense program; what is removed is 0 wherever it would be summed over."""
 
-    def __init__(self, found: Found, gone: Tensor) -> None:
-        super().__init__(found.program.graph)
-        self._masks = masks(found, gone)
+    def __init__(self, analysis: Found, gone: Tensor) -> None:
+        super().__init__(analysis.program.graph)
+        self._masks = masks(analysis, gone)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What enters a node."""
@@ -50,13 +50,13 @@ def zeroed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     return tensor * mask.repeat(times).to(tensor)
 
 
-def difference(found: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
+def difference(analysis: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
     """The largest of any output between a narrowed program and the dense one with the same elements zeroed, relative
     to the largest value of that output; infinite where the narrowed one doesn't run.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
-        dense = tree_leaves(Masked(found, gone).run(*args, *kwargs.values()))
+        dense = tree_leaves(Masked(analysis, gone).run(*args, *kwargs.values()))
         try:
             new = tree_leaves(narrowed(*args, **kwargs))
         except (IndexError, RuntimeError):

@@ -8,9 +8,9 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.finding.call import Call
 from corp_deploy.traced.finding.compaction import Uneven, kept, narrowed
-from corp_deploy.traced.finding.labels import FIXED, TYPE, Marks, compact
+from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, compact
 from corp_deploy.traced.programs.program import RUN, SHAPED
-from corp_deploy.traced.programs.sizes import Counted
+from corp_deploy.traced.programs.sizes import BatchAffineSize
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -21,7 +21,7 @@ CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int]:
     """To be reshaped to in a node's place: these sizes at a batch of 1, at any other what is left."""
     dense = node.meta["sizes"]
-    shape = [-1 if isinstance(each, Counted) else size for each, size in zip(dense, sizes, strict=True)]
+    shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
     if shape.count(-1) > 1:
         raise Uneven(f"the batch counts several axes of {tuple(sizes)}")
     return shape
@@ -53,20 +53,20 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
 
 def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
     """The sizes that an axis is spread out to; -1 where it has its size before."""
-    asked, before = call.arguments["size"], call["self"].shape
+    new_sizes, before = call.arguments["size"], call["self"].shape
     missing = len(old) - len(before)
-    sizes = [each if was == now else now for each, was, now in zip(asked, old, new, strict=True)]
+    sizes = [each if was == now else now for each, was, now in zip(new_sizes, old, new, strict=True)]
     for dim, size in enumerate(sizes):
-        if size != asked[dim] and dim >= missing and before[dim - missing] == old[dim]:
+        if size != new_sizes[dim] and dim >= missing and before[dim - missing] == old[dim]:
             sizes[dim] = -1
-        elif size != asked[dim] and isinstance(asked[dim], fx.Node):
+        elif size != new_sizes[dim] and isinstance(new_sizes[dim], fx.Node):
             raise Uneven(f"the batch counts axis {dim} too")
     return sizes
 
 
-def _cut(call: Call, new: Marks, gone: Tensor) -> Arguments:
+def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
     """Where a slice starts and ends among what is left."""
-    first: Marks = call["self"]
+    first: LabelTensor = call["self"]
     dim, name = call["dim"] % len(first.shape), CUTS[call.op]
     is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]
     if call.arguments.get("step", 1) != 1 or first.labels is None or is_whole:
@@ -89,10 +89,10 @@ def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: 
 
     def entering(node: fx.Node) -> Any:
         less = narrowed(call.values[node], gone)
-        if not isinstance(less, Marks):
+        if not isinstance(less, LabelTensor):
             return less
         return torch.full(less.shape, FIXED, dtype=TYPE) if less.labels is None else less.labels
 
     result, new = target(**fx.map_arg(arguments, entering)), narrowed(value, gone)
     both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
-    return all(each.labels is None or torch.equal(got, each.labels) for got, each in both)
+    return all(each.labels is None or torch.equal(actual, each.labels) for actual, each in both)

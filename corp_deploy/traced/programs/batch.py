@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from .program import SHAPED, operation, sizes_at_one
-from .sizes import Counted
+from .sizes import BatchAffineSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,9 @@ def _counting(node: fx.Node) -> int | None:
     """The one axis that the batch counts; of several tensors that of the first."""
     sizes = node.meta.get("sizes")
     sizes = sizes[0] if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else sizes
-    axes = [dim for dim, size in enumerate(sizes) if isinstance(size, Counted)] if isinstance(sizes, tuple) else []
+    axes = (
+        [dim for dim, size in enumerate(sizes) if isinstance(size, BatchAffineSize)] if isinstance(sizes, tuple) else []
+    )
     return axes[0] if len(axes) == 1 else None
 
 

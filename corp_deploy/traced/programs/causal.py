@@ -5,7 +5,7 @@ sees anew, and engines fuse attention with constants alone.
 import torch
 from torch import fx
 
-from .attended import WHOLE, argument
+from .attention_masks import SDPA, argument
 from .program import operation
 
 HIDDEN = -30_000.0
@@ -16,7 +16,7 @@ _NAME = "hidden_behind"
 def spelled_out_(graph: fx.GraphModule) -> None:
     """Attentions with no other mask; those of as many queries and keys have one constant."""
     for node in list(graph.graph.nodes):
-        is_causal = operation(node) == WHOLE and argument(node, 5, "is_causal")
+        is_causal = operation(node) == SDPA and argument(node, 5, "is_causal")
         if is_causal and argument(node, 3, "attn_mask") is None and not node.kwargs.get("enable_gqa"):
             _spell_out_(graph, node)
     graph.recompile()
@@ -30,17 +30,17 @@ def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
         graph.register_buffer(name, torch.full((asking, others), HIDDEN).triu(1))
     aten, stack = torch.ops.aten, node.meta.get("nn_module_stack", {})
 
-    def made(target: object, *args: object) -> fx.Node:
+    def call_op(target: object, *args: object) -> fx.Node:
         new = graph.graph.create_node("call_function", target, args)  # type: ignore[arg-type]
         new.meta["nn_module_stack"] = stack
         return new
 
     with graph.graph.inserting_before(node):
         hidden_NN = graph.graph.get_attr(name)
-        turned = made(aten.transpose.int, keys, -2, -1)
-        scores = made(aten.matmul.default, made(aten.mul.Scalar, queries, scale), turned)
-        weights = made(aten.softmax.int, made(aten.add.Tensor, scores, hidden_NN), -1, torch.float32)
-        given = made(aten.matmul.default, made(aten.to.other, weights, values), values)
-    given.meta |= node.meta
-    node.replace_all_uses_with(given)
+        transposed_keys = call_op(aten.transpose.int, keys, -2, -1)
+        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, scale), transposed_keys)
+        weights = call_op(aten.softmax.int, call_op(aten.add.Tensor, scores, hidden_NN), -1, torch.float32)
+        attended = call_op(aten.matmul.default, call_op(aten.to.other, weights, values), values)
+    attended.meta |= node.meta
+    node.replace_all_uses_with(attended)
     graph.graph.erase_node(node)

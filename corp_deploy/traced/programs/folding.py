@@ -60,18 +60,18 @@ def _is_of_rows(node: fx.Node) -> bool:
     return table.op == "get_attr" and table.meta["val"].dim() == 2
 
 
-def _name(node: fx.Node, free: Collection[fx.Node], taken: Collection[str]) -> str:
+def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
     """Of the nearest parameter of its shape that is for nothing else; else of the nearest."""
     front = [node]
     for each in front:
         front += [source for source in each.all_input_nodes if source not in front]
     sources = [each for each in front if each.op == "get_attr"]
     for each in sources:
-        is_same = each.meta["val"].shape == node.meta["val"].shape and str(each.target) not in taken
+        is_same = each.meta["val"].shape == node.meta["val"].shape and str(each.target) not in used
         if is_same and _is_only_for(each, node, free):
             return str(each.target)
     name = f"{sources[0].target}_folded" if sources else NUMBERS
-    count = sum(each == name or each.startswith(f"{name}_") for each in taken)
+    count = sum(each == name or each.startswith(f"{name}_") for each in used)
     return f"{name}_{count}" if count else name
 
 

@@ -27,14 +27,14 @@ def means_as_layers_(graph: fx.GraphModule) -> None:
         order = [*(dim for dim in range(value.dim()) if dim != axis), axis]
         back = [order.index(dim) for dim in range(value.dim())]
         with graph.graph.inserting_before(node):
-            held = graph.graph.get_attr(f"{path}.{name}".lstrip("."))
-            held.meta = {**node.meta, "val": weight, "sizes": tuple(weight.shape)}
+            mean_weight = graph.graph.get_attr(f"{path}.{name}".lstrip("."))
+            mean_weight.meta = {**node.meta, "val": weight, "sizes": tuple(weight.shape)}
             moved = _moved(graph.graph, source, order, node)
-            layer = graph.graph.call_function(torch.ops.aten.linear.default, (moved, held))
+            layer = graph.graph.call_function(torch.ops.aten.linear.default, (moved, mean_weight))
             sizes = [node.meta["sizes"][dim] for dim in order]
             layer.meta = {**node.meta, "val": node.meta["val"].permute(order), "sizes": tuple(sizes)}
-            given = _moved(graph.graph, layer, back, node)
-        node.replace_all_uses_with(given)
+            mean = _moved(graph.graph, layer, back, node)
+        node.replace_all_uses_with(mean)
         graph.graph.erase_node(node)
     if means:
         graph.recompile()

@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import fx
 
-from .attended import WHOLE, values_product
+from .attention_masks import SDPA, values_product
 from .program import Program, operation, sizes_at_one
 
 Pads = dict[int, list[int]]
@@ -18,7 +18,7 @@ Pads = dict[int, list[int]]
 def padded(program: Program) -> fx.GraphModule:
     """The same program; an attention of which nothing says what its scores are scaled by stays as it is."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    pads = {node: each for whole in program.nodes for node, each in _pads(whole)}
+    pads = {node: each for owner in program.nodes for node, each in _pads(owner)}
     for node in program.nodes:
         new = nodes[node] = graph.node_copy(node, lambda each: nodes[each])
         for place, zeros in pads.get(node, {}).items():
@@ -36,16 +36,16 @@ def padded(program: Program) -> fx.GraphModule:
 
 def has_uneven(program: Program) -> bool:
     """Whether queries and keys are of another width than values in any attention that can be padded."""
-    return any(pads for whole in program.nodes for pads in _pads(whole))
+    return any(pads for owner in program.nodes for pads in _pads(owner))
 
 
 def _values_place(node: fx.Node) -> int:
-    return 2 if operation(node) == WHOLE else 1
+    return 2 if operation(node) == SDPA else 1
 
 
 def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
     """Where a node multiplies queries by keys: what is put beside those, or beside the values that are summed up."""
-    is_whole, node = operation(scores) == WHOLE, values_product(scores)
+    is_whole, node = operation(scores) == SDPA, values_product(scores)
     if node is None or (is_whole and scores.kwargs.get("scale") is None):
         return
     queries, values = (sizes_at_one(each)[-1] for each in (scores.args[0], node.args[_values_place(node)]))  # type: ignore[arg-type]

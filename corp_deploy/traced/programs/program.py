@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .sizes import Counted
+from .sizes import BatchAffineSize
 
 SAME, SHAPED, RUN = (
     frozenset(ops.split())
@@ -91,10 +91,10 @@ def sizes_at_one(node: fx.Node) -> Any:
 def number_of(node: fx.Node) -> int | None:
     """The size that a node gives at a batch of 1; None for a tensor."""
     size = node.meta.get("sizes")
-    return _at_one(size) if isinstance(size, int | Counted) else None
+    return _at_one(size) if isinstance(size, int | BatchAffineSize) else None
 
 
 def _at_one(sizes: Any) -> Any:
     if isinstance(sizes, tuple):
         return tuple(map(_at_one, sizes))
-    return sizes.at(1) if isinstance(sizes, Counted) else sizes
+    return sizes.at(1) if isinstance(sizes, BatchAffineSize) else sizes

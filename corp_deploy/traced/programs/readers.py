@@ -40,10 +40,10 @@ def every_layer(program: Program) -> Iterator[Called]:
         if node.op != "call_function" or node.target not in (LINEAR, CONV2D):
             continue
         weight, bias = (node.args[place] if len(node.args) > place else None for place in (1, 2))
-        held = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
-        if not held[0] or not (held[1] or bias is None):
+        is_parameter = [isinstance(each, fx.Node) and each.op == "get_attr" for each in (weight, bias)]
+        if not is_parameter[0] or not (is_parameter[1] or bias is None):
             continue
-        yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if held[1] else "")  # type: ignore[union-attr]
+        yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if is_parameter[1] else "")  # type: ignore[union-attr]
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
@@ -85,20 +85,20 @@ def with_biases_(program: Program) -> tuple[str, ...]:
     """Give every such layer that has no bias one of zeros, so that there is a place for what repairs add; their
     names.
     """
-    graph, given = program.graph, dict[str, None]()
-    taken = {str(node.target) for node in program.nodes if node.op == "get_attr"}
+    graph, added = program.graph, dict[str, None]()
+    names = {str(node.target) for node in program.nodes if node.op == "get_attr"}
     for layer in list(every_layer(program)):
         if layer.bias:
             continue
         # Of a weight of another name than a layer's own, such as one that was computed, the bias stands beside it.
         stem = f"{layer.name}." if layer.name != layer.weight else f"{layer.weight}_"
-        name = f"{stem}bias" if f"{stem}bias" not in taken else f"{stem}added_bias"
-        if name not in given:
+        name = f"{stem}bias" if f"{stem}bias" not in names else f"{stem}added_bias"
+        if name not in added:
             weight = program.tensor(layer.weight)
             owner, _, last = name.rpartition(".")
             zeros = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
             graph.get_submodule(owner).register_parameter(last, zeros)
-            given[name] = None
+            added[name] = None
         with graph.graph.inserting_before(layer.node):
             bias = graph.graph.get_attr(name)
         value = program.tensor(name)
@@ -106,9 +106,9 @@ def with_biases_(program: Program) -> tuple[str, ...]:
         rest = layer.node.args[3:]
         layer.node.args = (*layer.node.args[:2], bias, *rest)
         layer.node.kwargs = {key: each for key, each in layer.node.kwargs.items() if key != "bias"}
-    if given:
+    if added:
         graph.recompile()
-    return tuple(given)
+    return tuple(added)
 
 
 def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str, ...]) -> None:
@@ -125,7 +125,7 @@ def without_biases_(graph: fx.GraphModule, names: Mapping[str, None] | tuple[str
         graph.recompile()
 
 
-class InFront(nn.Module):
+class BatchFirst(nn.Module):
     """A layer that has the images in front of all that it hears, wherever they stand around it."""
 
     def __init__(self, layer: Layer, batch: Batch) -> None:
@@ -136,7 +136,7 @@ class InFront(nn.Module):
         return self.batch.back(self.layer(self.batch.in_front(x)))
 
 
-class OfRead(nn.Module):
+class SelectedRows(nn.Module):
     """A layer that hears the rows alone that go somewhere, of those of one image [...]: others are of no interest."""
 
     is_read: Tensor
@@ -149,20 +149,23 @@ class OfRead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         front = self.batch.in_front(x)
         rows = front.flatten(1, -2)
-        given = rows.new_zeros(*rows.shape[:2], self.layer.weight.shape[0])
-        given[:, self.is_read] = self.layer(rows[:, self.is_read])
-        return self.batch.back(given.view(*front.shape[:-1], -1))
+        outputs = rows.new_zeros(*rows.shape[:2], self.layer.weight.shape[0])
+        outputs[:, self.is_read] = self.layer(rows[:, self.is_read])
+        return self.batch.back(outputs.view(*front.shape[:-1], -1))
 
 
 def listening(
-    program: Program, heard: Collection[str], given: Collection[str], read: Mapping[str, Tensor] = MappingProxyType({})
+    program: Program,
+    hooked: Collection[str],
+    tapped: Collection[str],
+    read: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """The same program with layers `heard` as modules that hear what enters them, and with modules that hear what nodes
-    give; both by the names of the nodes. `read`: of layers some of whose rows go nowhere which others do.
+    """The same program with layers `hooked` as modules that hear what enters them, and with modules that hear what
+    nodes give; both by the names of the nodes. `read`: of layers some of whose rows go nowhere which others do.
     """
     called = layers(program, in_groups=True)
-    modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in heard}
-    taps: dict[str, nn.Module] = {name: nn.Identity() for name in given}
+    modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in hooked}
+    taps: dict[str, nn.Module] = {name: nn.Identity() for name in tapped}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     root: dict[str, Tensor | nn.Module] = {f"given.of_{name}": module for name, module in taps.items()}
     for node in program.nodes:
@@ -192,8 +195,8 @@ def is_heard(reader: fx.Node, source: fx.Node) -> bool:
 def _heard(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
     assert batch is not None, layer
     if is_read is not None:
-        return OfRead(layer, batch, is_read)
-    return layer if batch == IN_FRONT else InFront(layer, batch)
+        return SelectedRows(layer, batch, is_read)
+    return layer if batch == IN_FRONT else BatchFirst(layer, batch)
 
 
 def as_module(program: Program, layer: Called) -> Layer:
@@ -216,8 +219,8 @@ def as_module(program: Program, layer: Called) -> Layer:
 
 def _said(node: fx.Node, place: int) -> tuple[int, int]:
     """A number for each direction."""
-    said = node.args[place] if len(node.args) > place else None
-    numbers: Any = said if isinstance(said, list | tuple) else (said,)
+    argument = node.args[place] if len(node.args) > place else None
+    numbers: Any = argument if isinstance(argument, list | tuple) else (argument,)
     first = (0 if place == 4 else 1) if numbers[0] is None else numbers[0]
     return int(first), int(numbers[-1] if len(numbers) > 1 else first)
 

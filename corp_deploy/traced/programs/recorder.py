@@ -11,7 +11,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .sizes import OtherwiseAtOtherBatch
+from .sizes import BatchDependentProgram
 
 Stack = tuple[tuple[str, str], ...]
 """Of the modules that a call was made in, outermost first: the path and the class."""
@@ -50,7 +50,7 @@ class Recorder(SchemaCheckMode):
     class than its own be there; this one has nothing of its base.
     """
 
-    def __init__(self, known: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
+    def __init__(self, named: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.calls: list[Call] = []
         self.constants: dict[str, Tensor] = {}
@@ -61,9 +61,9 @@ class Recorder(SchemaCheckMode):
         self._gave: dict[Any, Any] = {}
         self._parts: dict[int, tuple[Tensor, Any, Any]] = {}
         self._alive: list[Tensor] = []
-        for name, tensor in known.items():
+        for name, tensor in named.items():
             self._know(tensor, Ref(name))
-        self._given = set(map(_storage, known.values()))
+        self._given = set(map(_storage, named.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entering = args, kwargs or {}
@@ -82,8 +82,8 @@ class Recorder(SchemaCheckMode):
         self._write(func, written, gives)
         if func in _SCATTERS:
             self._parts[id(gives)] = args[0], _SCATTERS[func], args[1:]
-        for scatter, whole, ref, place in wholes:
-            self._write(scatter, ((ref, Ref(len(self.calls) - 1), *place), {}), whole)
+        for scatter, base, ref, place in wholes:
+            self._write(scatter, ((ref, Ref(len(self.calls) - 1), *place), {}), base)
         return gives
 
     def _write(self, func: Any, written: Any, gives: Any) -> None:
@@ -96,9 +96,9 @@ class Recorder(SchemaCheckMode):
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
         """What a part that changes was cut out of, the innermost first, with what puts it back there."""
         while id(part) in self._parts:
-            whole, scatter, place = self._parts[id(part)]
-            yield scatter, whole, self.ref(whole), place
-            part = whole
+            base, scatter, place = self._parts[id(part)]
+            yield scatter, base, self.ref(base), place
+            part = base
 
     def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
         """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
@@ -116,29 +116,29 @@ class Recorder(SchemaCheckMode):
     def _change(self, tensor: Tensor) -> None:
         """From here on, what else is a part of the same numbers is not what it was."""
         if _storage(tensor) in self._given:
-            raise OtherwiseAtOtherBatch("it changes what it is given, or its own parameters")
+            raise BatchDependentProgram("it changes what it is given, or its own parameters")
         self._changes[_storage(tensor)] += 1
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
-        known = _Known(ref, self._changes[_storage(tensor)])
-        self._refs[id(tensor)] = self._by_place[_place(tensor)] = known
+        record = _Known(ref, self._changes[_storage(tensor)])
+        self._refs[id(tensor)] = self._by_place[_place(tensor)] = record
         self._alive.append(tensor)
 
     def ref(self, tensor: Tensor) -> Ref:
         """Of a tensor that is known, itself or as another object that torch made of it; of others as constants."""
-        known = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
-        if known is not None and known.changes < self._changes[_storage(tensor)]:
-            known = self._by_place[_place(tensor)]
-            if known.changes < self._changes[_storage(tensor)]:
-                raise OtherwiseAtOtherBatch("a part of what was changed in place")
-        if known is None:
+        record = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
+        if record is not None and record.changes < self._changes[_storage(tensor)]:
+            record = self._by_place[_place(tensor)]
+            if record.changes < self._changes[_storage(tensor)]:
+                raise BatchDependentProgram("a part of what was changed in place")
+        if record is None:
             if tensor.is_meta and not self._on_meta:
-                raise OtherwiseAtOtherBatch("a tensor of unknown numbers that no call gave")
-            known = _Known(Ref(f"constant_{len(self.constants)}"), 0)
-            self.constants[str(known.ref.source)] = tensor
+                raise BatchDependentProgram("a tensor of unknown numbers that no call gave")
+            record = _Known(Ref(f"constant_{len(self.constants)}"), 0)
+            self.constants[str(record.ref.source)] = tensor
             self._given.add(_storage(tensor))
-        self._know(tensor, known.ref)
-        return known.ref
+        self._know(tensor, record.ref)
+        return record.ref
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from .module_copies import without_memory
 from .recorder import Call, Numbers, Recorder, Ref
-from .sizes import BATCHES, Counted, OtherwiseAtOtherBatch, at_batch, size_of, tell
-from .twins import without_memory
+from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, at_batch, size_of, tell
 
 TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """What a graph has itself, by names that a model's own parts may have too."""
@@ -40,7 +40,7 @@ class _Recorded:
 
 def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """The graph of a model at any batch, with its own parameters; every node tells what it gives on meta (`val`), of
-    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises OtherwiseAtOtherBatch, and whatever a
+    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises BatchDependentProgram, and whatever a
     model raises that looks at numbers.
     """
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
@@ -53,10 +53,10 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _made(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
     if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
-        raise OtherwiseAtOtherBatch(f"{len(first.calls)} calls and {len(other.calls)}")
+        raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
     if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
-        raise OtherwiseAtOtherBatch("other constants")
-    return _Graph(model, first, other).made(inputs, names)
+        raise BatchDependentProgram("other constants")
+    return _Graph(model, first, other).build(inputs, names)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -80,15 +80,15 @@ def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
     """By a twin of the model."""
     args, kwargs = inputs
-    given: dict[str, Any] = {}
+    named_leaves: dict[str, Any] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         leaves = tree_leaves(value)
-        given |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
-    known = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
+    tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
     own = {f".{name}": each for name, each in _held(running)}
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
-    recorder = Recorder({**own, **known}, stack, on_meta=on_meta)
+    recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
     with (
         torch.no_grad(),
         _compiling(),
@@ -101,7 +101,7 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     return _Recorded(
         calls=recorder.calls,
         constants=recorder.constants,
-        inputs=given,
+        inputs=named_leaves,
         gives=tree_map_only(Tensor, recorder.ref, gives),
     )
 
@@ -140,9 +140,9 @@ def _stacked(model: nn.Module, stack: list[tuple[str, str]]) -> Iterator[None]:
         if id(module) in paths:
             stack.pop()
 
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         for handle in (hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)):
-            held.callback(handle.remove)
+            exit_stack.callback(handle.remove)
         yield
 
 
@@ -161,17 +161,17 @@ class _Graph:
         for name, each in _held(model):
             is_parameter = isinstance(each, nn.Parameter)
             if _free(name) in self.root:
-                raise OtherwiseAtOtherBatch(f"two parts that a graph calls {_free(name)}")
+                raise BatchDependentProgram(f"two parts that a graph calls {_free(name)}")
             self.root[_free(name)] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not
             self.root[name] = each if self.device.type == "meta" else each.to(self.device)
         self.graph = fx.Graph()
         self.nodes: dict[Ref, fx.Node] = {}
-        self.numbers: dict[Counted, fx.Node] = {}
+        self.numbers: dict[BatchAffineSize, fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
-    def made(self, inputs: Any, names: list[str]) -> fx.GraphModule:
+    def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             tell(node, value, self.other.inputs[name])
@@ -195,7 +195,7 @@ class _Graph:
 
     def _call(self, number: int, one: Call, other: Call) -> None:
         if one.target is not other.target or one.stack != other.stack:
-            raise OtherwiseAtOtherBatch(f"{one.target} and {other.target}")
+            raise BatchDependentProgram(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)
         stack = OrderedDict((path or "model", (_free(path), kind)) for path, kind in one.stack)
         node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
@@ -212,7 +212,7 @@ class _Graph:
         leaves, spec = tree_flatten(one)
         others, again = tree_flatten(other)
         if spec != again:
-            raise OtherwiseAtOtherBatch("other arguments")
+            raise BatchDependentProgram("other arguments")
         return tree_unflatten(list(map(self._leaf, leaves, others)), spec)
 
     def _leaf(self, one: Any, other: Any) -> Any:
@@ -224,18 +224,18 @@ class _Graph:
             size = size_of(one, other)
             return size if isinstance(size, int) else self._number(size)
         if type(one) is not type(other) or not (one == other or (one != one and other != other)):
-            raise OtherwiseAtOtherBatch(f"{one} and {other}")
+            raise BatchDependentProgram(f"{one} and {other}")
         return one
 
-    def _number(self, size: Counted) -> fx.Node:
+    def _number(self, size: BatchAffineSize) -> fx.Node:
         if size not in self.numbers:
-            if size == Counted(1):
+            if size == BatchAffineSize(1):
                 images = next(node for node in self.graph.nodes if node.meta["sizes"] and node.op == "placeholder")
                 node = self.graph.call_function(torch.ops.aten.sym_size.int, (images, 0))
             elif size.more:
-                node = self.graph.call_function(operator.add, (self._number(Counted(size.times)), size.more))
+                node = self.graph.call_function(operator.add, (self._number(BatchAffineSize(size.times)), size.more))
             else:
-                node = self.graph.call_function(operator.mul, (self._number(Counted(1)), size.times))
+                node = self.graph.call_function(operator.mul, (self._number(BatchAffineSize(1)), size.times))
             tell(node, *map(size.at, BATCHES))
             self.numbers[size] = node
         return self.numbers[size]

@@ -12,12 +12,12 @@ BATCHES = (2, 5)
 """No half, third, square or remainder of a batch is a whole multiple of it for both, with nothing taken away."""
 
 
-class OtherwiseAtOtherBatch(Exception):
+class BatchDependentProgram(Exception):
     """A program is another one at another batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class BatchAffineSize:
     """A size: so many times the batch and some more."""
 
     times: int
@@ -27,25 +27,25 @@ class Counted:
         return self.times * batch + self.more
 
 
-Size = int | Counted
+Size = int | BatchAffineSize
 
 
 def size_of(first: int, other: int) -> Size:
-    """Of what it is at each of BATCHES. Raises OtherwiseAtOtherBatch."""
+    """Of what it is at each of BATCHES. Raises BatchDependentProgram."""
     if first == other:
         return first
     times, rest = divmod(other - first, BATCHES[1] - BATCHES[0])
     more = first - times * BATCHES[0]
     if rest or times < 0 or more < 0:
-        raise OtherwiseAtOtherBatch(f"{first} at a batch of {BATCHES[0]}, {other} at one of {BATCHES[1]}")
-    return Counted(times, more)
+        raise BatchDependentProgram(f"{first} at a batch of {BATCHES[0]}, {other} at one of {BATCHES[1]}")
+    return BatchAffineSize(times, more)
 
 
 def sizes_of(first: Any, other: Any) -> Any:
     """Of a tensor its shape, of several a tuple of them, of a number itself; None of what else a node gives."""
     if isinstance(first, Tensor):
         if first.dim() != other.dim():
-            raise OtherwiseAtOtherBatch(f"{tuple(first.shape)} and {tuple(other.shape)}")
+            raise BatchDependentProgram(f"{tuple(first.shape)} and {tuple(other.shape)}")
         return tuple(map(size_of, first.shape, other.shape))
     if isinstance(first, list | tuple):
         return tuple(map(sizes_of, first, other))
@@ -75,24 +75,24 @@ class _OnMeta(fx.Interpreter):
         return super().get_attr(target, args, kwargs).to("meta")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        given = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
-        return super().call_function(target, *given)
+        arguments = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
+        return super().call_function(target, *arguments)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.given[n] = given = super().run_node(n)
-        return given
+        self.values[n] = values = super().run_node(n)
+        return values
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.given: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
 
 
 def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
     """Tell every node what it gives, on meta, and of which sizes."""
-    given: list[Mapping[fx.Node, Any]] = []
+    values: list[Mapping[fx.Node, Any]] = []
     for batch in BATCHES if any_batch else (len(inputs[0]),) * 2:
         run = _OnMeta(graph)
         run.run(*at_batch(inputs, batch), enable_io_processing=False)
-        given.append(run.given)
+        values.append(run.values)
     for node in graph.graph.nodes:
-        tell(node, given[0][node], given[1][node])
+        tell(node, values[0][node], values[1][node])

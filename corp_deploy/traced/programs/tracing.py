@@ -14,10 +14,10 @@ from ground.errors import BadInput
 
 from .folding import fold_
 from .means import means_as_layers_
+from .module_copies import twin
 from .program import Program, changes_in_place, operation
 from .recording import recorded
-from .sizes import Counted
-from .twins import twin
+from .sizes import BatchAffineSize
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -81,7 +81,7 @@ def _sizes(value: Any) -> Any:
     if not isinstance(value, torch.SymInt):
         return value if isinstance(value, int) else None
     one, two = (int(value.node.expr.subs(dict.fromkeys(value.node.expr.free_symbols, batch))) for batch in (1, 2))
-    return Counted(two - one, one - (two - one))
+    return BatchAffineSize(two - one, one - (two - one))
 
 
 @contextmanager

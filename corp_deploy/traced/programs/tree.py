@@ -31,7 +31,7 @@ def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     called = [node for node in nodes if node.op in ("call_function", "call_module")]
-    return _Making(root=root, paths=_paths(called), path=()).made(called, inputs, nodes[-1])
+    return _Making(root=root, paths=_paths(called), path=()).build(called, inputs, nodes[-1])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,21 +45,21 @@ class _Making:
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
 
-    def made(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
+    def build(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
         """`end`: the program's output, of the outermost; None where what is used elsewhere leaves."""
         for node in entering:
             self.nodes[node] = self.graph.placeholder(node.name)
         for name, path, run in self._runs(called):
             if name is None:
                 for node in run:
-                    self.nodes[node] = self.graph.node_copy(node, self._given)
+                    self.nodes[node] = self.graph.node_copy(node, self._input_of)
                     if node.op == "call_module":
                         self.nodes[node].target = self._below(node)
                         self.own[self._below(node)] = self.root.get_submodule(str(node.target))
             else:
                 self._call(name, path, run)
         if end is not None:
-            self.graph.node_copy(end, self._given)
+            self.graph.node_copy(end, self._input_of)
             self.graph.set_codegen(end.graph._codegen)
         else:
             leaving = tuple(self.nodes[node] for node in _leaving(called))
@@ -69,12 +69,12 @@ class _Making:
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
         """What is done at a stretch, with the name of the module that does it here, and its path; None for this one."""
-        depth, seen, again = len(self.path), Counter[str](), Counter[Path]()
+        depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)
             if name is not None:
-                seen[name] += 1
-            if name is None or seen[name] == 1:
+                counts[name] += 1
+            if name is None or counts[name] == 1:
                 yield name, (*self.path, name or ""), run
                 continue
             for norm, part in groupby(run, lambda node: self.paths[node] if _is_norm([node]) else None):
@@ -87,16 +87,16 @@ class _Making:
         inside = set(run)
         every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
         entering = [each for each in every if each.op != "get_attr" or not _is_below(str(each.target), path)]
-        self.own[name] = _Making(root=self.root, paths=self.paths, path=path).made(run, entering, None)
-        given = tuple(self._given(each) for each in entering)
+        self.own[name] = _Making(root=self.root, paths=self.paths, path=path).build(run, entering, None)
+        arguments = tuple(self._input_of(each) for each in entering)
         # What the code of a graph calls itself no part of it may be called too.
-        call = self.graph.create_node("call_module", name, given, {}, "self_" if name == "self" else name)
+        call = self.graph.create_node("call_module", name, arguments, {}, "self_" if name == "self" else name)
         leaving = _leaving(run)
         for at, node in enumerate(leaving):
             one = len(leaving) == 1
             self.nodes[node] = call if one else self.graph.call_function(operator.getitem, (call, at))
 
-    def _given(self, node: fx.Node) -> fx.Node:
+    def _input_of(self, node: fx.Node) -> fx.Node:
         if node not in self.nodes:
             assert node.op == "get_attr", node
             name = self._below(node)
@@ -111,9 +111,9 @@ class _Making:
 
 def _by_hand(graph: fx.GraphModule, base: type[Called]) -> nn.Module:
     kind: type[Called] = type(base.__name__, (base,), {"forward": type(graph).forward})
-    made = kind.__new__(kind)
-    made.__dict__ |= vars(graph.eval())
-    return made
+    module = kind.__new__(kind)
+    module.__dict__ |= vars(graph.eval())
+    return module
 
 
 def _paths(called: Sequence[fx.Node]) -> dict[fx.Node, Path]:

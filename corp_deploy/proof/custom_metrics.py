@@ -1,4 +1,4 @@
-"""Measures of a user's own, by a command or a Python function, of what each artefact of a proof answers.
+"""Custom metrics, by a user's command or Python function, of the outputs of each artefact of a proof.
 
 What is run comes from a command line or a recipe alone: no model, graph or record can name a command.
 """
@@ -33,7 +33,7 @@ NAMES, LABELS = "names", "labels"
 _LAST_WORDS = 300
 
 
-def own_metrics(
+def custom_metrics(
     requests: Sequence[MetricRequest],
     answers: Mapping[str, Outputs],
     inputs: ProofInputs,
@@ -87,9 +87,11 @@ class Meter:
 
 
 def _arrays(outputs: Outputs, inputs: ProofInputs) -> dict[str, NDArray[Any]]:
-    taken = [name for name in outputs if name in (NAMES, LABELS)]
-    if taken:
-        raise BadInput(f"metric: an output is called {taken[0]!r}, as what goes beside it is; name outputs otherwise")
+    reserved = [name for name in outputs if name in (NAMES, LABELS)]
+    if reserved:
+        raise BadInput(
+            f"metric: an output is called {reserved[0]!r}, as what goes beside it is; name outputs otherwise"
+        )
     arrays: dict[str, NDArray[Any]] = {name: np.asarray(array) for name, array in outputs.items()}
     if inputs.names:
         arrays[NAMES] = np.array(inputs.names)
@@ -102,16 +104,16 @@ def files_named(request: MetricRequest, below: Path) -> list[Path]:
     """The files among its words, in their order."""
     if request.is_code:
         return [below / file_and_function(request.command)[0]]
-    return [below / word for word in request.words if OUTPUTS not in word and (below / word).is_file()]
+    return [below / word for word in request.argv if OUTPUTS not in word and (below / word).is_file()]
 
 
 def _digest(request: MetricRequest, inputs: ProofInputs, below: Path) -> str:
     """Of the labels and of its words, a file's by what is in it: where it stands doesn't change what is measured."""
     digest, named = hashlib.sha256(), set(files_named(request, below))
-    words = file_and_function(request.command) if request.is_code else request.words
+    words = file_and_function(request.command) if request.is_code else request.argv
     for word in words:
-        said = sha256_of_file(below / word) if below / word in named else str(word)
-        digest.update(hashlib.sha256(said.encode()).digest())
+        part = sha256_of_file(below / word) if below / word in named else str(word)
+        digest.update(hashlib.sha256(part.encode()).digest())
     if inputs.labels is not None:
         digest.update(np.ascontiguousarray(inputs.labels, dtype="<i8").tobytes())
     return digest.hexdigest()
@@ -125,7 +127,7 @@ def _value(
     with tempfile.TemporaryDirectory() as private:  # of this user alone
         path = Path(private) / "outputs.npz"
         np.savez(path, **arrays)  # type: ignore[arg-type]
-        words = [word.replace(OUTPUTS, str(path)) for word in request.words]
+        words = [word.replace(OUTPUTS, str(path)) for word in request.argv]
         printed = _printed(words, where, f"the file holds {', '.join(arrays)}", below, time_limit_s)
         return _finite(_number(printed, where), where)
 
@@ -140,7 +142,7 @@ def _called(request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str,
     return _finite(value, where)
 
 
-def _printed(words: Sequence[str], where: str, given: str, below: Path, time_limit_s: float) -> str:
+def _printed(words: Sequence[str], where: str, source: str, below: Path, time_limit_s: float) -> str:
     """What the command prints. All that it started ends with it."""
     try:
         process = subprocess.Popen(
@@ -160,8 +162,8 @@ def _printed(words: Sequence[str], where: str, given: str, below: Path, time_lim
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     if process.returncode:
-        said = err.decode(errors="replace").strip()[-_LAST_WORDS:] or "it said nothing"
-        raise BadInput(f"{where}: exit code {process.returncode}, expected 0 ({given}): {said}")
+        stderr = err.decode(errors="replace").strip()[-_LAST_WORDS:] or "it said nothing"
+        raise BadInput(f"{where}: exit code {process.returncode}, expected 0 ({source}): {stderr}")
     return out.decode(errors="replace")
 
 

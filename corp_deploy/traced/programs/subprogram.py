@@ -1,4 +1,4 @@
-"""The piece of a program between one layer and what is made of all that it gives, run by itself."""
+"""The subprogram from one layer to the nodes that all its outputs end in, run by itself."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .readers import LINEAR, Called, layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Between:
+class Subprogram:
     """From what `layer` gives for one image to what the last of `nodes` gives, constants with it, in float64."""
 
     program: Program
@@ -29,8 +29,8 @@ class Between:
         sizes: tuple[int, ...] = sizes_at_one(self.layer.node)
         return sizes
 
-    def __call__(self, given: Tensor) -> Tensor:
-        every = run(self.program, self.nodes, {self.layer.node: given.double()}, torch.float64)
+    def __call__(self, x: Tensor) -> Tensor:
+        every = run(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
         result: Tensor = every[self.nodes[-1] if self.nodes else self.layer.node]
         return result
 
@@ -53,23 +53,23 @@ def run(
     return every
 
 
-def between(program: Program, source: fx.Node) -> Between | None:
+def between(program: Program, source: fx.Node) -> Subprogram | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
-    known = {each.node: each for each in layers(program)}
-    nodes, found = needed(program, source, known)
+    by_node = {each.node: each for each in layers(program)}
+    nodes, found = needed(program, source, by_node)
     if nodes is None or len(found) != 1:
         return None
-    return Between(program=program, layer=known[found.pop()], nodes=nodes)
+    return Subprogram(program=program, layer=by_node[found.pop()], nodes=nodes)
 
 
 def needed(
-    program: Program, source: fx.Node, known: Collection[fx.Node]
+    program: Program, source: fx.Node, layer_nodes: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
     """What has to run for a node, in order, behind which ones of those known; None where inputs have to be."""
     every, found, front = set[fx.Node](), set[fx.Node](), [source]
     while front:
         node = front.pop()
-        if node in known:
+        if node in layer_nodes:
             found.add(node)
         elif node.op not in ("get_attr", "call_function"):
             return None, found

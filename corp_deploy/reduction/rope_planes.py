@@ -1,4 +1,4 @@
-"""From the attention moments and the method to the maps of queries and keys that positions turn: whole planes.
+"""Maps of rotary queries and keys (RoPE), from attention moments and the method: whole rotary planes are kept.
 
 Legend: H heads, D dense head width, K planes kept of D / 2.
 """

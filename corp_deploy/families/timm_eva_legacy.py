@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from corp_deploy.traced.finding.site import Index
 from ground.errors import BadInput
 
-from .timm_folded import require_widths
+from .timm_legacy import require_widths
 from .traced_model import sites as sites_of
-from .traced_module import TracedModule, known_of
+from .traced_module import TracedModule, traced_state
 from .traced_pairs import TracedPairs
 
 State = Mapping[str, Tensor]
@@ -27,11 +27,11 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def is_eva(model: TracedModule) -> bool:
-    return issubclass(known_of(model).plain, Eva)
+    return issubclass(traced_state(model).plain, Eva)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turns:
+class _RopePlanes:
     """What positions turn in an attention: planes in the order in which they were kept, and which planes they are."""
 
     tables_2HNK: Tensor
@@ -70,11 +70,11 @@ def as_timms_eva(
             continue
         require_widths(name, sites[name], where)
         try:
-            turns = _turns(own, sites[name], attention, dense)
-            ours |= {f"{name}.{key}": each for key, each in _as_timms(own, sites[name], attention, turns)}
-            if turns is not None and f"{name}.qk" in groups:
-                own_HP = groups[f"{name}.qk"][: len(turns.planes_HK)]
-                kept[f"{name}.qk"] = own_HP.gather(1, turns.planes_HK).flatten().sort().values.numpy()
+            rope = _turns(own, sites[name], attention, dense)
+            ours |= {f"{name}.{key}": each for key, each in _as_timms(own, sites[name], attention, rope)}
+            if rope is not None and f"{name}.qk" in groups:
+                own_HP = groups[f"{name}.qk"][: len(rope.planes_HK)]
+                kept[f"{name}.qk"] = own_HP.gather(1, rope.planes_HK).flatten().sort().values.numpy()
         except RuntimeError:  # of shapes
             raise BadInput(
                 f"{where}: the weights of {name!r} are of other widths than its entry; the file was edited or damaged, "
@@ -92,7 +92,7 @@ def _as_told(own: State) -> Iterator[tuple[str, Tensor]]:
             yield key.removeprefix("inner."), each
 
 
-def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable[[], Tensor]) -> _Turns | None:
+def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable[[], Tensor]) -> _RopePlanes | None:
     """None where nothing is turned. Of learned frequencies, as they are now, any planes are these."""
     if "rotary.freqs_2HP" in own:
         angles_HNK = (own["rotary.places_2N"][:, None, :, None] * own["rotary.freqs_2HP"][:, :, None]).sum(0)
@@ -104,7 +104,7 @@ def _turns(own: State, entry: Mapping[str, Any], attention: Any, dense: Callable
     else:
         return None
     planes_HK = planes_HK.expand(entry["heads"], -1)
-    return _Turns(tables_2HNK=tables_2HNK, planes_HK=planes_HK, halves=attention.rotate_half)
+    return _RopePlanes(tables_2HNK=tables_2HNK, planes_HK=planes_HK, halves=attention.rotate_half)
 
 
 def _dense_tables(model: nn.Module) -> Tensor:
@@ -129,21 +129,21 @@ def _planes(tables_2HNK: Tensor, dense_2TP: Tensor) -> Tensor:
 
 
 def _as_timms(
-    own: State, entry: Mapping[str, Any], attention: Any, turns: _Turns | None
+    own: State, entry: Mapping[str, Any], attention: Any, rope: _RopePlanes | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Rows in the layers that timm has, planes in its order."""
     heads, qk, v = entry["heads"], entry["qk"], entry["v"]
-    turned = turns.rows if turns is not None else lambda rows_RX: rows_RX
+    in_timm_order = rope.rows if rope is not None else lambda rows_RX: rows_RX
     for key, each in own.items():
         if key in ("qkv.weight", "qkv.bias"):
             queries, keys, values = each.split((heads * qk, heads * qk, heads * v))
-            yield from _in_layers(key, {"q": turned(queries), "k": turned(keys), "v": values}, attention)
+            yield from _in_layers(key, {"q": in_timm_order(queries), "k": in_timm_order(keys), "v": values}, attention)
         elif key.startswith(("q_norm.", "k_norm.")):
-            yield key, turned(each)
+            yield key, in_timm_order(each)
         elif not key.startswith("rotary."):
             yield key, each
-    if turns is not None:
-        yield from turns.tables()
+    if rope is not None:
+        yield from rope.tables()
 
 
 def _in_layers(key: str, parts: Mapping[str, Tensor], attention: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""A program in which a layer reads nothing any more: it gives a constant, its bias, and what it read is gone."""
+"""Sites folded to a constant: the layer that read one keeps its bias alone, and what it read is dead code."""
 
 import copy
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from corp_deploy.traced.programs.sizes import size_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Severed:
+class WholeRemoval:
     """Where a site can go whole: the one layer that reads it, and one that writes it of as many rows."""
 
     reader: str
     writer: str
 
 
-def severed_at(program: Program, site: Site) -> Severed | None:
+def whole_removal_at(program: Program, site: Site) -> WholeRemoval | None:
     """None where more than one linear layer reads the site, or that reads more than it."""
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}
@@ -34,7 +34,7 @@ def severed_at(program: Program, site: Site) -> Severed | None:
     if columns != {program.tensor(str(weight.target)).shape[1]} or len(site.readers) > 1 or len(weight.users) > 1:
         return None
     writer = _writer(source, {span.name for span in site.writers})
-    return None if writer is None else Severed(reader=reader.name, writer=writer.name)
+    return None if writer is None else WholeRemoval(reader=reader.name, writer=writer.name)
 
 
 def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
@@ -47,7 +47,7 @@ def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
     return None
 
 
-def without_sites(program: Program, places: Iterable[Severed], inputs: list[torch.Tensor]) -> Program:
+def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
     """The program in which these layers read no channel of anything. `inputs`: of any values, for sizes."""
     graph = copy.deepcopy(program.graph)
     nodes = {node.name: node for node in graph.graph.nodes}

@@ -1,4 +1,4 @@
-"""One module's gradients in one process or several, piece by piece."""
+"""One module's gradients averaged over processes and micro-batches (data parallel)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from .arithmetic import reduced_precision
 Piece = TypeVar("Piece")
 
 
-class Together:
+class GradientAverager:
     """A module whose parameters that require gradients get the mean of those of all processes (see torchrun)."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The bill of materials of a release: its models with what was measured of them, the data, and the environment.
+"""The SBOM of a release: its models with what was measured of them, the data, and the environment.
 
 In CycloneDX 1.6; nothing in it says when it was written: the same environment gives the same bytes.
 """
@@ -44,13 +44,13 @@ def _reference(package: Package) -> str:
 
 def component(package: Package) -> dict[str, Any]:
     """A library."""
-    told = licences(package.licence)
+    licence_entries = licences(package.licence)
     return {
         "type": "library",
         "bom-ref": _reference(package),
         "name": package.name,
         "version": package.version,
-        **({"licenses": told} if told else {}),
+        **({"licenses": licence_entries} if licence_entries else {}),
         "purl": _reference(package),
     }
 
@@ -196,8 +196,8 @@ def _graphs(root: Path, recipe: Recipe, subject: str) -> list[dict[str, Any]]:
 def _beside(packages: Sequence[Package]) -> tuple[list[Package], dict[str, Any]]:
     """The packages without this tool, and what of them it asks for itself."""
     beside = [each for each in packages if each.name != NAME]
-    asked = {name for each in packages if each.name == NAME for name in each.requires}
-    direct = [f"pkg:pypi/{each.name}@{each.version}" for each in beside if each.name in asked]
+    required = {name for each in packages if each.name == NAME for name in each.requires}
+    direct = [f"pkg:pypi/{each.name}@{each.version}" for each in beside if each.name in required]
     return beside, {"ref": NAME, "dependsOn": direct}
 
 

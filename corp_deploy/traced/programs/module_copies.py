@@ -9,11 +9,11 @@ from torch import Tensor, nn
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def twin(module: Module, held: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
+def twin(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
     """With what is made of each parameter and buffer, itself unless said."""
     memo: dict[int, Any] = {}
     for each in (*module.parameters(), *module.buffers()):
-        new = held(each)
+        new = convert(each)
         is_other = isinstance(each, nn.Parameter) and new is not each
         memo[id(each)] = nn.Parameter(new.detach(), requires_grad=False) if is_other else new
     return copy.deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""No command replaces what it reads: the trained model, images and records outlive their results."""
+"""Guards inputs: no command overwrites what it reads; the trained model, images and records outlive their results."""
 
 from collections.abc import Iterator
 from pathlib import Path

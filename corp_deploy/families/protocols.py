@@ -1,4 +1,4 @@
-"""What is told of a model, whatever built it: the seam's protocols."""
+"""Protocols of a model and its inputs, whatever library built it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -129,10 +129,10 @@ class Family(Protocol):
         """
         ...
 
-    def beside(self, model: nn.Module) -> Mapping[str, str]:
+    def extra_files(self, model: nn.Module) -> Mapping[str, str]:
         """The content of what must stand beside the weights in a model directory, by file name."""
         ...
 
-    def take_beside_(self, model: nn.Module, directory: Path) -> None:
+    def load_extra_files_(self, model: nn.Module, directory: Path) -> None:
         """Give a model just built what stands beside its weights. Raises BadInput for what is missing or another's."""
         ...

@@ -1,4 +1,4 @@
-"""Reduce a checkpoint as a command asks for it, and write the smaller model with its lineage."""
+"""Execute a reduction request on a checkpoint, and write the smaller model with its lineage."""
 
 import tempfile
 from collections.abc import Callable
@@ -29,16 +29,16 @@ from perf.timing.laps import Plan
 from .budget_planner import budget_planner
 from .joint_planner import joint_planner
 from .judging import Judge, Judges
+from .limit_search import figure, smallest_within
 from .lineage import reduced_checkpoint
 from .merging import merging_as_planned
 from .plan import plan
-from .polishing import Polishing, given_to_polish, with_polish
+from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
-from .request import ReductionRequest, WithinRequest, loop_of
+from .request import LimitRequest, ReductionRequest, loop_of
 from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
-from .within import figure, smallest_within
 
 
 def with_sparsity(
@@ -46,7 +46,7 @@ def with_sparsity(
     choice: SparseChoice,
     inputs: InputSet | None,
     *,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Reduction:
     """The reduction with its model's layers sparse, and a sentence on what became of them; itself where none are
     asked for.
@@ -55,19 +55,19 @@ def with_sparsity(
         return reduction
     assert inputs is not None, choice
     how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
-    model, report = sparsified(reduction.model, inputs, how, done=done)
-    return replace(reduction, model=model, sparsity=report, said=(*reduction.said, *report.sentences()))
+    model, report = sparsified(reduction.model, inputs, how, on_progress=on_progress)
+    return replace(reduction, model=model, sparsity=report, decisions=(*reduction.decisions, *report.sentences()))
 
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
 SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
 
 
-def _fits_to_moments(planned: WidthPlan, model: nn.Module, asked: ReductionRequest) -> bool:
+def _fits_to_moments(planned: WidthPlan, model: nn.Module, request: ReductionRequest) -> bool:
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
     widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
     narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(model).every)
-    return asked.closed_loop is None and narrower
+    return request.closed_loop is None and narrower
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
@@ -77,29 +77,29 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
     if not stay:
         raise BadInput(
-            f"all {images.count} {images.noun} are those of the held-out moments, on which the result is judged; "
-            f"give the {images.noun} of the calibration"
+            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
+            "of the calibration"
         )
     return images if len(stay) == images.count else images.subset(stay)
 
 
-def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, asked: ReductionRequest) -> WidthPlan:
+def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, request: ReductionRequest) -> WidthPlan:
     """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
     merging = family_of(model).merging_of(model)
-    note = merging_note(model, moments) if _fits_to_moments(planned, model, asked) else ""
-    words = ("" if merging is None else f"tokens {merging.words()}", note)
-    return replace(planned, said=(*planned.said, *filter(None, words)))
+    note = merging_note(model, moments) if _fits_to_moments(planned, model, request) else ""
+    words = ("" if merging is None else f"tokens {merging.describe()}", note)
+    return replace(planned, decisions=(*planned.decisions, *filter(None, words)))
 
 
 def reduce_as_asked(
     dense: Checkpoint,
     moments: Moments,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     *,
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
@@ -108,49 +108,51 @@ def reduce_as_asked(
     holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
     for a model of which less would be removed than was asked for, unless that is allowed.
     """
-    dense, asked = as_merged(dense, asked)
+    dense, request = as_merged(dense, request)
     require_same_model(dense.model, moments)
-    refuse_idle(dense, asked)
-    refuse_other_eps(moments, asked)
-    if asked.closed_loop is not None and held_out is not None:
-        raise BadInput(f"held-out moments: {NOT_HELD_OUT[asked.closed_loop]}; reduce without one of the two")
+    refuse_idle(dense, request)
+    refuse_other_eps(moments, request)
+    if request.closed_loop is not None and held_out is not None:
+        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.closed_loop]}; reduce without one of the two")
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
-    refuse_partial(dense, asked)
-    refuse_far_budget(dense.model, asked)
-    if asked.within is not None:
+    refuse_partial(dense, request)
+    refuse_far_budget(dense.model, request)
+    if request.within is not None:
         with measured(watch, "within"):
             return _within(
                 dense,
                 moments,
-                asked,
-                asked.within,
+                request,
+                request.within,
                 images=images,
                 judges=judges,
                 held_out=held_out,
-                done=done,
+                on_progress=on_progress,
                 watch=watch,
             )
-    looks = asked.budget is not None or asked.auto_heads
+    looks = request.budget is not None or request.auto_heads
     with torch.inference_mode(), measured(watch if looks else None, "plan"):
-        planned = plan(dense, moments, asked, without_held_out(images, held_out), watch)
+        planned = plan(dense, moments, request, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
-    planned = _with_words(planned, dense.model, moments, asked)
-    return as_planned(dense, moments, asked, planned, images=images, held_out=held_out, done=done, watch=watch), planned
+    planned = _with_words(planned, dense.model, moments, request)
+    return as_planned(
+        dense, moments, request, planned, images=images, held_out=held_out, on_progress=on_progress, watch=watch
+    ), planned
 
 
 def _within(
     dense: Checkpoint,
     moments: Moments,
-    asked: ReductionRequest,
-    within: WithinRequest,
+    request: ReductionRequest,
+    within: LimitRequest,
     *,
     images: InputSet | None,
     judges: Judges | None,
     held_out: Moments | None,
-    done: Callable[[int, int], None] | None,
+    on_progress: Callable[[int, int], None] | None,
     watch: Stopwatch | None,
 ) -> tuple[Reduction, WidthPlan]:
     """The smallest model within a limit; every budget on the way is planned from one look at the images."""
@@ -162,41 +164,43 @@ def _within(
     fitted, judging = judges.apart(images, moments)
     with torch.inference_mode():
         planner = (
-            joint_planner(dense, moments, asked, fitted, within.currency, where=within.where, watch=watch)
-            if asked.merging.is_auto
+            joint_planner(dense, moments, request, fitted, within.currency, where=within.where, watch=watch)
+            if request.merging.is_auto
             else budget_planner(
-                dense, moments, asked.method, fitted, currency=within.currency, where=within.where, watch=watch
+                dense, moments, request.method, fitted, currency=within.currency, where=within.where, watch=watch
             )
         )
 
     def reduced(planned: WidthPlan) -> Reduction:
         merging = merging_as_planned(dense, planned.merging)
-        return as_planned(merging, moments, asked, planned, images=fitted, held_out=held_out, watch=watch)
+        return as_planned(merging, moments, request, planned, images=fitted, held_out=held_out, watch=watch)
 
-    return smallest_within(within, planner, judging, reduced, done=done)
+    return smallest_within(within, planner, judging, reduced, on_progress=on_progress)
 
 
 def as_planned(
     dense: Checkpoint,
     moments: Moments,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     planned: WidthPlan,
     *,
     images: InputSet | None,
     held_out: Moments | None,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
     """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
     recovery and of a loop, which does both in turns, apart.
     """
-    if asked.closed_loop is not None:
+    if request.closed_loop is not None:
         assert images is not None
         with measured(watch, "closed loop"):
-            if (loop := loop_of(asked, moments)) is None:
-                return reduce_by_symmetric_loop(dense.model, images, planned.method, widths=planned.widths, done=done)
+            if (loop := loop_of(request, moments)) is None:
+                return reduce_by_symmetric_loop(
+                    dense.model, images, planned.method, widths=planned.widths, on_progress=on_progress
+                )
             return reduce_by_closed_loop(
-                dense.model, images, planned.method, widths=planned.widths, loop=loop, done=done
+                dense.model, images, planned.method, widths=planned.widths, loop=loop, on_progress=on_progress
             )
     with measured(watch, "recover"):
         return reduce(
@@ -207,7 +211,7 @@ def as_planned(
             eliminations=planned.eliminations,
             held_out=held_out,
             images=images,
-            done=done,
+            on_progress=on_progress,
             watch=watch,
         )
 
@@ -215,7 +219,7 @@ def as_planned(
 def _within_still(
     dense: nn.Module,
     moments: Moments,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     reduction: Reduction,
     polished: Reduction,
     *,
@@ -223,26 +227,28 @@ def _within_still(
     judges: Judges | None,
 ) -> Reduction:
     """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
-    if asked.within is None or images is None or judges is None:
+    if request.within is None or images is None or judges is None:
         return polished
-    limit, (_, judging) = asked.within.limit, judges.apart(images, moments)
+    limit, (_, judging) = request.within.limit, judges.apart(images, moments)
     judged = Judge(dense, judging, limit.measure).of(polished.model)
     if limit.holds(judged.value):
-        return replace(polished, said=(*polished.said, f"polished, it gives {figure(limit, judged.value)} there"))
+        return replace(
+            polished, decisions=(*polished.decisions, f"polished, it gives {figure(limit, judged.value)} there")
+        )
     left = f"the polish is left out: with it {figure(limit, judged.value)}, beyond {limit}"
-    return replace(reduction, said=(*reduction.said, left))
+    return replace(reduction, decisions=(*reduction.decisions, left))
 
 
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Path,
-    asked: ReductionRequest,
+    request: ReductionRequest,
     *,
     directory: Path,
     images: InputSet | None = None,
     judges: Judges | None = None,
     held_out: Moments | None = None,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
@@ -250,35 +256,40 @@ def reduce_checkpoint(
     does; beside it as a directory of transformers where that was asked for. Nothing is written unless all of it
     succeeds, but for the state of a polish, from which the same call goes on.
     """
-    refuse_outdated(directory, asked)
-    require_sayable(dense, asked)
+    refuse_outdated(directory, request)
+    require_sayable(dense, request)
     how, statistics = polishing or Polishing(), load_moments(moments)
-    given = given_to_polish(asked, images, statistics, judges)
+    polish_inputs = inputs_to_polish(request, images, statistics, judges)
     reduction, planned = reduce_as_asked(
         dense,
         statistics,
-        asked,
-        images=images if given is None else given.reduced_on,
+        request,
+        images=images if polish_inputs is None else polish_inputs.reduced_on,
         judges=judges,
         held_out=held_out,
-        done=done,
+        on_progress=on_progress,
         watch=watch,
     )
-    if given is not None and asked.polish is not None:
+    if polish_inputs is not None and request.polish is not None:
         with measured(watch, "polish"):
-            polished = with_polish(dense.model, reduction, asked.polish, given, how, reads=asked.reads)
-        reduction = _within_still(dense.model, statistics, asked, reduction, polished, images=images, judges=judges)
-    if asked.sparsity.asked:
+            polished = with_polish(dense.model, reduction, request.polish, polish_inputs, how, reads=request.reads)
+        reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
+    if request.sparsity.non_default:
         with measured(watch, "sparsify"):
-            reduction = with_sparsity(reduction, asked.sparsity, images if given is None else given.fitted, done=done)
+            reduction = with_sparsity(
+                reduction,
+                request.sparsity,
+                images if polish_inputs is None else polish_inputs.fitted,
+                on_progress=on_progress,
+            )
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
         chosen_by = [images, None if judges is None else judges.inputs]
-        only_reported = asked.within is None and asked.polish is None
+        only_reported = request.within is None and request.polish is None
         looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-        written = reduced_checkpoint(dense, reduction, planned, asked, moments, held_out, looked_at)
-        theirs = None if asked.save_as is None else transformers_form(written)
+        written = reduced_checkpoint(dense, reduction, planned, request, moments, held_out, looked_at)
+        theirs = None if request.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:
             write_transformers(*theirs, directory / FOLDER)

@@ -1,4 +1,4 @@
-"""What stays of a site at one width, settled before anything is recovered.
+"""Kept channels, dimensions or heads of a site at one width, selected before recovery.
 
 Legend: K channels kept, H heads, M heads left, D dimensions of queries and keys.
 """

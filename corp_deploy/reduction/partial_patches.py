@@ -1,4 +1,4 @@
-"""A layer of which calibration summed the patches of some channels alone, for want of memory: fitted to what it gave.
+"""Convolutions whose patch statistics cover some channels only, to save memory: fitted to their own dense outputs.
 
 Legend: O outputs, P of a group, U columns of the channels with patches, K of those that stay.
 """

@@ -14,6 +14,7 @@ from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
 from corp_deploy.proof.chain import prove
+from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
     judged_rows,
@@ -24,7 +25,6 @@ from corp_deploy.proof.gate import (
 )
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.own_metrics import Meter
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import json_of_file, lineage_of_model, record_of_directory
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -49,7 +49,6 @@ from perf.runners.onnx import OnnxRunner
 
 from . import names
 from .baseline import OldRecords
-from .bill import bill_of_release
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
@@ -57,6 +56,7 @@ from .provenance import provenance
 from .recipe import Recipe, Target
 from .recipe_parity import trusted_metrics
 from .sample_steps import named_samples
+from .sbom import bill_of_release
 from .stage_effort import efforts_of
 
 
@@ -130,8 +130,8 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     dense = load_checkpoint(dirs.root / "dense")
     profile = target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
-    asked = trusted_metrics(recipe.parity.metrics(dirs.root))
-    meter = Meter(asked, named_samples(inputs, dirs.root) if asked else inputs, below=dirs.root)
+    metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
+    meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     proof = prove(
         dense,

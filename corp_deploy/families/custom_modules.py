@@ -1,4 +1,4 @@
-"""The builder of whatever a user's code makes."""
+"""Builds custom modules: models that a user's code makes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from ground.errors import BadInput
 from .architecture import Architecture
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import TracedModule, known_of
+from .traced_module import TracedModule, traced_state
 from .trusted_code import FAMILY, Code
 
 NAME = FAMILY
@@ -45,14 +45,14 @@ def build(architecture: Architecture) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
     if (spec := images_of(model)) is not None:
-        known = known_of(model)
-        assert known.facts is not None, model
-        asked = architecture.preprocessing.spread(spec.shape[0]).settings
-        known.facts = replace(known.facts, spec=replace(spec, config={**spec.config, **asked}))
+        state = traced_state(model)
+        assert state.facts is not None, model
+        settings = architecture.preprocessing.spread(spec.shape[0]).settings
+        state.facts = replace(state.facts, spec=replace(spec, config={**spec.config, **settings}))
     return model.eval().requires_grad_(False)
 
 
 def images_of(model: nn.Module) -> ImageSpec | None:
     """How a traced module takes images, where that isn't timm's to say; None of any other."""
-    facts = known_of(model).facts if isinstance(model, TracedModule) else None
+    facts = traced_state(model).facts if isinstance(model, TracedModule) else None
     return facts.spec if facts is not None and isinstance(facts.spec, ImageSpec) else None

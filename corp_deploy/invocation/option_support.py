@@ -1,4 +1,4 @@
-"""Which way of doing a command's work honours which of its options: the refusal, the help and the printed commands.
+"""Which variant of a command (backend, precision, preset) supports which options: refusals, help, printed commands.
 
 A way is whatever does the work: a backend on a device, a precision, a preset, a kind of input. The ways themselves are
 data, see table and reduction_table. Imports nothing heavy.
@@ -16,21 +16,21 @@ Values = tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """One way to do a command's work: its name in words, how a user gets it, and the options it honours.
 
     `instead` says, option by option, what to do for the same effect where the way does not honour it.
     """
 
-    words: str
-    ask: str
-    honours: Mapping[str, Values]
+    label: str
+    how: str
+    supported: Mapping[str, Values]
     instead: Mapping[str, str] = field(default_factory=dict)
 
-    def takes(self, option: str, value: object) -> bool:
-        if option not in self.honours:
+    def supports(self, option: str, value: object) -> bool:
+        if option not in self.supported:
             return False
-        allowed = self.honours[option]
+        allowed = self.supported[option]
         return allowed is None or all(str(each) in allowed for each in _each(value))
 
 
@@ -39,13 +39,13 @@ class Axis:
     """The ways of one command. Of several at work at once each must honour an option, or one where it `picks`."""
 
     command: str
-    ways: Mapping[str, Way]
+    variants: Mapping[str, Variant]
     picks: frozenset[str] = frozenset()
 
     @property
     def options(self) -> tuple[str, ...]:
         """Every option that some way honours, and so every one that is looked at."""
-        return tuple(dict.fromkeys(option for way in self.ways.values() for option in way.honours))
+        return tuple(dict.fromkeys(option for variant in self.variants.values() for option in variant.supported))
 
     def refuse(self, at_work: Iterable[tuple[str, str]], options: Mapping[str, Any]) -> None:
         """Raise BadInput for an option that the ways at work would ignore; (what it works on, way's name) each."""
@@ -55,39 +55,43 @@ class Axis:
                 self._refuse_option(option, value, working)
 
     def _refuse_option(self, option: str, value: object, working: Sequence[tuple[str, str]]) -> None:
-        deaf = [(what, self.ways[name]) for what, name in working if not self.ways[name].takes(option, value)]
-        if not deaf or (option in self.picks and len(deaf) < len(working)):
+        failing = [
+            (what, self.variants[name]) for what, name in working if not self.variants[name].supports(option, value)
+        ]
+        if not failing or (option in self.picks and len(failing) < len(working)):
             return
-        what, way = deaf[0]
-        able = [f"{each.words} ({each.ask})" for each in self.ways.values() if each.takes(option, value)]
-        honoured = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
-        hint = f"; {way.instead[option]}" if option in way.instead else ""
+        what, variant = failing[0]
+        able = [f"{each.label} ({each.how})" for each in self.variants.values() if each.supports(option, value)]
+        supporting_text = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
+        hint = f"; {variant.instead[option]}" if option in variant.instead else ""
         spelled = " ".join(spelling(option, value) or spelling(f"no_{option}", value is False))
         where = f" ({what})" if what else ""
-        raise BadInput(f"{spelled} is not honoured by {way.words}{where}; {honoured}{hint}")
+        raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
 
     def help(self, option: str) -> str:
         """Who honours an option, for its help text: value by value where the ways take different ones."""
-        values = tuple(dict.fromkeys(value for way in self.ways.values() for value in way.honours.get(option) or ()))
+        values = tuple(
+            dict.fromkeys(value for variant in self.variants.values() for value in variant.supported.get(option) or ())
+        )
         if not values:
-            return f"For {self._takers(option, None)}."
-        takers = {value: self._takers(option, value) for value in values}
-        if len(set(takers.values())) == 1:
-            return f"For {takers[values[0]]}."
-        return "; ".join(f"{value}: {words}" for value, words in takers.items()) + "."
+            return f"For {self._supporters(option, None)}."
+        supporters = {value: self._supporters(option, value) for value in values}
+        if len(set(supporters.values())) == 1:
+            return f"For {supporters[values[0]]}."
+        return "; ".join(f"{value}: {words}" for value, words in supporters.items()) + "."
 
-    def _takers(self, option: str, value: str | None) -> str:
+    def _supporters(self, option: str, value: str | None) -> str:
         able = [
-            way.words
-            for way in self.ways.values()
-            if (option in way.honours if value is None else way.takes(option, value))
+            variant.label
+            for variant in self.variants.values()
+            if (option in variant.supported if value is None else variant.supports(option, value))
         ]
-        return "all" if len(able) == len(self.ways) else ", ".join(able)
+        return "all" if len(able) == len(self.variants) else ", ".join(able)
 
-    def honoured(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def supported(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the values that a way honours; options that no way is asked about pass."""
-        way = self.ways[name]
-        return {key: value for key, value in values.items() if key not in self.options or way.takes(key, value)}
+        variant = self.variants[name]
+        return {key: value for key, value in values.items() if key not in self.options or variant.supports(key, value)}
 
 
 def _each(value: object) -> Sequence[object]:

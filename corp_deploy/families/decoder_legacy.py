@@ -16,7 +16,7 @@ from .architecture import Architecture
 from .decoder import arguments_of
 from .sequence_rotary import SequenceRotary
 from .text_decoder import DecoderArchitecture
-from .timm_folded import require_widths
+from .timm_legacy import require_widths
 from .traced_model import tracing
 from .traced_module import TracedModule
 from .traced_narrowing import first_groups

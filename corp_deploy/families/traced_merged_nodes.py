@@ -1,4 +1,4 @@
-"""Nodes of a program copied one by one, those behind a place where tokens became fewer at the sizes that are left.
+"""Nodes of a program copied one by one, those behind a token merge at the token counts that are left.
 
 Legend: B inputs, N tokens.
 """
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from corp_deploy.traced.finding.attentions import Attention
 from corp_deploy.traced.finding.call import call_of
-from corp_deploy.traced.programs.attended import SOFTMAX, WHOLE, added_scores
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
 from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
 
@@ -39,8 +39,8 @@ _ALONG = _REDUCED | {
 _ANY = "a merged token would stand at none of its places"
 
 
-class Stands(Exception):
-    """At a node that reads tokens by where they stand, or all of them at once."""
+class PositionDependent(Exception):
+    """At a node that depends on token positions, or on all tokens at once."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'} {reason}")
@@ -48,7 +48,7 @@ class Stands(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class FewerNodes:
+class MergedNodes:
     """`nodes`: what stands in `graph` for those of the program. `protected`: tokens in front that stay where they are;
     `as_before`: whether the others are tokens as they were, as those are that others were dropped beside.
 
@@ -71,9 +71,9 @@ class FewerNodes:
 
     def begin_(self, node: fx.Node, tokens: int) -> None:
         """What stands for a stream [B,N,C] has so many tokens."""
-        _, whole, channels = sizes_at_one(node)
+        _, all_tokens, channels = sizes_at_one(node)
         self.values[node] = self.value(node).new_empty((1, tokens, channels))
-        self.units[node], self.axes[node] = (whole, tokens), frozenset({1})
+        self.units[node], self.axes[node] = (all_tokens, tokens), frozenset({1})
 
     def end_(self, node: fx.Node) -> None:
         """What stands for a node has all its tokens again."""
@@ -112,20 +112,22 @@ class FewerNodes:
         return [torch.empty(size, dtype=of, device="meta") for size, of in zip(sizes_at_one(node), types, strict=True)]
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        given = fx.map_arg((args, kwargs), self.value)
-        given = tree_map_only(torch.device, lambda _: torch.device("meta"), given)
+        arguments = fx.map_arg((args, kwargs), self.value)
+        arguments = tree_map_only(torch.device, lambda _: torch.device("meta"), arguments)
         assert callable(node.target), node
         try:
-            return node.target(*given[0], **given[1])
+            return node.target(*arguments[0], **arguments[1])
         except RuntimeError:
-            raise Stands(node, f"takes something with a place for every token, as positions are: {_ANY}") from None
+            raise PositionDependent(
+                node, f"takes something with a place for every token, as positions are: {_ANY}"
+            ) from None
 
     # Arguments with the sizes that are now.
 
     def _unit(self, node: fx.Node) -> tuple[int, int]:
         units = {self.units[each] for each in node.all_input_nodes if each in self.units}
         if len(units) > 1:
-            raise Stands(node, "takes tokens beside some of them")
+            raise PositionDependent(node, "takes tokens beside some of them")
         return units.pop()
 
     def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
@@ -135,10 +137,12 @@ class FewerNodes:
         if op in ("expand", "broadcast_to"):
             before = self.value(node.args[0])  # type: ignore[arg-type]
             missing = len(node.args[1]) - before.dim()  # type: ignore[arg-type]
-            asked: Any = node.args[1]
-            sizes = [-1 if at >= missing and before.shape[at - missing] != 1 else each for at, each in enumerate(asked)]
+            requested: Any = node.args[1]
+            sizes = [
+                -1 if at >= missing and before.shape[at - missing] != 1 else each for at, each in enumerate(requested)
+            ]
             return (node.args[0], sizes), {}
-        if op == WHOLE and _masks_nothing(self.program, node):
+        if op == SDPA and _masks_nothing(self.program, node):
             others = {name: each for name, each in node.kwargs.items() if name != "attn_mask"}
             return (*node.args[:3], None, *node.args[4:]), others
         return node.args, node.kwargs
@@ -149,15 +153,15 @@ class FewerNodes:
         old, new = sizes_at_one(source), tuple(self.value(source).shape)
         if operation(node) in ("squeeze", "unsqueeze", "flatten", "ravel"):
             return node.args, node.kwargs
-        wanted = resized(old, new, sizes_at_one(node), unit)
-        if wanted is None:
-            raise Stands(node, f"lays tokens out by where they stand: {_ANY}")
-        sizes = at_any_batch(node, wanted)
+        new_shape = resized(old, new, sizes_at_one(node), unit)
+        if new_shape is None:
+            raise PositionDependent(node, f"lays tokens out by where they stand: {_ANY}")
+        sizes = at_any_batch(node, new_shape)
         if sizes is None:
-            raise Stands(node, "puts tokens and images on several axes at once")
+            raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
             dim = call_of(node, {}).arguments["dim"] % len(old)
-            sizes = sizes[dim : dim + 1 + len(wanted) - len(old)]
+            sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
             return (source, dim, sizes), {}
         return (source, sizes), {}
 
@@ -182,9 +186,9 @@ class FewerNodes:
                 return True
         if op in _ALONG:
             return self._refuse_along(node, axes, rank)
-        if op == WHOLE and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
+        if op == SDPA and self.as_before and call_of(node, {}).arguments["attn_mask"] is None:
             return True
-        raise Stands(node, "reads all tokens at once: those that were merged would count as one")
+        raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
     def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
         arguments, op = call_of(node, {}).arguments, operation(node)
@@ -197,7 +201,7 @@ class FewerNodes:
                 return False
             if op in _REDUCED:
                 return True
-        raise Stands(node, "reads all tokens at once, or some by where they stand")
+        raise PositionDependent(node, "reads all tokens at once, or some by where they stand")
 
     def _reads_protected(self, op: str, arguments: Any) -> bool:
         if op == "select":
@@ -210,13 +214,13 @@ class FewerNodes:
     def _is_of_tokens(self, node: fx.Node, attention: Attention) -> bool:
         if operation(node) in SOFTMAX:
             return True
-        sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == WHOLE else 2]]
+        sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == SDPA else 2]]
         last = len(sizes_at_one(node.all_input_nodes[0])) - 1
-        if operation(node) == WHOLE:
+        if operation(node) == SDPA:
             arguments = call_of(node, {}).arguments
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
-                raise Stands(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
+                raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
             return sides == [frozenset({last - 1})] * 3
         dims = ((last - 1,), (last,)) if node is attention.product else ((last - 1, last), (last - 1,))
         return sides == list(map(frozenset, dims))

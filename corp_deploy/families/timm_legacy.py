@@ -1,4 +1,4 @@
-"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_folded.py): widths of sites without a
+"""timm's models of families that version 0.1 had (hierarchies: timm_hierarchies_legacy.py): widths of sites without a
 program, norms of convolutional networks taken into the weights in front. They become programs whose norms are the
 identity.
 
@@ -53,23 +53,27 @@ def as_program(
     built: Callable[[], nn.Module],
     *,
     where: str,
-    known: Mapping[str, Index] = MappingProxyType({}),
+    known_groups: Mapping[str, Index] = MappingProxyType({}),
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The dense model narrowed to the widths of these sites and weights, and the weights by its program's names;
-    `built`: timm's, for tables that no file has; `known`: of some sites the groups that are left. Raises BadInput for
-    weights of no widths that it can have.
+    `built`: timm's, for tables that no file has; `known_groups`: of some sites the groups that are left. Raises
+    BadInput for weights of no widths that it can have.
     """
     own = tracing(model)
     for name in names_of(own):
         path, _, part = name.rpartition(".")
         if part in _PARTS and path in sites:
             require_widths(path, sites[path], where)
-    kept = {name: _kept(name, site, sites, model, state) for name, site in names_of(own).items() if name not in known}
-    kept |= known
+    kept = {
+        name: _kept(name, site, sites, model, state) for name, site in names_of(own).items() if name not in known_groups
+    }
+    kept |= known_groups
     biases = tuple(name for name in own.added if _found(name, state) is not None)
-    new, whole = with_groups(model, kept, biases)
-    if whole:
-        raise BadInput(f"{where}: {next(iter(whole.values()))}; the file was edited or damaged, write the model again")
+    new, unreduced = with_groups(model, kept, biases)
+    if unreduced:
+        raise BadInput(
+            f"{where}: {next(iter(unreduced.values()))}; the file was edited or damaged, write the model again"
+        )
     buffers = dict(built().named_buffers()) if any("relative_position" in name for name in new.state_dict()) else {}
     weights = {name: _weight(name, each, model, state, buffers) for name, each in new.state_dict().items()}
     if lost := [name for name, each in weights.items() if each is None] + shared(weights, state):

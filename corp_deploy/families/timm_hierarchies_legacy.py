@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from ground.errors import BadInput
 
-from .timm_folded import require_widths
-from .traced_module import TracedModule, known_of
+from .timm_legacy import require_widths
+from .traced_module import TracedModule, traced_state
 
 State = Mapping[str, Tensor]
 Entries = Mapping[str, Mapping[str, Any]]
@@ -46,21 +46,21 @@ _Levit = Attention | AttentionOfTinyVit
 
 def is_hierarchy(model: TracedModule) -> bool:
     """Whether that version had blocks of its own for the model."""
-    return issubclass(known_of(model).plain, tuple(_MOVED))
+    return issubclass(traced_state(model).plain, tuple(_MOVED))
 
 
 def as_timms(model: TracedModule, sites: Entries, state: State, *, where: str) -> tuple[Entries, State]:
     """Sites and weights as they were written by timm's names, and of those that never change the model's own set.
     Raises BadInput for tables of positions whose network was not written.
     """
-    own = next(moved for kind, moved in _MOVED.items() if issubclass(known_of(model).plain, kind))
+    own = next(moved for kind, moved in _MOVED.items() if issubclass(traced_state(model).plain, kind))
     moved = (*_EVERYWHERE, *own)
     sites = {_renamed(f"{name}.", moved).rstrip("."): entry for name, entry in sites.items()}
     state = {_renamed(name, moved): tensor for name, tensor in state.items()}
     for name, module in model.named_modules():
         if isinstance(module, RelPosMlp):
             raise BadInput(
-                f"{where}: a {known_of(model).plain.__name__} that version 0.1 wrote, whose positions are told by a "
+                f"{where}: {traced_state(model).plain.__name__} that version 0.1 wrote, whose positions are told by a "
                 "network of which that version wrote the results alone; reduce the dense model again"
             )
         if isinstance(module, _Levit) or (isinstance(module, Attention2d | AttentionCl) and module.head_first):

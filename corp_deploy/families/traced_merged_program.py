@@ -1,5 +1,5 @@
-"""A program whose tokens become fewer behind some of its attentions: the same nodes by the same names, at the sizes
-that are left, with merges between them.
+"""A traced program with token merging: the same nodes by the same names at the token counts left, with merges behind
+some of its attentions.
 """
 
 import operator
@@ -14,15 +14,15 @@ from .token_merging import TokenMerge, unmerged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_fewer`; its `sizes` and
+class CutState:
+    """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_merged`; its `sizes` and
     `sources` are told then. Between the two tokens are merged by `merge`, which compares by `compared`, None for the
     stream itself, or unmerged.
     """
 
     raw: fx.Node
     node: fx.Node
-    is_fewer: bool = False
+    is_merged: bool = False
     sizes: fx.Node | None = None
     sources: fx.Node | None = None
     merge: TokenMerge | None = None
@@ -30,13 +30,13 @@ class Crossing:
     compared: fx.Node | None = None
 
     @property
-    def told(self) -> tuple[fx.Node, ...]:
+    def token_state(self) -> tuple[fx.Node, ...]:
         """Beside the stream."""
         return tuple(each for each in (self.sizes, self.sources) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fewer:
+class MergedProgram:
     """`program`: what runs; `stands`: by the name of a node of the program with all tokens what its users take here;
     `merge_at`, `sizes_at`, `sources_at`: of those of fewer tokens by their names the merge before them, and the nodes
     that give its sizes and sources.
@@ -52,10 +52,10 @@ class Fewer:
     def by_name(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.program.nodes}
 
-    def crossing(self, node: fx.Node) -> Crossing:
+    def crossing(self, node: fx.Node) -> CutState:
         """What stands where one of the other program's nodes does."""
         stands = self.stands[node.name]
-        told = self.sizes_at.get(node.name), self.sources_at.get(node.name)
+        sizes_and_sources = self.sizes_at.get(node.name), self.sources_at.get(node.name)
         raw, merge, name = stands, None, ""
         compared: fx.Node | None = None
         call = stands.args[0] if stands.target is operator.getitem else None
@@ -65,12 +65,12 @@ class Fewer:
             merge = self.merge_at[node.name]
         elif stands.target is unmerged:
             raw = stands.args[0]  # type: ignore[assignment]
-        return Crossing(
+        return CutState(
             raw=raw,
             node=stands,
-            is_fewer=node.name in self.merge_at,
-            sizes=told[0],
-            sources=told[1],
+            is_merged=node.name in self.merge_at,
+            sizes=sizes_and_sources[0],
+            sources=sizes_and_sources[1],
             merge=merge,
             name=name,
             compared=compared,

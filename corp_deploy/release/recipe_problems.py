@@ -1,4 +1,4 @@
-"""What is wrong with what a recipe names, told together: a line for each, with the recipe's file and key."""
+"""Problems of what a recipe names, collected and reported at once: a line for each, with the recipe's file and key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 from ground.errors import BadInput
 
 
-class Mistakes:
+class RecipeProblems:
     """Those of one recipe."""
 
     def __init__(self, recipe: Path) -> None:

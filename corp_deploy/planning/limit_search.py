@@ -18,7 +18,7 @@ from perf.stats.shares import share_interval
 from .budget_planner import BudgetPlanner
 from .joint_planner import JointPlanner
 from .judging import Judge, Judgement, Judging
-from .request import WithinRequest
+from .request import LimitRequest
 from .width_plan import WidthPlan
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
@@ -35,7 +35,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
+class LimitSearch:
     """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds. As many as
     `count` inputs judged, `noun` is what they are.
     """
@@ -131,20 +131,20 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
 
 
 def smallest_within(
-    asked: WithinRequest,
+    request: LimitRequest,
     planner: BudgetPlanner | JointPlanner,
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
     *,
-    done: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
     """The model of the smallest budget that is within the limit, and its plan, which says what was tried.
 
-    `reduced` carries a plan out; `done` is told how many models have been tried, of how
+    `reduced` carries a plan out; `on_progress` is told how many models have been tried, of how
     many at most. At most log2(STEPS) + 1 models are
     reduced, each judged in one pass over the inputs. Raises BadInput where even the largest budget is not within it.
     """
-    judge = Judge(planner.probe.model, judging, asked.limit.measure)
+    judge = Judge(planner.probe.model, judging, request.limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS
     trials: list[Trial] = []
     answer: tuple[Reduction, WidthPlan] | None = None
@@ -153,18 +153,18 @@ def smallest_within(
         planned = planner.widths_at(middle / STEPS)
         reduction = reduced(planned)
         judged = judge.of(reduction.model)
-        trials.append(Trial(share=middle / STEPS, judged=judged, holds=asked.limit.holds(judged.value)))
+        trials.append(Trial(share=middle / STEPS, judged=judged, holds=request.limit.holds(judged.value)))
         if trials[-1].holds:
             holds, answer = middle, (reduction, planned)
         else:
             fails = middle
-        if done is not None:
-            done(len(trials), len(trials) + max(holds - fails - 1, 0).bit_length())
+        if on_progress is not None:
+            on_progress(len(trials), len(trials) + max(holds - fails - 1, 0).bit_length())
     if answer is None:
-        _refuse_unreachable(asked.limit, asked.currency, str(judging), trials)
-    within = Within(
-        limit=asked.limit,
-        currency=asked.currency,
+        _refuse_unreachable(request.limit, request.currency, str(judging), trials)
+    within = LimitSearch(
+        limit=request.limit,
+        currency=request.currency,
         judges=str(judging),
         count=judging.inputs.count,
         noun=judging.inputs.noun,
@@ -172,4 +172,4 @@ def smallest_within(
         trials=tuple(trials),
     )
     reduction, planned = answer
-    return reduction, replace(planned, said=(str(within), *planned.said), within=within.as_json())
+    return reduction, replace(planned, decisions=(str(within), *planned.decisions), within=within.as_json())

@@ -1,4 +1,4 @@
-"""Which images a budget looks at, and the moments of all others: what a fit promises must hold on images it never saw.
+"""The probe split of a budget: images that error curves are measured on, and moments of all others, so none is fitted.
 
 A fit to few images promises more than it keeps, an MLP's more than that of queries and keys, so that curves measured on
 its own images would spare the wrong sites. Moments are sums: those of the images looked at are taken out again.
@@ -23,7 +23,7 @@ RUNS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class ProbeSplit:
     """Inputs to look at, moments without them, and a few others, which a closed loop is tried on."""
 
     inputs: Inputs
@@ -42,11 +42,11 @@ def _of_groups(images: InputSet, moments: Moments) -> list[int]:
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
-    wanted = min(IMAGES, images.count // 4)
+    target_count = min(IMAGES, images.count // 4)
     chosen: set[int] = set()
     # Every so many groups, then those next to them, until there are images enough.
     for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
-        if sum(group in chosen for group in groups) >= wanted or len(chosen) + 1 >= len(names):
+        if sum(group in chosen for group in groups) >= target_count or len(chosen) + 1 >= len(names):
             break
         chosen.add(name)
     return [place for place, group in enumerate(groups) if group in chosen]
@@ -67,7 +67,7 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
     return replace(left, half=half)
 
 
-def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
+def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSplit:
     """A few images, of groups of their own where groups of theirs are known, and the moments of the others.
 
     Of fewer than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
@@ -79,7 +79,7 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> Apart:
     # Of images that the moments are not of no group is known.
     chosen = images if few else images.subset(places or _positions(images.count))
     (inputs,) = chosen.subset(_spread(chosen.count, IMAGES)).batches(chosen.count)
-    apart = Apart(inputs=to_device(inputs, where), moments=moments, others=_others(images, chosen))
+    apart = ProbeSplit(inputs=to_device(inputs, where), moments=moments, others=_others(images, chosen))
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]

@@ -1,14 +1,14 @@
-"""Which keys the queries of an attention see, and which queries are read, where the program says so of every image."""
+"""Attention masks of a program: which keys queries attend to and which queries are read, where all images share it."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
 
-from .between import needed, run
 from .program import SAME, SHAPED, Program, operation, sizes_at_one
+from .subprogram import needed, run
 
-WHOLE, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
+SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
 PRODUCTS = frozenset(("matmul", "bmm"))
 _FAR = 50.0
 """What a score is below the largest of its query where the key isn't seen: less than float32 tells beside 1."""
@@ -18,7 +18,7 @@ _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAM
 
 def values_product(product: fx.Node) -> fx.Node | None:
     """What an attention gives of its product of queries and keys: itself, or the product that its softmax enters."""
-    if operation(product) == WHOLE:
+    if operation(product) == SDPA:
         return product
     at, is_weight = product, False
     while operation(product) in PRODUCTS and len(at.users) == 1:
@@ -35,7 +35,7 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     """What is added to an attention's products of queries and keys, a mask or positions [..., queries, keys], as
     it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
     """
-    if operation(product) == WHOLE:
+    if operation(product) == SDPA:
         mask = argument(product, 3, "attn_mask")
         added = _whatever(program, mask, ()) if isinstance(mask, fx.Node) else None
         if added is None and mask is None and argument(product, 5, "is_causal"):
@@ -52,7 +52,7 @@ def factor(program: Program, product: fx.Node) -> float | None:
     """What an attention's products of queries and keys are multiplied by on their way to its softmax; None where that
     is no one number, or hangs on the inputs.
     """
-    if operation(product) == WHOLE:
+    if operation(product) == SDPA:
         scale = product.kwargs.get("scale")
         return float(sizes_at_one(product.all_input_nodes[0])[-1] ** -0.5 if scale is None else scale)  # type: ignore[arg-type]
     scores = _before_softmax(product)
@@ -65,21 +65,21 @@ def factor(program: Program, product: fx.Node) -> float | None:
     return float(times[0]) if torch.allclose(times, times[:1]) else None
 
 
-def seen(added: Tensor) -> Tensor:
+def visible_keys(added: Tensor) -> Tensor:
     """Which keys each query sees with this beside its scores, bool."""
     return added > added.amax(-1, keepdim=True) - _FAR
 
 
-def unread(program: Program, given: fx.Node) -> Tensor | None:
+def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     """Of the rows that a node gives for one image [..., rows] those that go nowhere, as padding is cut off; None where
     all are read, or that can't be told.
     """
-    nodes = tuple(_behind(program, given))
+    nodes = tuple(_behind(program, output))
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(sizes_at_one(given), generator=generator).to(_where(program)).requires_grad_()
+    start = torch.randn(sizes_at_one(output), generator=generator).to(_where(program)).requires_grad_()
     with torch.enable_grad():
-        every = run(program, nodes, {given: start})
-        behind = dict.fromkeys((given, *nodes))
+        every = run(program, nodes, {output: start})
+        behind = dict.fromkeys((output, *nodes))
         ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
         ends = [each for each in ends if isinstance(each, Tensor) and each.requires_grad]
         weights = [torch.randn(each.shape, generator=generator).to(each) for each in ends]
@@ -98,10 +98,10 @@ def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Ten
     nodes, _ = needed(program, node, zero)
     if nodes is None:
         return None
-    given: Tensor = run(program, nodes, {each: torch.zeros(sizes_at_one(each)).to(_where(program)) for each in zero})[
+    value: Tensor = run(program, nodes, {each: torch.zeros(sizes_at_one(each)).to(_where(program)) for each in zero})[
         node
     ]
-    return given
+    return value
 
 
 def _where(program: Program) -> torch.device:

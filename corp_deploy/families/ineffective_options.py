@@ -1,4 +1,4 @@
-"""What can't be asked of a model that has no such sites."""
+"""Refusals of options without effect on a model: it has no sites of their kind."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,10 +35,10 @@ def kinds_of(model: nn.Module) -> frozenset[str]:
     return frozenset(HONOURED.get(kind, kind) for kind in sites_of(model).kinds)
 
 
-def heard_for(sites: Sites, kind: str) -> set[str]:
+def taps_for(sites: Sites, kind: str) -> set[str]:
     """What is heard for those sites alone that honour the options of this kind."""
-    heard = [(HONOURED.get(site.kind, site.kind), tap.name) for site in sites.every for tap in site.listening()]
-    return {name for _, name in heard} - {name for other, name in heard if other != kind}
+    taps = [(HONOURED.get(site.kind, site.kind), tap.name) for site in sites.every for tap in site.listening()]
+    return {name for _, name in taps} - {name for other, name in taps if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:

@@ -1,6 +1,4 @@
-"""Moments of two halves of the images that split no group, in one: each half's statistics judge what is fitted to the
-other.
-"""
+"""Moments of a two-fold validation split of the images, by groups: a fit to either half is validated on the other."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,20 +19,20 @@ def second_half(images: InputSet, groups_B: Tensor, *, seed: int) -> Tensor:
     return second_half_mask(groups_B, seed=seed, noun=images.noun)
 
 
-def of_halves(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
+def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """The moments of all images, from those of both halves of them."""
-    whole = merge(first, second)
+    merged = merge(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
-    groups = torch.tensor([group_of[each] for each in whole.image_ids.tolist()], dtype=torch.int64)
-    lineage = {**whole.lineage, "images": images.digest}
-    return replace(whole, lineage=lineage, group_ids=groups, half=second)
+    groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
+    lineage = {**merged.lineage, "images": images.digest}
+    return replace(merged, lineage=lineage, group_ids=groups, half=second)
 
 
-def in_halves(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
+def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
     """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
 
     Raises BadInput where all images are of one group.
     """
     second_B = second_half(images, groups_B, seed=seed)
     first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
-    return of_halves(images, groups_B, first, second)
+    return of_splits(images, groups_B, first, second)

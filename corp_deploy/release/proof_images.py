@@ -7,7 +7,7 @@ from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.store.inputs import images_for_model
 
 
-def open_proof_images(model: nn.Module, wanted: InputOptions) -> Images:
+def open_proof_images(model: nn.Module, options: InputOptions) -> Images:
     """Raises BadInput as images_for_model does, and where so many can't be held out."""
-    assert wanted.images is not None, wanted
-    return wanted.proving(images_for_model(model, wanted.images, **wanted.drawn), wanted.seed)
+    assert options.images is not None, options
+    return options.proving(images_for_model(model, options.images, **options.drawn), options.seed)
