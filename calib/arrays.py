@@ -57,7 +57,7 @@ def _from_safetensors(path: Path) -> Feeds:
         raise
     except Exception as error:  # safetensors raises its own, and numpy its own at types that it has not
         raise BadInput(
-            f"{path}: not a whole .safetensors file of numpy types ({type(error).__name__}: {error!s:.200})"
+            f"{path}: not a valid .safetensors file of numpy types ({type(error).__name__}: {error!s:.200})"
         ) from error
 
 

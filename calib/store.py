@@ -133,7 +133,7 @@ def _opened(path: Path) -> Any:
         raise BadInput(f"{path}: no such file, expected moments written by calibrate") from error
     except (SafetensorError, OSError) as error:
         raise BadInput(
-            f"{path}: not a whole safetensors file ({error}); it is truncated or foreign: {_REMEDY}"
+            f"{path}: not a valid safetensors file ({error}); it is truncated or foreign: {_REMEDY}"
         ) from error
 
 

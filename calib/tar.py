@@ -34,7 +34,7 @@ class TarMember:
 
 
 def _bad_tar(path: Path, why: str) -> BadInput:
-    return BadInput(f"{path}: not a whole uncompressed tar file ({why})")
+    return BadInput(f"{path}: not a valid uncompressed tar file ({why})")
 
 
 def _header(path: Path, file: IO[bytes]) -> tarfile.TarInfo | None:

@@ -31,7 +31,7 @@ _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 
 def _damaged(where: str, kind: str, reason: object) -> BadInput:
-    return BadInput(f"{where}: not a whole {kind} file ({reason!s:.200})")
+    return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
@@ -66,7 +66,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
     needed = math.prod(shape) * dtype.itemsize
     if needed > size_bytes - start:
         raise BadInput(
-            f"{where}: not a complete .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, "
+            f"{where}: not a valid .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, "
             f"and {max(size_bytes - start, 0)} are there"
         )
 

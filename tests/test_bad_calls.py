@@ -634,11 +634,11 @@ def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> No
 def test_a_directory_without_records_is_named_as_such(tmp_path: Path) -> None:
     result = run("report", tmp_path, "-o", tmp_path / "r.html")
     refused(result, "neither bench.json nor parity.json is here")
-    assert "not a whole" not in result.stderr
+    assert "not a valid" not in result.stderr
     (tmp_path / "bench.json").write_text("{")
     result = run("report", tmp_path, "-o", tmp_path / "r.html")
     refused(result, "bench.json: not JSON")
-    assert "not a whole" not in result.stderr
+    assert "not a valid" not in result.stderr
 
 
 # Recipes, graphs, engines' records and configs

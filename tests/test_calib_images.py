@@ -137,7 +137,7 @@ def test_truncated_arrays(tmp_path: Path, suffix: str, keep: int) -> None:
     path = tmp_path / f"images.{suffix}"
     write(path, array())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadInput, match=f"not a whole .{suffix} file"):
+    with pytest.raises(BadInput, match=f"not a valid .{suffix} file"):
         opened(path)
 
 
@@ -247,7 +247,7 @@ def test_bad_shards(tmp_path: Path, shards: str) -> None:
     whole = (tmp_path / "part-09.tar").read_bytes()
     for content in (whole[:700], b"no tar", b""):
         (tmp_path / "part-09.tar").write_bytes(content)
-        with pytest.raises(BadInput, match=r"part-09\.tar: not a whole uncompressed tar file"):
+        with pytest.raises(BadInput, match=r"part-09\.tar: not a valid uncompressed tar file"):
             opened(Path(shards))
     write_shard(tmp_path / "labels.tar", {"0.cls": b"7"})
     with pytest.raises(BadInput, match=r"labels\.tar: no images in it"):

@@ -124,7 +124,7 @@ def test_what_cannot_be_judged_is_refused(judged: tuple[list[Moments], Moments, 
     dense = tiny.checkpoint().model
     with pytest.raises(BadInput, match="moments of 40, 12, 4 images: expected two files or more with ascending"):
         calibration_size(dense, every[::-1], METHOD, held_out=held_out)
-    with pytest.raises(BadInput, match="nothing judges"):
+    with pytest.raises(BadInput, match="no inputs to judge on"):
         calibration_size(dense, every, METHOD)
     with pytest.raises(BadInput, match="calibration images too"):
         calibration_size(dense, every, METHOD, held_out=every[0])

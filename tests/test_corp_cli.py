@@ -276,7 +276,7 @@ def _images(tmp_path: Path, kind: str) -> Path:
         ("nan.npy", "NaN"),
         ("shorts.npy", "int16"),
         ("key.npz", "no key 'images'"),
-        ("cut.npy", "not a whole .npy"),
+        ("cut.npy", "not a valid .npy"),
     ],
 )
 def test_images_that_will_not_do(home: Path, tmp_path: Path, kind: str, said: str) -> None:

@@ -96,7 +96,7 @@ def test_the_recorded_simulation_keeps_the_promise() -> None:
 def test_help_says_how_changes_are_found() -> None:
     text = " ".join(run("gate", "--help").output.split())
     assert "Student's t" in text
-    assert "less than 1 in 20" in text
+    assert "fewer than 1 in 20" in text
 
 
 def test_the_directory_keeps_records_alone(tmp_path: Path) -> None:

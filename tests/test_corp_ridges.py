@@ -239,4 +239,4 @@ def test_the_command_takes_groups(tmp_path: Path) -> None:
     assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
     bad = CliRunner().invoke(main, ["calibrate", *map(str, words[:6]), "--groups", "folder"])
     assert bad.exit_code != 0
-    assert "stand in no folders" in bad.output
+    assert "are in no folders" in bad.output

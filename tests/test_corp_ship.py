@@ -86,7 +86,7 @@ def test_a_release_of_a_model_and_images(home: Path, tmp_path: Path, monkeypatch
 
 def recipe_of(home: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
     """Of a run that ends behind its first stage."""
-    monkeypatch.setattr("corp_deploy.release.own_steps.write_dense", stopped)
+    monkeypatch.setattr("corp_deploy.release.release_steps.write_dense", stopped)
     assert ship(home, output, *words).exit_code == 130
     return load_recipe(output / "recipe.toml", trust_paths=True)
 

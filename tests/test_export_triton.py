@@ -280,7 +280,7 @@ def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_chan
         ({"version": 0}, "at least 1, got 0"),
         ({"plans": (), "onnx": None, "cpu_onnx": None}, "nothing to serve"),
         ({"labels": ("a", "b")}, "2 labels for 5 outputs"),
-        ({"labels": ("a", "a", "b", "c", "d")}, "stands once"),
+        ({"labels": ("a", "a", "b", "c", "d")}, "unique"),
         ({"serving": Serving(preferred_batches=(32,))}, "preferred batch 32 is beyond the largest batch 16"),
         ({"serving": Serving(graph_batches=(17,))}, "CUDA graph of batch 17"),
         ({"serving": Serving(graph_batches=(9,), max_batch=8), "plans": ()}, "vit: CUDA graph of batch 9 is beyond"),
@@ -440,7 +440,7 @@ def test_bad_figures_and_bad_choices_are_refused() -> None:
         Agreement(share=1.2, images=3)
     with pytest.raises(BadInput, match="version policy 'newest'"):
         Serving(policy="newest")
-    with pytest.raises(BadInput, match="stand once"):
+    with pytest.raises(BadInput, match="unique"):
         Serving(preferred_batches=(4, 4))
     with pytest.raises(BadInput, match="queue delay us must be at least 0"):
         Serving(queue_delay_us=-1)

@@ -84,17 +84,17 @@ NPY = {
     "10^12 images": (described(f"({10**12}, 3, 4, 6)"), "288000000000000 bytes, and 64 are there"),
     "a size beyond 64 bits": (described(f"({2**70}, 3, 4, 6)"), "which is not a valid shape"),
     "nothing, but of a size beyond 64 bits": (described(f"(0, {2**70})"), "which is not a valid shape"),
-    "a product beyond 64 bits": (described(f"({2**40}, {2**40})"), "not a whole .npy file"),
+    "a product beyond 64 bits": (described(f"({2**40}, {2**40})"), "not a valid .npy file"),
     "objects": (described("(2,)", "'|O'"), "pickled objects, which are never loaded"),
     "objects inside": (described("(2,)", "[('a', '|O')]"), "pickled objects, which are never loaded"),
     "fields": (described("(2,)", "[('a', '<f4')]"), "expected plain numbers"),
     "untyped bytes": (described("(2,)", "'|V8'"), "expected plain numbers"),
     "a header of 4 GB": (npy("{", version=2, length=2**32 - 1), "a header of 4294967295 bytes"),
-    "a header nested deep": (npy("(" * 4000), "not a whole .npy file"),
-    "a header of unary signs": (npy("-" * 4000 + "1"), "not a whole .npy file"),
-    "a header that is a call": (described("__import__('os').getpid()"), "not a whole .npy file"),
+    "a header nested deep": (npy("(" * 4000), "not a valid .npy file"),
+    "a header of unary signs": (npy("-" * 4000 + "1"), "not a valid .npy file"),
+    "a header that is a call": (described("__import__('os').getpid()"), "not a valid .npy file"),
     "version 3": (npy("{}", version=3), "expected 1.0 or 2.0"),
-    "a digit too many": (described(f"({'9' * 5000},)"), "not a whole .npy file"),
+    "a digit too many": (described(f"({'9' * 5000},)"), "not a valid .npy file"),
 }
 
 
@@ -147,7 +147,7 @@ def test_an_archive_does_not_inflate_without_end(tmp_path: Path) -> None:
     images = bomb.rename(tmp_path / "images.npz")
     refused(lambda: open_images(images, image_shape=SHAPE, transform=_never), "would inflate to")
     liar = packed(tmp_path / "liar.npz", says=1000)
-    refused(lambda: array_from_npz(liar, "images"), "not a whole .npz file .*CRC")
+    refused(lambda: array_from_npz(liar, "images"), "not a valid .npz file .*CRC")
     assert array_from_npz(packed(tmp_path / "good.npz"), "images").shape == (2**20,)
 
 
@@ -279,7 +279,7 @@ TARS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda path: tar_of(path, (member("a.png", pax={"GNU.sparse.major": "1", "GNU.sparse.size": "9"}), b"x")),
         "sparse",
     ),
-    "a packed archive": (lambda path: written(path, zlib.compress(bytes(9000))), "not a whole uncompressed tar"),
+    "a packed archive": (lambda path: written(path, zlib.compress(bytes(9000))), "not a valid uncompressed tar"),
 }
 
 
@@ -409,8 +409,8 @@ def test_a_broken_header_of_safetensors(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(SAFETENSORS[kind])
     refused(lambda: read_weights(path), "can't be read as safetensors")
-    refused(lambda: store.load(path), "not a whole safetensors file")
-    refused(lambda: open_images(path, image_shape=SHAPE, transform=_never), "not a whole .safetensors file")
+    refused(lambda: store.load(path), "not a valid safetensors file")
+    refused(lambda: open_images(path, image_shape=SHAPE, transform=_never), "not a valid .safetensors file")
 
 
 def test_an_empty_tensor_of_any_size_takes_nothing(tmp_path: Path) -> None:

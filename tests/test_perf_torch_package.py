@@ -121,7 +121,7 @@ def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES)
     assert port_of_images(tmp_path / "x.npy", tmp_path / "m.pt2") == image_port((3, 4, 4))
     (tmp_path / "bad.npy").write_bytes(b"no array")
-    with pytest.raises(BadInput, match=r"bad\.npy: not a whole \.npy file"):
+    with pytest.raises(BadInput, match=r"bad\.npy: not a valid \.npy file"):
         port_of_images(tmp_path / "bad.npy", tmp_path / "m.pt2")
     with pytest.raises(BadInput, match=r"expected --images FILE\.npy .* got none"):
         port_of_images(None, tmp_path / "m.pt2")

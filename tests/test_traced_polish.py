@@ -245,8 +245,8 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None
             raise Stopped
 
     with pytest.raises(Stopped):
-        own_polished(tmp_path, state=state, done=interrupt)
-    again = own_polished(tmp_path, state=state, done=heard.append)
+        own_polished(tmp_path, state=state, on_progress=interrupt)
+    again = own_polished(tmp_path, state=state, on_progress=heard.append)
     assert [each.part for each in heard] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
     assert [part.error for part in again.report.parts] == [part.error for part in whole.report.parts]
     for own, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):

@@ -170,7 +170,7 @@ or a version is missing.
   or unit. Adding an optional entry doesn't raise it; readers ignore unknown entries, except where the table says
   *closed*, so there any new entry raises the version.
 * **Kind and version are checked before anything else** in a file. Another kind is refused, and so is a version that
-  is not a whole number.
+  is not a valid number.
 * **A newer file in an older tool** is refused with exit code 2, before anything is written: `bench.json: bench record
   of version 2, written by a newer corp-deploy; this tool reads version 1: install that one, or make the record again
   with ...`.

@@ -81,14 +81,9 @@ class Probe:
             return as_tuple(run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
-        """`effect` of every trial, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps).
-
-        Where layers that read a site change alone, by the dense program with those layers.
-        """
-        if not trials:
-            return {}
-        with torch.inference_mode(), evaluating(self.model):
-            return self._exact_effects_of_program(trials)
+        """`effect` of trials, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps)."""
+        with torch.inference_mode():
+            return self._exact_effects(self._reduced(trials))
 
     def few(self, count: int) -> "Probe":
         """Looks at about so many of the inputs, evenly."""
@@ -119,35 +114,35 @@ class Probe:
         """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
         trials there are (see program_effects.py); exact where rows that write it are mixed too.
         """
-        program = tracing(self.model).program
+        program, new = tracing(self.model).program, self._reduced(trials)
+        tensors = {
+            trial: tensors_of({trial[0]: each})
+            for trial, each in new.items()
+            if isinstance(each, TracedReduced) and not (each.mapped or each.selected)
+        }
         changes = {
-            trial: {name: each - program.tensor(name).double() for name, each in tensors.items()}
-            for trial, tensors in self._tensors(trials).items()
+            trial: {name: each - program.tensor(name).double() for name, each in own.items()}
+            for trial, own in tensors.items()
         }
         linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
-        exact = {trial: self.effect({trial[0]: trial[1]}) for trial in trials if trial not in changes}
+        exact = self._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
-    def _exact_effects_of_program(self, trials: Sequence[Trial]) -> dict[Trial, float]:
-        """Where layers that read a site change alone, by the dense program with those layers."""
-        graph, tensors = tracing(self.model).running.graph, self._tensors(trials)
-        inputs = tuple(tensors_by_name(self.inputs).values())
+    def _exact_effects(self, new: Mapping[Trial, Reduced]) -> dict[Trial, float]:
+        """By the dense program with the weights that change, where no group goes by itself alone."""
+        graph, inputs = tracing(self.model).running.graph, tuple(tensors_by_name(self.inputs).values())
         effects = dict[Trial, float]()
-        for trial in trials:
-            if trial in tensors:
-                changed = {name: each.to(graph.get_parameter(name).dtype) for name, each in tensors[trial].items()}
-                effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
+        for trial, each in new.items():
+            if isinstance(each, TracedReduced) and not each.selected:
+                tensors = tensors_of({trial[0]: each})
+                changed = {name: tensor.to(graph.get_parameter(name).dtype) for name, tensor in tensors.items()}
+                with torch.inference_mode(), evaluating(self.model):
+                    effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
         return effects
 
-    def _tensors(self, trials: Sequence[Trial]) -> dict[Trial, Mapping[str, Tensor]]:
-        """Of a traced model what changes in each trial, of dense sizes, but where rows that write a site are mixed."""
-        new = zip(trials, self._reduced(trials), strict=True)
-        traced = [(trial, each) for trial, each in new if isinstance(each, TracedReduced)]
-        return {trial: tensors_of({trial[0]: each}) for trial, each in traced if not (each.mapped or each.selected)}
-
-    def _reduced(self, trials: Sequence[Trial]) -> list[Reduced]:
+    def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, Reduced]:
         method = replace(self._ragged, mlp_swaps=False)
         sites = sites_of(self.model).by_name
 
@@ -156,4 +151,4 @@ class Probe:
             cached = self.eliminations.get(name)
             return reduced_site(self.model, sites[name], self.moments, method, width, cached=cached)
 
-        return list(pool.each(at_site, trials, device(self.model)))
+        return dict(zip(trials, pool.each(at_site, trials, device(self.model)), strict=True))

@@ -281,13 +281,14 @@ def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
 
 
 def _map(tensors: dict[str, Tensor], mapped: Mapped) -> None:
-    """On what the layer is by now."""
+    """On what the layer is by now; rows that go are 0, as a narrower program has them."""
     now = tensors.get(mapped.name, mapped.dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
     mixed_HRI = mapped.map_HRD @ rows_HDI
     if mapped.added_HR is not None:
         mixed_HRI = mixed_HRI + mapped.added_HR[..., None]
     kept_HR = mapped.rows_HD[:, : mixed_HRI.shape[1]] if mapped.kept_HR is None else mapped.kept_HR
+    now[mapped.rows_HD] = 0.0
     now[kept_HR] = mixed_HRI.view(*kept_HR.shape, *now.shape[1:])
     tensors[mapped.name] = now
 

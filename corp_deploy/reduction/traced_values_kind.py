@@ -190,7 +190,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
             return replace(new, beside=site.queries_gone)
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
-        others: dict[str, Any] = {"held_out": held_out, "halves": splits}
+        others: dict[str, Any] = {"held_out": held_out, "splits": splits}
 
         def with_dims(of: _Heads) -> TracedReduced:
             each = width // len(of.groups_HV)
