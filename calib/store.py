@@ -161,9 +161,9 @@ def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
 def _moments_from_tensors(entry: _Entry, tensors: Mapping[str, Any], where: str) -> SiteMoments:
     kind = _MOMENTS[type(entry)]
     counts: dict[str, Any] = msgspec.structs.asdict(entry)
-    known = {each.name for each in fields(kind)} - counts.keys()
+    names = {each.name for each in fields(kind)} - counts.keys()
     needed = {each.name for each in fields(kind) if each.default is MISSING} - counts.keys()
-    if tensors.keys() - known or needed - tensors.keys():
+    if tensors.keys() - names or needed - tensors.keys():
         raise BadInput(f"{where}: its entries are not those of {kind.__name__}; the file is damaged: {_REMEDY}")
     return kind(**counts, **tensors)
 

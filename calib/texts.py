@@ -75,10 +75,10 @@ class Texts(IndexedInputs):
         if not torch.equal(ids, self.ids[list(positions)]):
             raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
         inputs = self.encode([content.decode() for content in contents])
-        got, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
-        if got != expected:
+        forms, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, len(lines))))
+        if forms != expected:
             raise BadInput(
-                f"{self.path}: {len(lines)} documents encoded are {got}, expected {expected} as for the first one; "
+                f"{self.path}: {len(lines)} documents encoded are {forms}, expected {expected} as for the first one; "
                 "pad every batch to one length"
             )
         return inputs

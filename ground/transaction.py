@@ -154,6 +154,6 @@ def _roll_back(directory: Path) -> None:
             name = str(path.relative_to(journal))
             path_inside(journal, name, where=str(journal))
             path.replace(path_inside(directory, name, where=str(journal)))
-    done = directory / f"{FORMER}-{secrets.token_hex(4)}"
-    journal.rename(done)
-    shutil.rmtree(done, ignore_errors=True)
+    finished = directory / f"{FORMER}-{secrets.token_hex(4)}"
+    journal.rename(finished)
+    shutil.rmtree(finished, ignore_errors=True)

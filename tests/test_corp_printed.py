@@ -267,6 +267,7 @@ CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reduce.align_conv": (16, {}),
     "reduce.ridge": (1e-3, {}),
     "reduce.allow_partial": (True, {}),
+    "reduce.most_cut": (0.9, {"reduce.mlp": None, "reduce.attn": None, "reduce.macs": 0.8}),
     "reduce.save_as": ("hf", {}),
     "reduce.reads": ("all", {"reduce.closed_loop": True, "calibration.hold_out": None}),
     "reduce.rescale": (True, {}),

@@ -187,7 +187,7 @@ def held(name: str, case: Case) -> list[bool]:
         free.append(bool(goes.all()))
         going = sorted(set(flow.groups.of(groups)[goes].tolist()))
         for group in draw.sample(going, min(CHANGES, len(going))):
-            along = {group, *(int(each) for outer, inner in flow.held() for each in inner[outer == group])}
+            along = {group, *(int(each) for outer, inner in flow.held_groups() for each in inner[outer == group])}
             if any(bool((labels == group).any()) for labels in summed):
                 continue
             after = tree_leaves(program.graph(*(changed(flow, each, group) for each in inputs)))

@@ -68,7 +68,7 @@ def _called(found: re.Match[str]) -> str:
     return f"`{found[1]}({', '.join(each if '=' in each else f'{each}=...' for each in every)})`"
 
 
-def _said(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
+def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
     """An option as one of a function's `own`, else as what says the same in Python; what is left of the text."""
     positive = name.removeprefix("no-")
     if name in own:
@@ -88,12 +88,12 @@ def _said(name: str, text: str, own: Mapping[str, Option], parameters: Collectio
         return f"`{parameter}`", text
     functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
     for function, records in functions.items():
-        known = _typed(records)
-        if name in known:
-            argument, left = _argument(known[name], text)
+        options = _typed(records)
+        if name in options:
+            argument, left = _argument(options[name], text)
             return _of_call(function, argument), left
-        if positive in known:
-            return _of_call(function, f"{known[positive].name}=False"), text
+        if positive in options:
+            return _of_call(function, f"{options[positive].name}=False"), text
     return f"the commands' option {parameter!r}", text
 
 
@@ -105,14 +105,14 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
         following, command = found[2] or "", _BEFORE.search(found.string[: found.start()])
         own = _typed(FUNCTIONS[command[1]]) if command else of_function
         end = "" if following.startswith("'") else re.findall(_END, following)[0]
-        said, left = _said(found[1], following.removesuffix(end), own, parameters)
-        return f"{said} {left}{end}" if left else said + end
+        text, left = _spelled(found[1], following.removesuffix(end), own, parameters)
+        return f"{text} {left}{end}" if left else text + end
 
-    said = _CALL.sub(_called, _OPTION.sub(option, message))
-    said = _NAMED.sub(r"`Source(\1, ", re.sub(r" \(recipes: [^)]*\)", "", said))
-    while _AGAIN.search(said):
-        said = _AGAIN.sub("`inputs`", said)
-    return said
+    text = _CALL.sub(_called, _OPTION.sub(option, message))
+    text = _NAMED.sub(r"`Source(\1, ", re.sub(r" \(recipes: [^)]*\)", "", text))
+    while _AGAIN.search(text):
+        text = _AGAIN.sub("`inputs`", text)
+    return text
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from calib.store import load as load_moments
 from corp_deploy.families.family import with_outputs
-from corp_deploy.families.given_module import given, taken_of_arrays
+from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
@@ -77,7 +77,7 @@ def in_memory(model: ModelLike) -> nn.Module | None:
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
-def _taken(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
+def _inputs_shown(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
     """What a module takes, as arrays in memory or moments show it."""
     if isinstance(example, np.ndarray | Tensor):
         is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
@@ -86,22 +86,22 @@ def _taken(model: nn.Module, example: InputsLike | None) -> dict[str, Any]:
         return taken_of_arrays(model, example)
     if example is None or Path(example).suffix != ".safetensors" or not Path(example).is_file():
         return {}
-    said = json.loads(load_moments(Path(example)).lineage.get("preprocessing", "{}"))
-    return {name: said[name] for name in ("input_size", "inputs") if name in said}
+    record = json.loads(load_moments(Path(example)).lineage.get("preprocessing", "{}"))
+    return {name: record[name] for name in ("input_size", "inputs") if name in record}
 
 
-def _of_module(said: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
-    beside = {"weights": said.weights, "ema": said.ema, **said.preprocessing.settings}
+def _of_module(source_: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
+    beside = {"weights": source_.weights, "ema": source_.ema, **source_.preprocessing.settings}
     if odd := [name for name, value in beside.items() if value is not None]:
         raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
-    found = checkpoint_from_module(module, said.kwargs or {}, _taken(module, example))
-    return replace(found, model=with_outputs(found.model, said.named_outputs))
+    found = checkpoint_from_module(module, source_.kwargs or {}, _inputs_shown(module, example))
+    return replace(found, model=with_outputs(found.model, source_.named_outputs))
 
 
 def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
     """Within it directories of a module in memory load beside it, where one of these brings it."""
     every = directories if isinstance(directories, list | tuple) else [directories]
-    return given(next((each.module for each in every if isinstance(each, Directory)), None))
+    return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
 
 
 @contextmanager
@@ -111,15 +111,15 @@ def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Chec
 
     Raises BadInput for a path where nothing is, and as load does.
     """
-    said = model if isinstance(model, Source) else Source(model)
-    own = in_memory(said)
+    source_ = model if isinstance(model, Source) else Source(model)
+    own = in_memory(source_)
     if own is not None:
-        with given(own):
-            yield _of_module(said, own, example)
+        with available_module(own):
+            yield _of_module(source_, own, example)
         return
-    said = as_named(said)
-    assert not isinstance(said.name, nn.Module), said
-    if isinstance(said.name, os.PathLike) and not Path(said.name).is_dir():
-        raise BadInput(f"{os.fspath(said.name)}: no such directory, expected one that corp-deploy wrote")
-    with trusting_code(said.trust_code), given(said.module), beside(said.name):
-        yield said.opened()
+    source_ = as_named(source_)
+    assert not isinstance(source_.name, nn.Module), source_
+    if isinstance(source_.name, os.PathLike) and not Path(source_.name).is_dir():
+        raise BadInput(f"{os.fspath(source_.name)}: no such directory, expected one that corp-deploy wrote")
+    with trusting_code(source_.trust_code), available_module(source_.module), beside(source_.name):
+        yield source_.opened()

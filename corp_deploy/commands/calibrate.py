@@ -101,14 +101,14 @@ def calibrate(
             fitting=lambda share: command_again(attn=f"{share:g}"),
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
-        resumed, said = run.goes_on, output.with_suffix(".model.toml")
-        says = bool(model.non_default) and not explicit_options()["model"].endswith(".toml")
+        resumed, model_file = run.goes_on, output.with_suffix(".model.toml")
+        writes_model = bool(model.non_default) and not explicit_options()["model"].endswith(".toml")
         with watch.measure("calibrate"):
             summaries = write_moments(checkpoint, source, options.request(seed=inputs.seed), run, output)
         if summaries and summary is not None:
             write_json(summary, reference_of_summary(summaries[0], str(output)))
-        if summaries and says:
-            write_text(said, text_of_model(model_table(model), output.parent))
+        if summaries and writes_model:
+            write_text(model_file, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
         keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
@@ -117,5 +117,5 @@ def calibrate(
         every = [*record.get("snapshots", []), *summaries]
         lines = [line_of_moments(summary, source.noun) for summary in every]
         lines += lines_of_overfitting(summaries[0])
-        lines += [f"{said}: the model, for --model of the next commands"] * says
+        lines += [f"{model_file}: the model, for --model of the next commands"] * writes_model
         out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)

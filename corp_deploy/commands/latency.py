@@ -48,8 +48,8 @@ def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out
     target = LatencyTarget(
         backend=options.backend, batches=tuple(sorted(options.batch)), cache=output, threads=options.threads
     )
-    with out.progress("measuring", None, unit="tables") as done:
-        tables = measure_tables(model.load(out), method, target, done=done)
+    with out.progress("measuring", None, unit="tables") as bar:
+        tables = measure_tables(model.load(out), method, target, on_progress=bar)
     rows = latency_rows(tables, target.batches)
     out.result(
         {"rows": rows, "measured": tables.measured},

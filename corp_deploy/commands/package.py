@@ -177,7 +177,8 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, opti
         "failure": rolled.failure,
     }
     lines = [
-        f"{server}: {model} serves version {served.version}{_told(rolled.errors, model)}" for model in served.models
+        f"{server}: {model} serves version {served.version}{_errors_text(rolled.errors, model)}"
+        for model in served.models
     ]
     lines += [
         f"{repository}: {model} is not loaded there, its config names version {served.version}" for model in rolled.idle
@@ -194,5 +195,5 @@ def _lines_of_unchanged(repository: Path, served: "ServedVersion") -> list[str]:
     return [f"{repository}: {model} lacks version {served.version} and stays as it is" for model in served.unchanged]
 
 
-def _told(errors: Mapping[str, float], model: str) -> str:
+def _errors_text(errors: Mapping[str, float], model: str) -> str:
     return f"; relative error on the samples {errors[model]:.1e}" if model in errors else "; answers not compared"

@@ -61,8 +61,8 @@ def ship(
     from corp_deploy.release.names import RECIPE
     from corp_deploy.release.ship import ToShip, again, recipe_to_ship
 
-    asked = ToShip(source=model, images=images, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
-    recipe, path = recipe_to_ship(asked, output), output / RECIPE
+    request = ToShip(source=model, images=images, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
+    recipe, path = recipe_to_ship(request, output), output / RECIPE
     closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
     try:
         code = make(Loaded(recipe, path), output, Baseline(), None, out, closing)

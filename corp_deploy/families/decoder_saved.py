@@ -68,7 +68,7 @@ def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 
 
-def _said(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArchitecture) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], hidden: int, groups: int, dense: DecoderArchitecture) -> dict[str, Any]:
     """The configuration with these widths."""
     kind = str(config["model_type"])
     own = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": "float32"}
@@ -114,6 +114,6 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     rows = groups * dense.heads // dense.groups * dense.head, groups * dense.head, groups * dense.head
     tensors = state_to_transformers(state, rows, dense.layers, model_type=kind)
     return Saved(
-        config=_said(config, hidden, groups, dense),
+        config=_config(config, hidden, groups, dense),
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},
     )

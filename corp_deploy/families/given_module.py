@@ -41,10 +41,10 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inputs: tuple[_Input, ...] = ()
 
 
-def taken_from(said: Mapping[str, Any]) -> Taken:
+def taken_from(record: Mapping[str, Any]) -> Taken:
     """Of arguments, of an entry of config.json, or of what moments say. Raises BadInput, naming the entry."""
     remedy = "of a module in memory say what it takes: input_size [3, height, width] of images"
-    return record_from_value(said, Taken, where="a module in memory", remedy=remedy)
+    return record_from_value(record, Taken, where="a module in memory", remedy=remedy)
 
 
 def taken_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _entry(name: str, array: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def given(module: nn.Module | None) -> Iterator[None]:
+def available_module(module: nn.Module | None) -> Iterator[None]:
     """Within it the module stands for what directories say that was in memory; None leaves what stood for it."""
     token = _GIVEN.set(_GIVEN.get() if module is None else module)
     try:
@@ -74,9 +74,9 @@ def _class_of(module: nn.Module) -> str:
     return f"{plain.__module__}.{plain.__qualname__}"
 
 
-def architecture_of(module: nn.Module, taken: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
+def architecture_of(module: nn.Module, settings: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """What config.json keeps."""
-    return Architecture(name=_class_of(module), kwargs=dict(taken), preprocessing=preprocessing, family=NAME)
+    return Architecture(name=_class_of(module), kwargs=dict(settings), preprocessing=preprocessing, family=NAME)
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -102,10 +102,10 @@ def build(architecture: Architecture) -> nn.Module:
         return traced_module(copied, _facts(copied, taken_from(architecture.kwargs), architecture.preprocessing))
 
 
-def _facts(model: nn.Module, taken: Taken, preprocessing: Preprocessing) -> Facts:
-    if taken.input_size is not None:
-        return facts_of_images(model, taken.input_size, preprocessing)
-    if not taken.inputs:
+def _facts(model: nn.Module, call: Taken, preprocessing: Preprocessing) -> Facts:
+    if call.input_size is not None:
+        return facts_of_images(model, call.input_size, preprocessing)
+    if not call.inputs:
         return facts_of_module(model, preprocessing)
-    ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in taken.inputs)
+    ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in call.inputs)
     return facts_with(model, ArraySpec(ports=ports), [port.name for port in ports])

@@ -94,11 +94,11 @@ def build(architecture: Architecture) -> nn.Module:
     where = architecture.name
     arguments = arguments_of(architecture.kwargs, where=where)
     with torch.device("meta"):
-        count = parameters(_made(arguments, where))
+        count = parameters(_built(arguments, where))
     if count > MOST_PARAMETERS:
         raise BadInput(f"{where}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
     with torch.device("cpu"):
-        model = _made(arguments, where).eval()
+        model = _built(arguments, where).eval()
         spec, names = _spec(model, arguments, architecture.preprocessing)
         return traced_module(model, facts_with(model, spec, names))
 
@@ -144,7 +144,7 @@ def _layers_left_out(arguments: Arguments) -> dict[str, bool]:
     return {"add_pooling_layer": False} if arguments.without_pooler else {}
 
 
-def _made(arguments: Arguments, where: str) -> nn.Module:
+def _built(arguments: Arguments, where: str) -> nn.Module:
     kind, config = _class_of(arguments.config, where), _config(arguments.config, where)
     try:
         with _quiet():
@@ -252,7 +252,7 @@ def longest(model: nn.Module) -> int:
 def most_tokens(config: Mapping[str, Any], *, where: str) -> int:
     """The same of a configuration."""
     with torch.device("meta"):
-        return longest(_made(Arguments(config=dict(config)), where))
+        return longest(_built(Arguments(config=dict(config)), where))
 
 
 def _line(error: Exception) -> str:

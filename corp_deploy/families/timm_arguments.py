@@ -120,5 +120,5 @@ def _arguments_shown(model: nn.Module) -> dict[str, Any]:
 
 def arguments_beside(model: nn.Module, plain: nn.Module) -> dict[str, Any]:
     """The arguments in which a model differs from the one that its name alone makes, as far as it shows them."""
-    known = _arguments_shown(plain)
-    return {name: value for name, value in _arguments_shown(model).items() if known.get(name) != value}
+    defaults = _arguments_shown(plain)
+    return {name: value for name, value in _arguments_shown(model).items() if defaults.get(name) != value}

@@ -91,7 +91,7 @@ def architecture_of(
 def _classes(name: str, state: State) -> dict[str, int]:
     """As many as the weights tell apart, as an argument; nothing where they are another model's."""
     with torch.device("meta"):
-        model = _made(Architecture(name=PREFIX + name))
+        model = _built(Architecture(name=PREFIX + name))
     classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
     return {"num_classes": len(state[classifier])} if classifier in state else {}
 
@@ -124,17 +124,17 @@ def build(architecture: Architecture) -> nn.Module:
     or it takes images of another size, and for more parameters than are built.
     """
     with torch.device("meta"):
-        count = parameters(_made(architecture))
+        count = parameters(_built(architecture))
     if count > MOST_PARAMETERS:
         raise BadInput(f"{architecture.name}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
-    model, size = _made(architecture).eval(), architecture.kwargs.get("img_size", 224)
+    model, size = _built(architecture).eval(), architecture.kwargs.get("img_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (3, int(height), int(width))
     config = {**PREPARED, **architecture.preprocessing.settings, "input_size": shape}
     return traced_module(model, facts_with(model, ImageSpec(shape=shape, config=config), ()))
 
 
-def _made(architecture: Architecture) -> nn.Module:
+def _built(architecture: Architecture) -> nn.Module:
     name, _ = require_classifier(architecture.name)
     arguments = {key: value for key, value in architecture.kwargs.items() if key != "img_size"}
     trained = {"aux_logits": False, "init_weights": False} if name in _OF_TRAINING else {}

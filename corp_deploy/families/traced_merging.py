@@ -85,7 +85,7 @@ def fewer_tokens(
     """
     tokens_after(merging, blocks[0].tokens, protected)
     try:
-        merged, reader = _made(program, blocks, protected, merging, None, follows), None
+        merged, reader = _rewritten(program, blocks, protected, merging, None, follows), None
         if not merging.unmerged:
             return merged
     except PositionDependent as read:
@@ -94,7 +94,7 @@ def fewer_tokens(
     try:
         if unmerging is None:
             raise reason
-        return _made(program, blocks, protected, merging, unmerging, follows)
+        return _rewritten(program, blocks, protected, merging, unmerging, follows)
     except PositionDependent as still:
         raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
@@ -119,7 +119,7 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     return sized(nodes, {}, [nodes.values[entering]], dead=False)
 
 
-def _made(
+def _rewritten(
     program: Program,
     blocks: Sequence[Block],
     protected: int,

@@ -70,7 +70,7 @@ def reordered(model: nn.Module, site: Site, order_G: Tensor) -> nn.Module:
     """A copy whose site has its groups in this order."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
-        tensors[span.name] = _taken(tensors.get(span.name, program.tensor(span.name)), span, order_G)
+        tensors[span.name] = _reordered(tensors.get(span.name, program.tensor(span.name)), span, order_G)
     return narrowed(model, {}, tensors)
 
 
@@ -95,7 +95,7 @@ def _rises(site: Site, span: Span) -> bool:
     )
 
 
-def _taken(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
+def _reordered(tensor: Tensor, span: Span, order_G: Tensor) -> Tensor:
     """The elements of each group where those of another stood."""
     to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
     axes = span.axes

@@ -121,7 +121,7 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
         if numbers:
             outputs = [now[number] for number in numbers]
-            beside = _taken(running, crossing, outputs)
+            beside = _nodes_beside(running, crossing, outputs)
             assert crossing.sizes not in beside or crossing.sizes is None, cut
             module = between(running, crossing.node, None, beside=beside, outputs=outputs)
             found_outputs.insert(
@@ -139,7 +139,7 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
     return tuple(found_outputs) if is_to_last and not left else ()
 
 
-def _taken(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
+def _nodes_beside(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
     """What is told of the tokens at a cut that anything of these ends takes."""
     nodes = needed(program, at.node, ends, beside=at.token_state)
     return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
@@ -189,7 +189,7 @@ def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) 
     masks, count, every = along(running), Counter[str](), list[Segment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         ends = [end.raw] if end.compared is None else [end.raw, end.compared]
-        beside = _taken(running, start, ends)
+        beside = _nodes_beside(running, start, ends)
         if start.sources in beside and start.sources is not None:
             return ()
         module = _module(running, None if start is crossings[0] else start.node, beside, end)

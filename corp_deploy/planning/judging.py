@@ -91,7 +91,7 @@ class Judges:
 
     def _left_out(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, Judging]:
         is_fitted = torch.isin(inputs.ids, _ids(moments))
-        fitted, others = ((is_fitted == held).nonzero().squeeze(1).tolist() for held in (True, False))
+        fitted, others = ((is_fitted == is_held).nonzero().squeeze(1).tolist() for is_held in (True, False))
         if not fitted:
             raise BadInput(
                 f"none of the {inputs.count} {inputs.noun} was used in the moments; give the images of calibrate, "

@@ -225,7 +225,7 @@ def measure_tables(
     method: Method,
     where: LatencyTarget,
     *,
-    done: Callable[[int, int], None] = lambda finished, total: None,
+    on_progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> Tables:
     """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
     holds them. Raises BadInput for a site of a traced model that can't be narrower.
@@ -252,7 +252,7 @@ def measure_tables(
         tables = list[tuple[LatencyTable, bool]]()
         for grid in every:
             tables.append(cached_table(grid, where.plan, where.cache, **how))
-            done(len(tables), len(every))
+            on_progress(len(tables), len(every))
         found, wholes = dict(zip(grids, tables, strict=False)), tables[len(grids) :]
     return Tables(
         by_name={name: table for name, (table, _) in found.items()},

@@ -148,11 +148,11 @@ def refuse_far(model: nn.Module, method: Method, currency: Currency, share: floa
     )
 
 
-def refuse_far_budget(model: nn.Module, asked: ReductionRequest) -> None:
+def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
     """Likewise of a reduction as it is asked for; what latency costs only its tables tell, and what merging tokens
     saves beside widths only its curves.
     """
-    budget = asked.budget
-    if budget is None or budget.currency == "latency" or asked.merging.is_auto or not asked.method.has_curves:
+    budget = request.budget
+    if budget is None or budget.currency == "latency" or request.merging.is_auto or not request.method.has_curves:
         return
-    refuse_far(model, asked.method, budget.currency, budget.share, asked.most_cut)
+    refuse_far(model, request.method, budget.currency, budget.share, request.most_cut)

@@ -66,7 +66,7 @@ class Parts:
         on_progress: Callable[[Progress], None] | None,
         where: torch.device,
     ) -> None:
-        self.options, self.ranks, self.file, self.done, self.where = options, ranks, file, on_progress, where
+        self.options, self.ranks, self.file, self.on_progress, self.where = options, ranks, file, on_progress, where
         self._reached = None if file is None else file.load(where)
         self.reports: list[PartReport] = [] if self._reached is None else list(self._reached.finished)
         self._left = {} if self._reached is None else dict(self._reached.matrices)
@@ -94,10 +94,10 @@ class Parts:
             self.file.save(PolishState(position=position, finished=tuple(self.reports), matrices=self._left))
 
     def _hear(self, part: str, fit: Fit, position: Position, of: int) -> None:
-        if self.done is not None:
+        if self.on_progress is not None:
             last, first = position.curve[-1], position.curve[0]
             within = fit.pace.way(position.step, position.seconds)
-            self.done(
+            self.on_progress(
                 Progress(
                     part=part,
                     share=(len(self.reports) + within) / of,

@@ -101,7 +101,7 @@ def mended(
             f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
             f"{trial.error((), blocks):.2g}; export fp32, or build with another version"
         )
-    return RepairResult(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.known))
+    return RepairResult(breaks=breaks, kept=kept, relative_error=trial.error(breaks, kept), engines=len(trial.measured))
 
 
 class _Trial:
@@ -119,14 +119,14 @@ class _Trial:
         self._write, self._answers = write, answers
         self._reference, self._ports, self._bounds = reference, ports, bounds
         self.graph = scratch / "tried.onnx"
-        self.known: dict[tuple[frozenset[str], frozenset[str]], dict[str, Measures]] = {}
+        self.measured: dict[tuple[frozenset[str], frozenset[str]], dict[str, Measures]] = {}
 
     def errors(self, breaks: Sequence[str], kept: Sequence[str]) -> dict[str, Measures]:
         key = frozenset(breaks), frozenset(kept)
-        if key not in self.known:
+        if key not in self.measured:
             self._write(self.graph, breaks, kept)
             answers = self._answers(self.graph)
-            self.known[key] = {
+            self.measured[key] = {
                 port.name: measures(
                     self._reference[port.name],
                     answers[port.name],
@@ -135,7 +135,7 @@ class _Trial:
                 )
                 for port in self._ports
             }
-        return self.known[key]
+        return self.measured[key]
 
     def error(self, breaks: Sequence[str], kept: Sequence[str]) -> float:
         return max(each.relative_error for each in self.errors(breaks, kept).values())

@@ -42,7 +42,8 @@ class Graphs:
             way = "uneven" if has_uneven_heads(checkpoint.model) else "even"
             EXPORT_HEADS.refuse([(where, way)], {"heads": options.heads})
         graph_ports(checkpoint, options.graph_input)
-        self._checkpoint, self._dense, self._options, self._given = checkpoint, dense or checkpoint, options, feeds
+        self._checkpoint, self._dense = checkpoint, dense or checkpoint
+        self._options, self._optional_feeds = options, feeds
         self._command = command
         self._chosen = Quantisation(
             rest=options.rest,
@@ -54,8 +55,8 @@ class Graphs:
 
     @property
     def _feeds(self) -> Feeds:
-        assert self._given is not None, self._options
-        return self._given
+        assert self._optional_feeds is not None, self._options
+        return self._optional_feeds
 
     @cached_property
     def _fed(self) -> Feeds:

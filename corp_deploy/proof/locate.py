@@ -92,7 +92,7 @@ def fix_command(
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{mixed}.onnx")}))
 
 
-def _taken(candidate: Candidate) -> GraphInput:
+def _graph_input(candidate: Candidate) -> GraphInput:
     return "uint8" if candidate.takes_pixels else "float32"
 
 
@@ -108,7 +108,7 @@ def located(
         if failing.rounds and before.form == "graph":
             float_type = failing.float_type
             kept: dict[str, Any] = {"rest": failing.rest, "weight_bits": failing.weight_bits}
-            command = fix_command(failing.path, failing.shown, float_type, _taken(failing), **kept)
+            command = fix_command(failing.path, failing.shown, float_type, _graph_input(failing), **kept)
             noise, half = dense_noise(dense, feeds, float_type), failing.graph()
             return locate_in_half(
                 name,
@@ -121,7 +121,7 @@ def located(
                 scaled=balanced_sites(half),
             )
         if before.form == "torch" and before.checkpoint is not None and not failing.rounds:
-            model = export_form(before.checkpoint, precision="fp32", graph_input=_taken(failing)).model
+            model = export_form(before.checkpoint, precision="fp32", graph_input=_graph_input(failing)).model
             return locate_in_exact(name, model, failing.graph(), failing.fed(feeds), products=products)
     except BadInput:
         return None  # a graph of other blocks: the link has failed already, and no block can be named

@@ -160,25 +160,25 @@ class _Trial:
         self._feeds, self._ports, self._path = feeds, ports, scratch / "graph.onnx"
         self._modules = {layer.module: site_of(layer.node) for layer in layers(made_of.fp32_graph)}
         self._batch = batch
-        self._known: dict[frozenset[str], Mapping[str, Measures]] = {}
+        self._measured: dict[frozenset[str], Mapping[str, Measures]] = {}
         self._reference = self._run(made_of.fp32_graph, "fp32")
         self.sites = tuple(dict.fromkeys(self._modules.values()))
 
     def errors(self, left: Sequence[str]) -> Mapping[str, Measures]:
         """By output, with these sites left as they are."""
         key = frozenset(left)
-        if key not in self._known:
+        if key not in self._measured:
             keep = [*self._chosen.keep_rest, *(module for module, site in self._modules.items() if site in key)]
             chosen = self._chosen
             proto = self._made_of.graph(
                 self._precision, scales=chosen.scales, keep=keep, weight_bits=chosen.weight_bits
             )
             answers = self._run(proto, self._precision)
-            self._known[key] = {
+            self._measured[key] = {
                 port.name: measures(self._reference[port.name], answers[port.name], role=port.role)
                 for port in self._ports
             }
-        return self._known[key]
+        return self._measured[key]
 
     def passes(self, errors: Mapping[str, Measures], bounds: Mapping[str, Tolerance]) -> bool:
         return all(judge(errors[port.name], bounds[port.name])[0] == "PASS" for port in self._ports)

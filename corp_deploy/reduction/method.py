@@ -99,8 +99,8 @@ class Method:
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} sparsity {value}: expected a share removed in [0, 1)")
         if min(self.align_hidden, self.align_head, self.align_conv) < 1:
-            got = f"hidden {self.align_hidden}, head {self.align_head}, conv {self.align_conv}"
-            raise ValueError(f"alignment: got {got}, expected at least 1")
+            widths = f"hidden {self.align_hidden}, head {self.align_head}, conv {self.align_conv}"
+            raise ValueError(f"alignment: got {widths}, expected at least 1")
         if not self.ridge_rel > 0.0:
             raise ValueError(f"ridge: got {self.ridge_rel}, expected a positive share of the mean diagonal")
         if self.heads_sparsity is not None and self.heads_recovery == "keep":

@@ -46,15 +46,15 @@ class Overfitting:
 def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
     """From what fits to half of the groups lose, of so many weights an output."""
     limit, gap = 0.5 * (fitted + held_out), held_out - fitted
-    known = gap > 0.0 and limit > 0.0
+    is_bounded = gap > 0.0 and limit > 0.0
     # gap(M) = gap * (groups / 2) / M, to be at most WITHIN * (limit - gap(M) / 2)
-    enough = gap * groups * (0.5 + 0.25 * WITHIN) / (WITHIN * limit) if known else 0.0
+    enough = gap * groups * (0.5 + 0.25 * WITHIN) / (WITHIN * limit) if is_bounded else 0.0
     return Overfitting(
         groups=groups,
         share_fitted=limit - 0.25 * gap,
         share_held_out=limit + 0.25 * gap,
-        tokens_effective=4.0 * limit * weights / gap if known else None,
-        more_groups=max(0, round(enough - groups)) if known else None,
+        tokens_effective=4.0 * limit * weights / gap if is_bounded else None,
+        more_groups=max(0, round(enough - groups)) if is_bounded else None,
     )
 
 

@@ -96,7 +96,7 @@ def _block(layers: DecoderLayers, index: int, where: str) -> TracedModule:
     return traced_block(index, layers.block(index).to(where), layers.arguments)
 
 
-def _heard(block: TracedModule, site_names: frozenset[str]) -> list[Site]:
+def _sites_of_block(block: TracedModule, site_names: frozenset[str]) -> list[Site]:
     return [site for site in calibration_taps(block, sites_of(block)) if site.name in site_names]
 
 
@@ -127,7 +127,7 @@ def _take_through(
 ) -> None:
     """All streams through one block, which is gone then."""
     block = _block(layers, index, run.device)
-    sites = _heard(block, site_names)
+    sites = _sites_of_block(block, site_names)
     for part in parts:
         _run_block(listened(block), sites, part, index, run)
 
@@ -149,7 +149,7 @@ def _parts(
 def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: frozenset[str], run: SequentialRun) -> None:
     """By the first block: all are alike."""
     block = _block(layers, 0, run.device)
-    sites = _heard(block, site_names) or _heard(block, _of_first(site_names))
+    sites = _sites_of_block(block, site_names) or _sites_of_block(block, _of_first(site_names))
     example = parts[0].streams[0][:1]
     shapes = shapes_of_sites(listened(block), sites, example=example, device=run.device)
     required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})

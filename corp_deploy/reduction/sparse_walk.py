@@ -28,7 +28,7 @@ class _Reached(Exception):
     """Ends a run whose rest would compute nothing that is asked for."""
 
 
-def heard(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
+def inputs_and_outputs(run: Run, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """What enters and leaves a layer in a run, which ends there."""
     found: list[tuple[Tensor, Tensor]] = []
 

@@ -32,7 +32,7 @@ from .branch_sums import refuse_nonfinite
 from .sparse_options import DEFAULT_PERMUTE, DEFAULT_RULE, RIDGE_REL, Permute, SparseKind, Target
 from .sparse_places import SparsePlace, sparse_places_of_program
 from .sparse_report import LayerSparsity, SparsityReport
-from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, heard, pairs_of, runs_of
+from .sparse_walk import Pair, Run, State, StepPair, advance_, calls, inputs_and_outputs, pairs_of, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,9 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: S
         for _ in weight_GOK
     ]
     for pair in pairs:
-        x, y = heard(step.sparse, pair.sparse, place.layer)
+        x, y = inputs_and_outputs(step.sparse, pair.sparse, place.layer)
         if before is not None:
-            _, y = heard(step.reduced, pair.reduced, before)
+            _, y = inputs_and_outputs(step.reduced, pair.reduced, before)
         weights = pair.weights(x)
         for own, x_NK, y_NO in zip(sums, place.entering(x), place.leaving(y), strict=True):
             if weights is None:

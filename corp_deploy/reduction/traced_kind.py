@@ -102,7 +102,7 @@ class TracedKind(Generic[OfSite]):
     def __init__(self, part: Part) -> None:
         self.part = part
 
-    def _said(self, method: Method) -> tuple[float | None, int, str, str]:
+    def _choices(self, method: Method) -> tuple[float | None, int, str, str]:
         """Sparsity, alignment, selection and repair."""
         if self.part == "convolutions":
             return method.conv_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
@@ -113,7 +113,7 @@ class TracedKind(Generic[OfSite]):
         return method.attention_sparsity, method.align_head, "obs", "affine"
 
     def _align(self, site: OfSite, method: Method) -> int:
-        align = self._said(method)[1]
+        align = self._choices(method)[1]
         return align if method.aligned else max(align, site.multiple)
 
     def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> tuple[ReaderStats, ...]:
@@ -123,10 +123,10 @@ class TracedKind(Generic[OfSite]):
         return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
-        return self._said(method)[0]
+        return self._choices(method)[0]
 
     def uniform(self, site: OfSite, method: Method) -> int | None:
-        sparsity, align = self._said(method)[0], self._align(site, method)
+        sparsity, align = self._choices(method)[0], self._align(site, method)
         if sparsity is None or self.refusal(site, method):
             return None
         if self.part in ("convolutions", "streams"):
@@ -148,7 +148,7 @@ class TracedKind(Generic[OfSite]):
         return (0,) * (method.empties and site.whole_removal is not None) + self.widths(site, method)
 
     def refusal(self, site: OfSite, method: Method) -> str:
-        _, _, selection, recovery = self._said(method)
+        _, _, selection, recovery = self._choices(method)
         if selection == "fold":
             assert isinstance(site, TracedChannels), site.name
             units = site.units()
@@ -171,7 +171,7 @@ class TracedKind(Generic[OfSite]):
     def _choice(
         self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, width: int, cached: Elimination | None
     ) -> Chosen:
-        _, _, selection, _ = self._said(method)
+        _, _, selection, _ = self._choices(method)
         part_C = _parts(site, moments)
         if width in (0, site.width):
             return Chosen(kept_K=torch.arange(width, device=moments[0].weight_OU.device))
@@ -193,7 +193,7 @@ class TracedKind(Generic[OfSite]):
         splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None = None,
     ) -> TracedReduced:
         chosen = cached if isinstance(cached, Chosen) else self._choice(site, moments, method, width, cached)
-        recovery, kept_K, ridge = self._said(method)[3] if width else "affine", chosen.kept_K, None
+        recovery, kept_K, ridge = self._choices(method)[3] if width else "affine", chosen.kept_K, None
         if width and splits is not None and recovery == _LEAST_SQUARES[self.part]:
             ridge = chosen_ridge(
                 (of_places(splits[0]), of_places(splits[1])),

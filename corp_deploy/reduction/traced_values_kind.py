@@ -221,7 +221,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
     ) -> list[ErrorCurve]:
         if site.rows is None:
             return super().curves(site, moments, method, cached)
-        own, widths = _given(site, moments), self.offers(site, method)
+        own, widths = _head_stats(site, moments), self.offers(site, method)
         lost_H = values.lowrank_spectrum(own.z_mean_C, own.z_second_CC, own.weight_OC, len(site.groups_HV))
         errors = tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in widths)
         return [ErrorCurve(errors=errors, alone=widths, places=tuple(range(len(widths))))]
@@ -246,7 +246,7 @@ def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
     return {name: np.flatnonzero(np.isin(head_G, kept_M.cpu().numpy())) for name, head_G in others.items()}
 
 
-def _given(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
+def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
     """Head by head."""
     (read,) = reads
     order_C = columns(site.groups_HV.flatten(), read.columns).to(read.weight_OU.device)
@@ -269,9 +269,9 @@ def _heads(
         groups_HV=site.groups_HV,
         rows_HV=site.rows_HV,
         read=moments[0],
-        own=_given(site, moments),
-        held_out=None if held_out is None else _given(site, held_out),
-        splits=None if splits is None else (_given(site, splits[0]), _given(site, splits[1])),
+        own=_head_stats(site, moments),
+        held_out=None if held_out is None else _head_stats(site, held_out),
+        splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
     )
 
 

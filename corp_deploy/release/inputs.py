@@ -39,8 +39,8 @@ def _require_vision(directory: Path) -> None:
 
     kind = config_of_directory(directory).get("model_type")
     if kind not in hf_config.KINDS:
-        known = ", ".join(hf_config.KINDS)
-        raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {known}")
+        kinds = ", ".join(hf_config.KINDS)
+        raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
 
 
 def _require_classifier(name: str) -> None:

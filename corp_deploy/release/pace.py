@@ -35,14 +35,14 @@ class Pace:
 
     def __call__(self, stage: Stage, why: str) -> None:
         """A stage and why it is done; told of again, what goes otherwise than asked in it."""
-        known = stage.name in self._open and stage.name != self._now
+        is_open = stage.name in self._open and stage.name != self._now
         self._now = stage.name
-        self._say(f"{self._place(stage.name) if known else ''}{stage.name}: {why}")
+        self._say(f"{self._place(stage.name) if is_open else ''}{stage.name}: {why}")
 
     def _place(self, stage: str) -> str:
         at, took = self._open.index(stage), self._clock() - self._began
-        done, left = sum(map(_share, self._open[:at])), sum(map(_share, self._open[at:]))
+        finished, left = sum(map(_share, self._open[:at])), sum(map(_share, self._open[at:]))
         words = f"{at + 1} of {len(self._open)}, {_clock(took)} so far"
-        if done >= LEAST_DONE * (done + left):
-            words += f", about {_clock(took * left / done)} left by estimate"
+        if finished >= LEAST_DONE * (finished + left):
+            words += f", about {_clock(took * left / finished)} left by estimate"
         return f"[{words}] "

@@ -154,16 +154,16 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _refuse_idle_system(self) -> None:
         """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""
         system, method = self.calibration.attention_system, self.reduce.choice.method_asked
-        got = f"calibration.attention_system is {system!r}"
+        value = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
             raise BadInput(
-                f"{got}, but this reduction needs no such system; leave it out, or give preset corp and attn"
+                f"{value}, but this reduction needs no such system; leave it out, or give preset corp and attn"
             )
         if system == "kept" and not method.attention_sparsity:
-            raise BadInput(f"{got}, but reduce.attn = 0 keeps every dimension; expected 'whole', or attn above 0")
+            raise BadInput(f"{value}, but reduce.attn = 0 keeps every dimension; expected 'whole', or attn above 0")
         if system == "kept" and method.qk_selection != "energy":
             raise BadInput(
-                f"{got}, which is taken for the dimensions of most logit energy, but reduce.select_head is "
+                f"{value}, which is taken for the dimensions of most logit energy, but reduce.select_head is "
                 f"{method.qk_selection!r}; expected 'whole', or select_head 'energy'"
             )
 

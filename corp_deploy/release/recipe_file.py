@@ -208,9 +208,9 @@ def _built(path: Path, name: str, table: Mapping[str, Any], kind: type[Table]) -
 def model_table(source: Source) -> ModelTable:
     """A model as it was named here, as the table of a recipe, paths made absolute."""
     here = Path.cwd()
-    given = {name: value for name, value in source.values.items() if value is not None}
-    given |= {"weights": (here / given["weights"]).resolve()} if "weights" in given else {}
-    return ModelTable(model=_model_text(here, os.fspath(source.name)), **given)
+    table = {name: value for name, value in source.values.items() if value is not None}
+    table |= {"weights": (here / table["weights"]).resolve()} if "weights" in table else {}
+    return ModelTable(model=_model_text(here, os.fspath(source.name)), **table)
 
 
 def load_model_table(path: Path) -> ModelTable:

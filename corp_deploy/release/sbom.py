@@ -64,7 +64,7 @@ def dependencies(packages: Sequence[Package]) -> list[dict[str, Any]]:
     ]
 
 
-def bill(
+def sbom(
     subject: Mapping[str, Any],
     components: Sequence[Mapping[str, Any]],
     packages: Sequence[Package],
@@ -205,7 +205,7 @@ def bill_of_environment(packages: Sequence[Package]) -> dict[str, Any]:
     """Of this tool and every package that is installed beside it."""
     beside, needs = _beside(packages)
     own = {**TOOL, "licenses": licences("Apache-2.0")}
-    return bill(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
+    return sbom(own, (), beside, tool={**TOOL, "bom-ref": "tool"}, needs=[needs])
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
@@ -220,4 +220,4 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     }
     of_model = {"ref": MODEL.format("reduced"), "dependsOn": [MODEL.format("dense"), CALIBRATION, HELD_OUT, NAME]}
     parts = [dense, *_datasets(root, recipe, reduced, parity), TOOL]
-    return bill(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])
+    return sbom(subject, parts, beside, tool={**TOOL, "bom-ref": "tool"}, needs=[of_model, needs])

@@ -60,7 +60,7 @@ class ToShip:
         }
 
 
-def recipe_to_ship(asked: ToShip, root: Path) -> Recipe:
+def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
     """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
 
     Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
@@ -69,14 +69,14 @@ def recipe_to_ship(asked: ToShip, root: Path) -> Recipe:
     """
     path = root / RECIPE
     if not path.exists():
-        return _new(asked, root)
+        return _new(request, root)
     recipe, here = load_recipe(path, trust_paths=True), root.resolve()
-    if others := list(_differences(asked, recipe)):
+    if others := list(_differences(request, recipe)):
         raise BadInput(
             f"{path}: is the recipe of another release: {'; '.join(others)}; change it there and run "
             f"`{again(recipe, root)}`, or give another --output"
         )
-    named = {place for _, place in places(asked.tables)}
+    named = {place for _, place in places(request.tables)}
     for name, place in places({name: msgspec.structs.asdict(getattr(recipe, name)) for name in SECTIONS}):
         if place not in named and not place.is_relative_to(here):
             raise BadInput(
@@ -86,13 +86,13 @@ def recipe_to_ship(asked: ToShip, root: Path) -> Recipe:
     return recipe
 
 
-def _differences(asked: ToShip, recipe: Recipe) -> Iterator[str]:
-    for section, keys in asked.tables.items():
+def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
+    for section, keys in request.tables.items():
         table = getattr(recipe, section)
         for key, value in keys.items():
             if getattr(table, key) != value:
                 yield f"{section}.{key} is {_word(getattr(table, key))} there, {_word(value)} here"
-    (first, *_), target = recipe.target_tables, asked.options.target
+    (first, *_), target = recipe.target_tables, request.options.target
     if target not in (None, first):
         yield f"the first of targets is {first} there, {target} here"
 
@@ -107,38 +107,38 @@ def again(recipe: Recipe, root: Path) -> Invocation:
     return Invocation(command="release", arguments=(str(root / RECIPE),), options=options)
 
 
-def _new(asked: ToShip, root: Path) -> Recipe:
+def _new(request: ToShip, root: Path) -> Recipe:
     from corp_deploy.families.family import family_of, output_ports
     from corp_deploy.store.inputs import images_for_model
 
-    model = asked.source.opened().model
+    model = request.source.opened().model
     if (takes := family_of(model).input_spec(model).medium) != "images":
         raise BadInput(
-            f"{asked.source.name}: takes {takes}, and a release is of a model for images; go step by step: calibrate, "
-            "reduce, export, verify, bench, gate"
+            f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
+            "calibrate, reduce, export, verify, bench, gate"
         )
-    count = images_for_model(model, asked.images, **asked.drawn.drawn).count
-    if asked.options.held_out is None and count < LEAST_IMAGES:
+    count = images_for_model(model, request.images, **request.drawn.drawn).count
+    if request.options.held_out is None and count < LEAST_IMAGES:
         raise BadInput(
-            f"--images {asked.images}: {count} images, too few to hold some out that prove the result; give "
+            f"--images {request.images}: {count} images, too few to hold some out that prove the result; give "
             f"{LEAST_IMAGES} or more, or others as --held-out"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
     classifies = all(port.role == "logits" for port in output_ports(model))
-    rules = (f"speedup@b{max(asked.timed.batches)} < 1.0", "top1_agreement < 0.98")
+    rules = (f"speedup@b{max(request.timed.batches)} < 1.0", "top1_agreement < 0.98")
     others: Mapping[str, dict[str, Any]] = {
         "release": {"name": name},
-        "package": {"name": name if "fp32" in asked.options.precision else None},
-        "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if asked.options.held_out is None else None},
+        "package": {"name": name if "fp32" in request.options.precision else None},
+        "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if request.options.held_out is None else None},
         "parity": {"min_agreement": 0.98 if classifies else None, "max_error": 0.05},
         "gate": {"fail_if": rules if classifies else rules[:1]},
     }
-    tables = asked.tables
+    tables = request.tables
     sections: dict[str, Any] = {
         name: kind(**tables.get(name, {}), **others.get(name, {})) for name, kind in SECTIONS.items()
     }
-    recipe = Recipe(**sections, target_tables={asked.options.target or BY_SPEED[-1]: TargetTable()})
-    return recipe if asked.options.target else _for_this_machine(recipe)
+    recipe = Recipe(**sections, target_tables={request.options.target or BY_SPEED[-1]: TargetTable()})
+    return recipe if request.options.target else _for_this_machine(recipe)
 
 
 def _for_this_machine(recipe: Recipe) -> Recipe:

@@ -70,11 +70,11 @@ def efforts_below(directory: Path) -> Efforts:
     """Those in a directory and in the folders in it, by what was made. Raises BadInput for a damaged one."""
     shown = (path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("."))
     paths = [path for folder in (directory, *shown) for path in sorted(folder.iterdir()) if is_effort(path)]
-    records = [(load_effort(path), _made(path, directory)) for path in paths]
+    records = [(load_effort(path), _artefact(path, directory)) for path in paths]
     return {(record.step, product): record for step in STEPS for record, product in records if record.step == step}
 
 
-def _made(path: Path, directory: Path) -> str:
+def _artefact(path: Path, directory: Path) -> str:
     """What a record lies beside."""
     beside = path.parent if path.name == NAME else path.with_name(path.name.removesuffix(f".{NAME}"))
     return beside.relative_to(directory).as_posix()
@@ -88,7 +88,7 @@ def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
     counts = {step: sum(each == step for each, _ in efforts) for step in STEPS}
     for (step, about), record in efforts.items():
         of_what = f" {about}" if counts[step] > 1 or step in ("export", "build") else ""
-        rows += _unknown(step, of_what) if record is None else _known(record, of_what)
+        rows += _unknown(step, of_what) if record is None else _rows(record, of_what)
     records = [record for record in efforts.values() if record is not None]
     return [*rows, *_files(records)]
 
@@ -98,7 +98,7 @@ def _unknown(step: Step, of_what: str) -> Iterator[dict[str, Any]]:
         yield {"step": f"{part}{of_what}"}
 
 
-def _known(record: EffortRecord, of_what: str) -> Iterator[dict[str, Any]]:
+def _rows(record: EffortRecord, of_what: str) -> Iterator[dict[str, Any]]:
     continued = ", continued" if record.resumed else ""
     for part, effort in record.parts.items():
         if part != FILES:

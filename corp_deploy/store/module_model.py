@@ -45,12 +45,14 @@ def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
         raise BadInput(f"model is {type(model).__name__}, which timm.create_model didn't make")
     own = record_from_value(settings, Preprocessing, where="model: its pretrained_cfg", remedy=INSTEAD)
     base = timm_library.input_and_classes(model, timm_library.made_size(model))
-    asked = Architecture(name=str(settings["architecture"]), kwargs={**base, **kwargs}, preprocessing=own)
+    architecture = Architecture(name=str(settings["architecture"]), kwargs={**base, **kwargs}, preprocessing=own)
     with torch.device("meta"):
-        plain = dense_from_architecture(asked)
-    asked = replace(asked, kwargs={**base, **arguments_beside(model, plain), **kwargs})
+        plain = dense_from_architecture(architecture)
+    architecture = replace(architecture, kwargs={**base, **arguments_beside(model, plain), **kwargs})
     read = Weights(path=WHERE, state=_state(model))
-    return with_weights(dense_from_architecture(asked), asked, read, Preprocessing(), lambda _: "the module's own")
+    return with_weights(
+        dense_from_architecture(architecture), architecture, read, Preprocessing(), lambda _: "the module's own"
+    )
 
 
 def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
@@ -58,13 +60,13 @@ def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
     state = _state(model)
     shapes = {name: each.shape for name, each in state.items()}
     for name in torchvision_models.names_of(model):
-        asked = torchvision_models.architecture_of(name, kwargs, Preprocessing(), state)
+        architecture = torchvision_models.architecture_of(name, kwargs, Preprocessing(), state)
         with torch.device("meta"):
-            theirs = dense_from_architecture(asked).state_dict()
+            theirs = dense_from_architecture(architecture).state_dict()
         if shapes == {name: each.shape for name, each in theirs.items()}:
-            built = dense_from_architecture(asked)
+            built = dense_from_architecture(architecture)
             load_weights(built, state, where=WHERE)
-            return Checkpoint(model=built, architecture=asked, lineage={"source": {"weights": WHERE.name}})
+            return Checkpoint(model=built, architecture=architecture, lineage={"source": {"weights": WHERE.name}})
     raise BadInput(f"model is {type(model).__name__}, whose weights are of no name of torchvision's")
 
 
@@ -117,13 +119,13 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
         )
 
 
-def _in_memory(model: nn.Module, taken: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
+def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
     """Any module, of which a directory loads beside the module alone."""
-    if isinstance(said := taken.get("inputs"), Mapping):
-        taken = {"inputs": [asdict(port) for port in ports_of(model, said)]}
-    architecture = given_module.architecture_of(model, taken, preprocessing)
+    if isinstance(declared := input_args.get("inputs"), Mapping):
+        input_args = {"inputs": [asdict(port) for port in ports_of(model, declared)]}
+    architecture = given_module.architecture_of(model, input_args, preprocessing)
     try:
-        with given_module.given(model):
+        with given_module.available_module(model):
             built = dense_from_architecture(architecture)
     except BadInput as error:
         theirs = f"; {OF_A_DIRECTORY}" if hf_classes.is_theirs(model) else ""
@@ -133,7 +135,7 @@ def _in_memory(model: nn.Module, taken: Mapping[str, Any], preprocessing: Prepro
 
 
 def checkpoint_from_module(
-    model: nn.Module, kwargs: Mapping[str, Any] = NOTHING, taken: Mapping[str, Any] = NOTHING
+    model: nn.Module, kwargs: Mapping[str, Any] = NOTHING, input_args: Mapping[str, Any] = NOTHING
 ) -> Checkpoint:
     """A copy of a module, which stays as it is: built anew by its library where that makes one that answers the same,
     so that a directory needs nothing beside it; else the module itself.
@@ -146,25 +148,25 @@ def checkpoint_from_module(
     reasons = list[str]()
     for way in () if kwargs and is_said else (_of_timm, _of_torchvision, _of_transformers):
         try:
-            return _of_size(model, partial(way, model), kwargs, taken)
+            return _of_size(model, partial(way, model), kwargs, input_args)
         except BadInput as error:
             reasons.append(str(error))
     if not is_said:
-        told = next((each for each in reasons if not each.startswith("model is ")), reasons[-1])
-        raise BadInput(f"kwargs {quoted(str(dict(kwargs)))} don't make this module: {told}; {INSTEAD}")
-    says = any(hasattr(model, name) for name in ("input_size", "inputs"))
-    return _in_memory(model, kwargs or ({} if says else taken), Preprocessing())
+        reason = next((each for each in reasons if not each.startswith("model is ")), reasons[-1])
+        raise BadInput(f"kwargs {quoted(str(dict(kwargs)))} don't make this module: {reason}; {INSTEAD}")
+    declares = any(hasattr(model, name) for name in ("input_size", "inputs"))
+    return _in_memory(model, kwargs or ({} if declares else input_args), Preprocessing())
 
 
 def _of_size(
     model: nn.Module,
     way: Callable[[Mapping[str, Any]], Checkpoint],
     kwargs: Mapping[str, Any],
-    taken: Mapping[str, Any],
+    input_args: Mapping[str, Any],
 ) -> Checkpoint:
     """As its library makes it: for images as they are taken, where it answers the same for those."""
     found = way(kwargs)
-    shape = tuple(taken.get("input_size", ()))
+    shape = tuple(input_args.get("input_size", ()))
     if shape and "img_size" not in kwargs and shape[1:] != input_ports(found.model)[0].shape[1:]:
         try:
             other = way({**kwargs, "img_size": list(shape[1:])})

@@ -116,11 +116,11 @@ def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessi
     model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
     preparation = _preparation(directory, model)
     sides = _sides(model, changes, preparation)
-    given = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
+    settings = (preprocessing or Preprocessing()).for_channels(model.config.num_channels)
     architecture = Architecture(
         name=timm_name(model),
         kwargs=timm_arguments(model, sides),
-        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **given.settings}),
+        preprocessing=Preprocessing(**{**preparation.prepared.preprocessing.settings, **settings.settings}),
     )
     return _Read(config=config, model=model, preparation=preparation, sides=sides, architecture=architecture)
 

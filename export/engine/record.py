@@ -74,9 +74,9 @@ class EngineRecord:
     def __post_init__(self) -> None:
         for profile in self.profiles:
             BatchProfile.from_text(profile)
-        known = self.memory.activations_bytes
-        if known is not None and len(known) != len(self.batches):
-            raise BadInput(f"memory of {len(known)} profiles, expected {len(self.batches)}: {', '.join(self.profiles)}")
+        sizes = self.memory.activations_bytes
+        if sizes is not None and len(sizes) != len(self.batches):
+            raise BadInput(f"memory of {len(sizes)} profiles, expected {len(self.batches)}: {', '.join(self.profiles)}")
 
     @property
     def batches(self) -> tuple[BatchProfile, ...]:

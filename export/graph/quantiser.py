@@ -93,7 +93,9 @@ class Quantiser:
         """By layer the |x| of what it reads that becomes the format's largest number."""
         key = form.name, clipping
         if key not in self._ends:
-            self._ends[key] = {name: clipped_at(seen, form, clipping) for name, seen in self.histograms.items()}
+            self._ends[key] = {
+                name: clipped_at(histogram, form, clipping) for name, histogram in self.histograms.items()
+            }
         return {layer.node: self._ends[key][layer.activation] for layer in layers}
 
 

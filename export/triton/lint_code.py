@@ -59,8 +59,10 @@ def foreign_config(config: Message) -> Iterator[Complaint]:
             config.one("backend"), f"a backend of somebody else's, {backend!r}", f"known: {', '.join(BACKENDS)}"
         )
     if platform not in PLATFORMS:
-        known = ", ".join(PLATFORMS[1:])
-        yield _error(config.one("platform"), f"a platform that this tool doesn't know, {platform!r}", f"known: {known}")
+        platforms = ", ".join(PLATFORMS[1:])
+        yield _error(
+            config.one("platform"), f"a platform that this tool doesn't know, {platform!r}", f"known: {platforms}"
+        )
     for name, what in (("runtime", "names the library that runs the model"), ("model_repository_agents", "loads code")):
         if (field := config.one(name)) is not None:
             yield _error(field, f"{name} {what}", "remove it")

@@ -35,8 +35,8 @@ class Subject(SubjectRecord):
     open: Callable[[], Runner]
 
     def described(self, describe: Flat) -> SubjectRecord:
-        known = {each.name: getattr(self, each.name) for each in fields(SubjectRecord)}
-        return SubjectRecord(**known | {"describe": dict(describe)})
+        values = {each.name: getattr(self, each.name) for each in fields(SubjectRecord)}
+        return SubjectRecord(**values | {"describe": dict(describe)})
 
 
 def bench(

@@ -123,6 +123,6 @@ def _sites(sites: tuple[SiteLine, ...]) -> Figure | None:
 
 
 def _point(label: str, value: Interval) -> Point:
-    known = value.is_bounded and value.low > 0
-    low, high = (value.low, value.high) if known else (value.value, value.value)
+    is_positive = value.is_bounded and value.low > 0
+    low, high = (value.low, value.high) if is_positive else (value.value, value.value)
     return Point(label=label, value=value.value, low=low, high=high)

@@ -18,7 +18,7 @@ Kept = Mapping[str, Sequence[int] | Index]
 def stuck(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that can't go."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
-    head_labels = flow.held()
+    head_labels = flow.held_groups()
     while True:
         before = stays.clone()
         for outer, inner in head_labels:
@@ -32,7 +32,7 @@ def stuck(flow: Flow) -> Tensor:
 def holders(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that holds others."""
     holds = torch.zeros(flow.groups.count, dtype=torch.bool)
-    for outer, _ in flow.held():
+    for outer, _ in flow.held_groups():
         holds[outer] = True
     return holds
 
@@ -77,7 +77,7 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
     """What holds nothing any more by some relation, and by none still something, goes too, as a head without dimensions
     does. Raises BadInput where it can't.
     """
-    stays, head_labels = stuck(flow), flow.held()
+    stays, head_labels = stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
         for outer, inner in head_labels:

@@ -145,7 +145,7 @@ class Flow:
         """How a node uses its parameters and constants."""
         return [use for use in self.uses.get(node, ()) if use.is_of_constant]
 
-    def held(self) -> list[tuple[Tensor, Tensor]]:
+    def held_groups(self) -> list[tuple[Tensor, Tensor]]:
         """Of each relation the groups that hold and those that they hold, itself left out, each pair once."""
         relations = [pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
         return [(met[:, 0], met[:, 1]) for met in relations if len(met)]

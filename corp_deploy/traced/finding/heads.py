@@ -18,7 +18,7 @@ Holders = Mapping[int, set[int]]
 
 def holders_of(flow: Flow) -> Holders:
     holders = defaultdict[int, set[int]](set)
-    for outer, inner in flow.held():
+    for outer, inner in flow.held_groups():
         for one, other in zip(outer.tolist(), inner.tolist(), strict=True):
             holders[other].add(one)
     return holders

@@ -222,7 +222,7 @@ def _parts(flow: Flow) -> Tensor:
     first tensor that has several. -1 without either.
     """
     part = torch.full((flow.groups.count,), -1)
-    for outer, inner in flow.held():
+    for outer, inner in flow.held_groups():
         new = part[inner] < 0
         part[inner[new]] = outer[new]
     for value in flow.values.values():

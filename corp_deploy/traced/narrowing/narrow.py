@@ -79,7 +79,7 @@ def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
     kept whole.
     """
-    result = _held(analysis, kept, inputs)
+    result = _compared(analysis, kept, inputs)
     if result.difference is not None and result.difference <= ROUNDING:
         return result
     wrong = _wrong(analysis, result.kept, inputs)
@@ -88,7 +88,7 @@ def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     return replace(again, unreduced=result.unreduced | differs | again.unreduced)
 
 
-def _held(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
+def _compared(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     result = narrow(analysis, kept)
     apart = difference(analysis, gone(analysis.flow, analysis.sites, result.kept), result.module, inputs)
     return replace(result, difference=apart)
@@ -100,7 +100,7 @@ def _wrong(analysis: Found, kept: Kept, inputs: Inputs) -> list[str]:
     every = together(analysis, kept)
     for units in (front := [every]):
         part = {key: kept[key] for unit in units for key in unit}
-        if len(units) < len(every) and (_held(analysis, part, inputs).difference or 0.0) <= ROUNDING:
+        if len(units) < len(every) and (_compared(analysis, part, inputs).difference or 0.0) <= ROUNDING:
             continue
         if len(units) == 1:
             wrong += units[0]

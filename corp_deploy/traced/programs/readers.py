@@ -171,7 +171,7 @@ def listening(
     for node in program.nodes:
         if node.name in modules:
             entering, name = node.all_input_nodes[0], f"listened.{node.name}"
-            root[name] = _heard(modules[node.name], batch_of(entering), read.get(node.name))
+            root[name] = _as_module(modules[node.name], batch_of(entering), read.get(node.name))
             nodes[node] = graph.call_module(name, (nodes[entering],))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
@@ -192,7 +192,7 @@ def is_heard(reader: fx.Node, source: fx.Node) -> bool:
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
-def _heard(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
+def _as_module(layer: Layer, batch: Batch | None, is_read: Tensor | None) -> nn.Module:
     assert batch is not None, layer
     if is_read is not None:
         return SelectedRows(layer, batch, is_read)
@@ -207,7 +207,7 @@ def as_module(program: Program, layer: Called) -> Layer:
     if layer.node.target is LINEAR:
         module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
-        stride, padding, dilation = ((*_said(layer.node, place),) for place in (3, 4, 5))
+        stride, padding, dilation = ((*_pair(layer.node, place),) for place in (3, 4, 5))
         sizes = tuple(weight.shape[2:])
         how = {"stride": stride, "padding": padding, "dilation": dilation, "bias": bias is not None}
         groups = groups_of(layer.node)
@@ -217,7 +217,7 @@ def as_module(program: Program, layer: Called) -> Layer:
     return module
 
 
-def _said(node: fx.Node, place: int) -> tuple[int, int]:
+def _pair(node: fx.Node, place: int) -> tuple[int, int]:
     """A number for each direction."""
     argument = node.args[place] if len(node.args) > place else None
     numbers: Any = argument if isinstance(argument, list | tuple) else (argument,)

@@ -63,7 +63,7 @@ class Recorder(SchemaCheckMode):
         self._alive: list[Tensor] = []
         for name, tensor in named.items():
             self._know(tensor, Ref(name))
-        self._given = set(map(_storage, named.values()))
+        self._storages = set(map(_storage, named.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entering = args, kwargs or {}
@@ -73,7 +73,7 @@ class Recorder(SchemaCheckMode):
         _mapped(entering, tensors.append)
         if any(each.is_meta for each in tensors):
             entering = _mapped(entering, lambda each: each.to("meta"))
-            gives = args[0] if _is_itself(func) else self._given_before(func, entering, tensors)
+            gives = args[0] if _is_itself(func) else self._storages_before(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])
         wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
@@ -100,7 +100,7 @@ class Recorder(SchemaCheckMode):
             yield scatter, base, self.ref(base), place
             part = base
 
-    def _given_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
+    def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
         """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
         key = func, _key(entering)
         if key not in self._gave:
@@ -115,7 +115,7 @@ class Recorder(SchemaCheckMode):
 
     def _change(self, tensor: Tensor) -> None:
         """From here on, what else is a part of the same numbers is not what it was."""
-        if _storage(tensor) in self._given:
+        if _storage(tensor) in self._storages:
             raise BatchDependentProgram("it changes what it is given, or its own parameters")
         self._changes[_storage(tensor)] += 1
 
@@ -136,7 +136,7 @@ class Recorder(SchemaCheckMode):
                 raise BatchDependentProgram("a tensor of unknown numbers that no call gave")
             record = _Known(Ref(f"constant_{len(self.constants)}"), 0)
             self.constants[str(record.ref.source)] = tensor
-            self._given.add(_storage(tensor))
+            self._storages.add(_storage(tensor))
         self._know(tensor, record.ref)
         return record.ref
 

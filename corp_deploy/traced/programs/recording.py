@@ -47,11 +47,11 @@ def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     running, (one, two) = without_memory(model), BATCHES
     first = _run(model, running, at_batch(inputs, one), names)
     with suppress(Exception):  # of one that keeps something from its first call on
-        return _made(model, first, _run(model, running, at_batch(inputs, two), names), inputs, names)
-    return _made(model, first, _run(model, without_memory(model), at_batch(inputs, two), names), inputs, names)
+        return _program(model, first, _run(model, running, at_batch(inputs, two), names), inputs, names)
+    return _program(model, first, _run(model, without_memory(model), at_batch(inputs, two), names), inputs, names)
 
 
-def _made(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
+def _program(model: nn.Module, first: _Recorded, other: _Recorded, inputs: Any, names: list[str]) -> fx.GraphModule:
     if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
         raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
     if not all(_is_same(each, other.constants[name]) for name, each in first.constants.items()):
@@ -85,9 +85,9 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
         leaves = tree_leaves(value)
         named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
     tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
-    own = {f".{name}": each for name, each in _held(running)}
+    own = {f".{name}": each for name, each in _tensors(running)}
     stack = list[tuple[str, str]]()
-    on_meta = bool(own) and all(each.is_meta for _, each in _held(model))
+    on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
     recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
     with (
         torch.no_grad(),
@@ -106,7 +106,7 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     )
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, of those that have several names each of them."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -158,7 +158,7 @@ class _Graph:
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
-        for name, each in _held(model):
+        for name, each in _tensors(model):
             is_parameter = isinstance(each, nn.Parameter)
             if _free(name) in self.root:
                 raise BatchDependentProgram(f"two parts that a graph calls {_free(name)}")
