@@ -130,14 +130,14 @@ class Probe:
 
     def _exact_effects(self, new: Mapping[Trial, Reduced]) -> dict[Trial, float]:
         """By the dense program with the weights that change, where no group goes by itself alone."""
-        graph, inputs = tracing(self.model).running.graph, tuple(tensors_by_name(self.inputs).values())
+        running, inputs = tracing(self.model).running, tuple(tensors_by_name(self.inputs).values())
         effects = dict[Trial, float]()
         for trial, each in new.items():
             if isinstance(each, TracedReduced) and not each.selected:
                 tensors = tensors_of({trial[0]: each})
-                changed = {name: tensor.to(graph.get_parameter(name).dtype) for name, tensor in tensors.items()}
+                changed = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
                 with torch.inference_mode(), evaluating(self.model):
-                    effects[trial] = _change(as_tuple(functional_call(graph, changed, inputs)), self.outputs)
+                    effects[trial] = _change(as_tuple(functional_call(running.graph, changed, inputs)), self.outputs)
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
         return effects
