@@ -18,7 +18,6 @@ from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
-from corp_deploy.release.recipe_file import as_named
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
@@ -117,7 +116,10 @@ def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Chec
         with available_module(own):
             yield _of_module(source_, own, example)
         return
-    source_ = as_named(source_)
+    if str(source_.name).endswith(".toml"):
+        from corp_deploy.release.recipe_file import as_named  # loading a directory needs no recipes
+
+        source_ = as_named(source_)
     assert not isinstance(source_.name, nn.Module), source_
     if isinstance(source_.name, os.PathLike) and not Path(source_.name).is_dir():
         raise BadInput(f"{os.fspath(source_.name)}: no such directory, expected one that corp-deploy wrote")
