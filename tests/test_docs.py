@@ -12,7 +12,7 @@ import pytest
 from benchmarks.pages.engines_page import break_fusion
 from corp_deploy.cli import main
 from perf.gate.rule import rule_from_text
-from tests.pages import blocks, pages
+from tests.pages import blocks, pages, written
 
 ROOT = Path(__file__).parents[1]
 TYPED_GRAPHS = ROOT / "docs" / "how-to" / "typed-graphs.md"
@@ -44,7 +44,7 @@ def test_a_command_parses(page: str, words: list[str]) -> None:
 
 
 def test_every_option_stands_on_a_page_that_somebody_wrote() -> None:
-    text = "".join(page.read_text() for page in pages())
+    text = "".join(map(written, pages()))
     without = [
         f"{name} {option.opts[0]}"
         for name, command in main.commands.items()

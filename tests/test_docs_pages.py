@@ -9,7 +9,7 @@ import pytest
 from corp_deploy.cli import main
 from examples.digits.images import load
 from tests.page_files import PREPARED
-from tests.pages import DOCS, ROOT, blocks, follow, pages
+from tests.pages import DOCS, ROOT, blocks, follow, pages, written
 from tests.printed import lacking
 
 ELSEWHERE = {
@@ -48,7 +48,7 @@ def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
             assert block.kind in kinds, (page.name, block.kind)
             own = re.search(r"^\$? ?corp-deploy ", block.text, re.MULTILINE)
             assert block.kind in ("console", "sh", "yaml", "text") or not own, (page.name, block.text)
-        fences = re.findall(r"^ *```(\w*)", page.read_text(), re.MULTILINE)
+        fences = re.findall(r"^ *```(\w*)", written(page), re.MULTILINE)
         assert len(fences) == 2 * len(blocks(page)), f"{page.name}: a fence without a kind or an end"
 
 
@@ -80,7 +80,7 @@ def test_every_option_that_a_page_names_is_one() -> None:
     for page in pages():
         if page.name == "typed-graphs.md":  # names trtexec's, too; its own test looks at ours
             continue
-        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        prose = re.sub(r"```.*?```", "", written(page), flags=re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose))
         assert named <= ours | others, (page.name, named - ours - others)
 

@@ -11,10 +11,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import corp_deploy
 from benchmarks.pages import recipe
 from benchmarks.pages.commands import anchor, pages_of_commands
 from benchmarks.pages.exit_codes import CODES
 from benchmarks.pages.installed import installed
+from benchmarks.pages.made import BEGIN, END, for_repository, for_site, marked_pages, without_made
 from benchmarks.pages.root_pages import led_anew
 from benchmarks.release.installs import RECORD
 from corp_deploy.cli import main
@@ -93,6 +95,46 @@ def test_every_key_of_a_recipe_is_shown(site: Path) -> None:
     assert {
         section: keys - known[section] - {""} for section, keys in said.items() if keys - known[section] - {""}
     } == {}
+
+
+@pytest.mark.parametrize("name", marked_pages())
+def test_the_repository_has_what_the_code_says(name: str) -> None:
+    text = text_of(marked_pages()[name])
+    made = for_repository(text)
+    assert made == text, "run python -m benchmarks.pages.made"
+    assert len(text) < 60_000
+    assert BEGIN not in without_made(text)
+    assert "\n:   " not in made, "definition lists are not Markdown on a code host"
+    assert "\n::: " not in made, "only the site has cross-references"
+
+
+def test_all_that_is_public_stands_on_the_page_of_python() -> None:
+    text = text_of(marked_pages()["reference/python.md"])
+    assert sorted(re.findall(r"^## `corp_deploy\.(\w+)`$", text, re.MULTILINE)) == sorted(corp_deploy.__all__)
+
+
+def test_what_is_made_of_the_code_is_told_from_what_is_written() -> None:
+    page = f"before\n\n{BEGIN}exit codes -->\n\nold\n\n{END}\n\nbetween\n\n{BEGIN}object load -->\n{END}\nbehind\n"
+    assert without_made(page) == "before\n\n\n\nbetween\n\n\nbehind\n"
+    assert for_site(page).endswith("\n\nbetween\n\n::: corp_deploy.load\nbehind\n")
+    made = for_repository(page)
+    assert "old" not in made
+    assert for_repository(made) == made
+    assert for_site(made) == for_site(page)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        (f"{BEGIN}exit codes -->\n", f"exit codes --> stands without {END} below it"),
+        (f"{BEGIN}exit codes -->\n{BEGIN}recipe -->\n{END}\n", f"exit codes --> stands without {END} below it"),
+        (f"{END}\n", "stands without"),
+        (f"{BEGIN}nothing -->\n{END}\n", "no table is called 'nothing'; there are commands, exit codes"),
+    ],
+)
+def test_a_mark_of_nothing_or_without_an_end_is_refused(page: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        for_site(page)
 
 
 def test_a_key_that_nobody_explains_is_told() -> None:

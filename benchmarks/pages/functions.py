@@ -1,12 +1,15 @@
 """The public functions whose parameters a record declares, as the reference shows them."""
 
 import inspect
+import re
+from collections.abc import Callable
 
 import corp_deploy
 from corp_deploy.api.inputs import InputsLike
 from corp_deploy.api.source import ModelLike, PathLike
 
 ALIASES = {"ModelLike": ModelLike, "InputsLike": InputsLike, "PathLike": PathLike}
+_MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+")
 
 
 def _annotation(annotation: object) -> str:
@@ -14,9 +17,7 @@ def _annotation(annotation: object) -> str:
     text = inspect.formatannotation(annotation)
     for name, alias in ALIASES.items():
         text = text.replace(inspect.formatannotation(alias), name)
-    for module in ("collections.abc.", "typing.", "pathlib.", "os."):
-        text = text.replace(module, "")
-    return text.rpartition(".")[2] if text.startswith("corp_deploy.") else text
+    return _MODULES.sub("", text)
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
@@ -24,18 +25,28 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return f"    {parameter.name}: {_annotation(parameter.annotation)}{default},"
 
 
-def function(name: str) -> str:
-    """A function's section."""
-    shown = getattr(corp_deploy, name)
+def _signature(shown: Callable[..., object], name: str) -> str:
+    """A call with all parameters, one a line, as a block of code."""
     signature = inspect.signature(shown)
     every = list(signature.parameters.values())
     positional = [each for each in every if each.kind is each.POSITIONAL_OR_KEYWORD]
-    lines = [
-        f"{name}(",
-        *map(_parameter, positional),
-        "    *,",
-        *map(_parameter, every[len(positional) :]),
-        f") -> {_annotation(signature.return_annotation)}",
-    ]
-    code = "\n".join(lines)
-    return f"## `corp_deploy.{name}` {{ #corp_deploy.{name} }}\n\n```python\n{code}\n```\n\n{inspect.getdoc(shown)}"
+    named = every[len(positional) :]
+    returned = "" if isinstance(shown, type) else f" -> {_annotation(signature.return_annotation)}"
+    lines = [f"{name}(", *map(_parameter, positional), *["    *,"][: len(named)], *map(_parameter, named)]
+    code = "\n".join([*lines, f"){returned}"])
+    return f"```python\n{code}\n```"
+
+
+def function(name: str) -> str:
+    """The section of a function, or of a class: what it is called with, what its docstring and those of its properties
+    say. An exception is caught, not called.
+    """
+    shown = getattr(corp_deploy, name)
+    is_error = isinstance(shown, type) and issubclass(shown, Exception)
+    parts = [f"## `corp_deploy.{name}` {{ #corp_deploy.{name} }}"]
+    parts += [] if is_error else [_signature(shown, name)]
+    parts.append(inspect.getdoc(shown) or "")
+    for own, value in vars(shown).items():
+        if isinstance(value, property) and not own.startswith("_"):
+            parts.append(f"`{own}`: {inspect.getdoc(value)}")
+    return "\n\n".join(parts)

@@ -1,34 +1,14 @@
-"""What MkDocs is told of pages that are made while they are built: those at the root of the repository, and tables of
-the code.
-
-A page of docs/ has `<!-- made: NAME -->` where a table of TABLES goes, `<!-- made: command NAME -->` where a command's
-options do, `<!-- made: function NAME -->` a function's parameters.
+"""What MkDocs is told of pages that are made while they are built: those at the root of the repository, and what
+benchmarks/pages/made.py makes of the code.
 """
-
-import re
-from collections.abc import Callable
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from benchmarks.pages.commands import command, commands
-from benchmarks.pages.exit_codes import exit_codes
-from benchmarks.pages.functions import function
-from benchmarks.pages.installed import installed
-from benchmarks.pages.recipe import recipe
+from benchmarks.pages.made import for_site
 from benchmarks.pages.root_pages import ROOT_PAGES, led_anew, page_of_root
-from benchmarks.pages.worked import worked
-
-TABLES: dict[str, Callable[[], str]] = {
-    "commands": commands,
-    "exit codes": exit_codes,
-    "installed": installed,
-    "recipe": recipe,
-    "worked example": worked,
-}
-_MADE = re.compile(r"^<!-- made: (command |function )?([a-z -]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -39,14 +19,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with its tables, and with links that lead out of docs/ led to where those pages stand."""
-
-    def made(match: re.Match[str]) -> str:
-        if match[1]:
-            return (command if match[1] == "command " else function)(match[2])
-        if match[2] not in TABLES:
-            raise PluginError(f"{page.file.src_uri}: no table is called {match[2]!r}; there are {', '.join(TABLES)}")
-        return TABLES[match[2]]()
-
+    """The page with what is made of the code, and with links that lead out of docs/ led to where those pages stand."""
     own, at = page.file.src_uri in ROOT_PAGES.values(), page.file.src_uri
-    return _MADE.sub(made, markdown if own else led_anew(markdown, f"docs/{at}", at))
+    try:
+        return for_site(markdown if own else led_anew(markdown, f"docs/{at}", at))
+    except ValueError as error:
+        raise PluginError(f"{at}: {error}") from error

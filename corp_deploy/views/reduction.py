@@ -62,7 +62,7 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
 
 def ways_table(ways: Sequence[ProbedAllocation]) -> Table:
     """The ways to spend a budget side by side."""
-    table = Table("widths", "of the dense cost", "logit error predicted", "found on the probe's images")
+    table = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
     for way in ways:
         table.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
     return table
