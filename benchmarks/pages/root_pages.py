@@ -16,7 +16,7 @@ ROOT_PAGES = {
 }
 """Where each of them stands on the site."""
 
-_LINK = re.compile(r"\[([^\]\n]+)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\[([^\]\n]+(?:\n[^\]\n]+)?)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def led_anew(markdown: str, source: str, page: str) -> str:
