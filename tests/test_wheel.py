@@ -132,7 +132,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                     lines.append(line.removeprefix("corp-deploy "))
     (home / "lines").write_text("\n".join(lines))
     printed = run(python, "-c", FOLLOWED, str(ROOT / "tests" / "tracing.py"), "lines", cwd=home)
-    assert "sites reduced" in shown
+    assert "15 of 18 sites reduced" in shown
     absent = lacking(shown, printed)
     assert not absent, f"{absent} of the start page is not printed:\n{printed}"
     return home
