@@ -43,7 +43,10 @@ def anchor(name: str) -> str:
 def _prose(text: str) -> str:
     """Words of a help text with options and files marked as such, and nothing else taken for Markdown."""
     escaped = text.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|")
-    return _LITERAL.sub(r"`\1`", escaped)
+    # What stands in backquotes in the help is marked already.
+    return "".join(
+        each if at % 2 else _LITERAL.sub(r"`\1`", each) for at, each in enumerate(re.split(r"(`[^`]*`)", escaped))
+    )
 
 
 def _paragraph(text: str) -> str:

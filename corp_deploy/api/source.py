@@ -89,12 +89,12 @@ def _inputs_shown(model: nn.Module, example: InputsLike | None) -> dict[str, Any
     return {name: record[name] for name in ("input_size", "inputs") if name in record}
 
 
-def _of_module(source_: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
-    beside = {"weights": source_.weights, "ema": source_.ema, **source_.preprocessing.settings}
+def _of_module(named: Source, module: nn.Module, example: InputsLike | None) -> Checkpoint:
+    beside = {"weights": named.weights, "ema": named.ema, **named.preprocessing.settings}
     if odd := [name for name, value in beside.items() if value is not None]:
         raise BadInput(f"Source of a module in memory, which has its own {', '.join(odd)}; leave {odd[0]} away")
-    found = checkpoint_from_module(module, source_.kwargs or {}, _inputs_shown(module, example))
-    return replace(found, model=with_outputs(found.model, source_.named_outputs))
+    found = checkpoint_from_module(module, named.kwargs or {}, _inputs_shown(module, example))
+    return replace(found, model=with_outputs(found.model, named.named_outputs))
 
 
 def beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
@@ -110,18 +110,18 @@ def opened(model: ModelLike, example: InputsLike | None = None) -> Iterator[Chec
 
     Raises BadInput for a path where nothing is, and as load does.
     """
-    source_ = model if isinstance(model, Source) else Source(model)
-    own = in_memory(source_)
+    named = model if isinstance(model, Source) else Source(model)
+    own = in_memory(named)
     if own is not None:
         with available_module(own):
-            yield _of_module(source_, own, example)
+            yield _of_module(named, own, example)
         return
-    if str(source_.name).endswith(".toml"):
+    if str(named.name).endswith(".toml"):
         from corp_deploy.release.recipe_file import as_named  # loading a directory needs no recipes
 
-        source_ = as_named(source_)
-    assert not isinstance(source_.name, nn.Module), source_
-    if isinstance(source_.name, os.PathLike) and not Path(source_.name).is_dir():
-        raise BadInput(f"{os.fspath(source_.name)}: no such directory, expected one that corp-deploy wrote")
-    with trusting_code(source_.trust_code), available_module(source_.module), beside(source_.name):
-        yield source_.opened()
+        named = as_named(named)
+    assert not isinstance(named.name, nn.Module), named
+    if isinstance(named.name, os.PathLike) and not Path(named.name).is_dir():
+        raise BadInput(f"{os.fspath(named.name)}: no such directory, expected one that corp-deploy wrote")
+    with trusting_code(named.trust_code), available_module(named.module), beside(named.name):
+        yield named.opened()

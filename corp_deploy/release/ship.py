@@ -64,8 +64,7 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
     """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
 
     Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
-    own that lead out of it; for what `Source.opened`
-    refuses, and for fewer images than can be parted.
+    own that lead out of it; for what `Source.opened` refuses, and for fewer images than can be parted.
     """
     path = root / RECIPE
     if not path.exists():
