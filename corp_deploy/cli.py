@@ -178,7 +178,10 @@ class Commands(click.Group):
             raise _unforeseen(error) from error
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_versions, help="Versions that matter."
 )
@@ -191,4 +194,5 @@ def main() -> None:
 
 
 for _command in (each for of_group in GROUPS.values() for each in of_group):
+    _command.context_settings |= SETTINGS  # of one that is called without the group too
     main.add_command(_command)

@@ -16,7 +16,7 @@ from benchmarks.pages.measured import PAGES, tables
 from benchmarks.quality import text_encoder
 from benchmarks.quality.reference_text import opened
 from benchmarks.real.record import Record
-from benchmarks.speed import calibration, passes, proof_cost, sweep_cost
+from benchmarks.speed import calibration, first_hour, passes, proof_cost, sweep_cost
 from corp_deploy.families.bert import EncoderArguments, architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.text_encoder import EncoderArchitecture
@@ -34,6 +34,30 @@ def test_a_sweep_is_timed_beside_its_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     (row,) = found["rounds"]
     assert found["ratio"] == pytest.approx(row["sweep"] / (row["one"] + row["nine"]))
     assert all(value > 0.0 for value in row.values())
+
+
+def test_two_checkouts_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the same commands, each of files of its own."""
+    ran: list[tuple[str, Path]] = []
+
+    def timed(words: list[str], checkout: Path) -> dict[str, float]:
+        ran.append((words[0], checkout))
+        if words[0] == "calibrate":
+            Path(words[-1]).write_bytes(b"moments")
+        return {"wall_s": 2.0 if checkout == tmp_path else 1.0, "cpu_s": 1.0}
+
+    monkeypatch.setattr(first_hour, "timed", timed)
+    found = first_hour.measured("vit_tiny_patch16_224", 1, 2, {"former": tmp_path, "this": first_hour.ROOT})
+    in_turns = [
+        ("calibrate", tmp_path),
+        ("calibrate", first_hour.ROOT),
+        ("reduce", tmp_path),
+        ("reduce", first_hour.ROOT),
+    ]
+    assert ran[:4] == in_turns
+    assert len(found["rows"]) == 2 * 2 * 5
+    assert first_hour.medians(found["rows"])["verify"] == {"former": 2.0, "this": 1.0}
+    assert found["moments_bytes"] == {"former": 7, "this": 7}
 
 
 def subject(monkeypatch: pytest.MonkeyPatch, directory: Path) -> text_encoder.Subject:

@@ -67,7 +67,7 @@ def _paragraph(text: str) -> str:
 def command(name: str) -> str:
     """A command's section: what it does, an example, its arguments, and its options as a list: `--help` as Markdown."""
     shown = main.commands[name]
-    context = click.Context(shown, info_name=f"corp-deploy {name}", **main.context_settings)
+    context = click.Context(shown, info_name=f"corp-deploy {name}", **shown.context_settings)
     parts = [f"## corp-deploy {name}"]
     parts += map(_paragraph, (shown.help or "").split("\n\n"))
     parts.append("```text\n" + shown.get_usage(context).removeprefix("Usage: ") + "\n```")
