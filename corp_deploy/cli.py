@@ -194,5 +194,5 @@ def main() -> None:
 
 
 for _command in (each for of_group in GROUPS.values() for each in of_group):
-    _command.context_settings |= SETTINGS  # of one that is called without the group too
+    _command.context_settings.update(SETTINGS)  # of one that is called without the group too
     main.add_command(_command)
