@@ -232,8 +232,8 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     killed = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("killed")]
-    assert len(killed) >= 11, done.stdout
-    assert len(set(killed)) >= 5, "kills fell into many stages"
+    assert len(killed) >= 19, done.stdout
+    assert len(set(killed)) >= 6, "kills fell into many stages"
 
     whole, resumed = first / "out", home / "out"
     one, other = ({p.relative_to(base) for p in base.rglob("*") if p.is_file()} for base in (whole, resumed))
