@@ -113,7 +113,6 @@ def sweep_command(
     from corp_deploy.planning.sweep import SweepContext, SweepRun
     from corp_deploy.planning.sweep import sweep as sweep_of
     from corp_deploy.planning.sweep_scores import scored_inputs
-    from corp_deploy.planning.sweep_speed import engine_from_choice, speed_from_choice
     from corp_deploy.planning.sweep_trials import sweep_folder
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from ground.gpu import require_device
@@ -144,8 +143,7 @@ def sweep_command(
                 run_jobs(words_again(without=without, keep_models=True), trials.jobs)
         run = SweepRun(
             folder=output,
-            speed=speed_from_choice(speed),
-            engine=engine_from_choice(speed),
+            speed=speed,
             ranks=ranks,
             keep_models=trials.keep_models,
             command=tuple(words_again()),

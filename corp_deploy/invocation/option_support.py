@@ -34,6 +34,15 @@ class Variant:
         return allowed is None or all(str(each) in allowed for each in _each(value))
 
 
+def variant(
+    label: str, how: str, names: str = "", instead: Mapping[str, str] | None = None, **values: Values
+) -> Variant:
+    """`names`: the options it honours, with their values where those are only some: "threads mode=eager,compiled"."""
+    pairs = (word.partition("=") for word in names.split())
+    supported = {name: tuple(some.split(",")) if some else ANY for name, _, some in pairs}
+    return Variant(label=label, how=how, supported=supported | values, instead=instead or {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """The ways of one command. Of several at work at once each must honour an option, or one where it `picks`."""

@@ -3,7 +3,7 @@
 from corp_deploy.polish.options import POLISHES
 from corp_deploy.reduction.method import PRESETS, Method
 
-from .option_support import ANY, Axis, Values, Variant
+from .option_support import Axis, Variant, variant
 
 # What presets that merge channels are fitted to, in a sweep.
 FITTED = ("calibration_images", "calibration_text")
@@ -11,20 +11,14 @@ FITTED = ("calibration_images", "calibration_text")
 
 def preset_way(name: str, method: Method) -> Variant:
     """What a method does to attention and convolutions, and whether it has the curves that a budget follows."""
-    heads = ("padded", "ragged") if method.value_recovery == "keep" else ("padded", "ragged", "square", "auto")
-    attention: dict[str, Values] = {} if method.qk_recovery == "keep" else {"attn": ANY, "heads": heads, "rotate": ANY}
-    convolutions: dict[str, Values] = (
-        {} if method.conv_recovery == "keep" else {"conv": ANY, "residual": ANY, "rescale": ANY}
-    )
-    whole_heads_option: dict[str, Values] = {} if method.heads_recovery == "keep" else {"whole_heads": ANY}
-    parts = ("joint", "mlp", *(("attn",) if attention else ()), *(("conv",) if convolutions else ()))
-    budgets = dict.fromkeys(("macs", "params", "latency", "within"), ANY) if method.has_curves else {}
-    fitted = dict.fromkeys(FITTED, ANY) if method.merges else {}
-    return Variant(
-        label=f"preset {name}",
-        how=f"--preset {name}",
-        supported={"mlp": ANY, "parts": parts, **attention, **whole_heads_option, **convolutions, **budgets, **fitted},
-    )
+    attention, convolutions = method.qk_recovery != "keep", method.conv_recovery != "keep"
+    square = "" if method.value_recovery == "keep" else ",square,auto"
+    parts = ",".join(("joint", "mlp", *["attn"] * attention, *["conv"] * convolutions))
+    names = ["mlp", f"parts={parts}"]
+    names += ["attn", "rotate", f"heads=padded,ragged{square}"] * attention
+    names += ["conv", "residual", "rescale"] * convolutions + ["whole_heads"] * (method.heads_recovery != "keep")
+    names += ["macs", "params", "latency", "within"] * method.has_curves + [*FITTED] * method.merges
+    return variant(f"preset {name}", f"--preset {name}", " ".join(names))
 
 
 # By preset; a sweep has several at work, and the geometry is of those that touch attention.
@@ -38,11 +32,9 @@ PRESET = Axis(
 ATTENTION = Axis(
     command="reduce",
     variants={
-        "kept": Variant(label="a reduction that leaves attention alone", how="--mlp or --conv alone", supported={}),
-        "reduced": Variant(
-            label="a reduction of attention",
-            how="--attn above 0, a budget, --within or --heads auto",
-            supported={"heads": ANY, "rotate": ANY, "qk": ANY},
+        "kept": variant("a reduction that leaves attention alone", "--mlp or --conv alone"),
+        "reduced": variant(
+            "a reduction of attention", "--attn above 0, a budget, --within or --heads auto", "heads rotate qk"
         ),
     },
 )
@@ -51,19 +43,11 @@ ATTENTION = Axis(
 WIDTHS = Axis(
     command="reduce",
     variants={
-        "sparsities": Variant(label="--mlp, --attn and --conv", how="--mlp 0.5 --attn 0.5", supported={}),
-        "macs": Variant(label="a budget of MACs", how="--macs 0.6", supported={"most_cut": ANY}),
-        "params": Variant(label="a budget of parameters", how="--params 0.6", supported={"most_cut": ANY}),
-        "latency": Variant(
-            label="a budget of latency",
-            how="--latency 0.6 --latency-tables DIR",
-            supported={"latency_tables": ANY, "batch": ANY},
-        ),
-        "within": Variant(
-            label="a limit on what is lost",
-            how="--within 'error 0.05'",
-            supported={"latency_tables": ANY, "batch": ANY, "judge": ANY, "labels": ANY},
-        ),
+        "sparsities": variant("--mlp, --attn and --conv", "--mlp 0.5 --attn 0.5"),
+        "macs": variant("a budget of MACs", "--macs 0.6", "most_cut"),
+        "params": variant("a budget of parameters", "--params 0.6", "most_cut"),
+        "latency": variant("a budget of latency", "--latency 0.6 --latency-tables DIR", "latency_tables batch"),
+        "within": variant("a limit on what is lost", "--within 'error 0.05'", "latency_tables batch judge labels"),
     },
 )
 
@@ -71,14 +55,12 @@ WIDTHS = Axis(
 IMAGES = Axis(
     command="reduce",
     variants={
-        "none": Variant(label="a reduction from the moments alone", how="--mlp 0.5 --attn 0.5", supported={}),
-        "images": Variant(
-            label="what looks at images",
-            how="a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is "
-            "merged (presets grail-fold and fold, --select heads=fold)",
-            supported=dict.fromkeys(
-                ("images", "text", "arrays", "samples", "seed", "workers", "max_bad", "hold_out", "groups"), ANY
-            ),
+        "none": variant("a reduction from the moments alone", "--mlp 0.5 --attn 0.5"),
+        "images": variant(
+            "what looks at images",
+            "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, or what is merged "
+            "(presets grail-fold and fold, --select heads=fold)",
+            "images text arrays samples seed workers max_bad hold_out groups",
         ),
     },
 )
@@ -87,18 +69,18 @@ IMAGES = Axis(
 LOOP = Axis(
     command="reduce",
     variants={
-        "open": Variant(label="the open loop", how="no --closed-loop", supported={"rescale": ANY}),
-        "asymmetric": Variant(
-            label="the closed loop",
-            how="--closed-loop",
-            supported={"reads": ("all", "pooled")},
-            instead={"rescale": "it fits what convolutions give already"},
+        "open": variant("the open loop", "no --closed-loop", "rescale"),
+        "asymmetric": variant(
+            "the closed loop",
+            "--closed-loop",
+            "reads=all,pooled",
+            {"rescale": "it fits what convolutions give already"},
         ),
-        "symmetric": Variant(
-            label="the symmetric closed loop",
-            how="--closed-loop symmetric",
-            supported={"rescale": ANY},
-            instead={"reads": "it is fitted to nothing that is read behind the last block"},
+        "symmetric": variant(
+            "the symmetric closed loop",
+            "--closed-loop symmetric",
+            "rescale",
+            {"reads": "it is fitted to nothing that is read behind the last block"},
         ),
     },
 )
@@ -107,42 +89,33 @@ LOOP = Axis(
 SPARSE = Axis(
     command="reduce",
     variants={
-        "none": Variant(label="a reduction that sets no weights to zero", how="no --sparse", supported={}),
-        "sparse": Variant(
-            label="sparse weights", how="--sparse 2:4", supported={"sparse_pattern": ANY, "sparse_permute": ANY}
-        ),
+        "none": variant("a reduction that sets no weights to zero", "no --sparse"),
+        "sparse": variant("sparse weights", "--sparse 2:4", "sparse_pattern sparse_permute"),
     },
 )
 
 # By what of the reduced model is fitted by gradients.
 POLISH = Axis(
     command="reduce",
-    variants={
-        name: Variant(
-            label="a reduction that is not polished" if name == "none" else f"a polish of the {name}",
-            how="no --polish" if name == "none" else f"--polish {name}",
-            supported={} if name == "none" else {"polish_steps": ANY, "polish_time": ANY},
-        )
+    variants={"none": variant("a reduction that is not polished", "no --polish")}
+    | {
+        name: variant(f"a polish of the {name}", f"--polish {name}", "polish_steps polish_time")
         for name in POLISHES
+        if name != "none"
     },
 )
+
 # By what becomes of tokens.
 MERGING = Axis(
     command="reduce",
     variants={
-        "none": Variant(label="a model that keeps its tokens", how="no --merge-tokens", supported={}),
-        "merge": Variant(
-            label="merged tokens",
-            how="--merge-tokens 12",
-            supported={"merge_metric": ANY, "merge_how": ANY, "merge_outputs": ANY},
-        ),
-        "drop": Variant(
-            label="dropped tokens",
-            how="--merge-tokens 12 --merge-how drop",
-            supported={"merge_how": ANY},
-            instead={"merge_outputs": "dropped tokens have no value to restore; merge them"},
+        "none": variant("a model that keeps its tokens", "no --merge-tokens"),
+        "merge": variant("merged tokens", "--merge-tokens 12", "merge_metric merge_how merge_outputs"),
+        "drop": variant(
+            "dropped tokens",
+            "--merge-tokens 12 --merge-how drop",
+            "merge_how",
+            {"merge_outputs": "dropped tokens have no value to restore; merge them"},
         ),
     },
 )
-
-REDUCE = (PRESET, ATTENTION, WIDTHS, IMAGES, LOOP, POLISH, MERGING, SPARSE)

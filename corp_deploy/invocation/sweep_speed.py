@@ -9,27 +9,19 @@ from ground.quantities import SECONDS, SHARE_KEPT, THREADS
 from ground.quantity import BATCH
 
 from .option import Record, option
-from .option_support import ANY, Axis, Values, Variant
+from .option_support import Axis, variant
 from .values import ListOf, Repeated
 
-Runtime = Literal["onnxruntime", "openvino", "torch", "engine"]
-EngineBackend = Literal["tensorrt", "tensorrt-rtx"]
-_TIMED: Mapping[str, Values] = dict.fromkeys(("batch", "time_limit", "half_width"), ANY)
-
-
-def _way(words: str, ask: str, **honours: Values) -> Variant:
-    return Variant(label=words, how=ask, supported={**_TIMED, **honours})
-
-
+_TIMED = "batch time_limit half_width"
 BENCH = Axis(
     command="sweep",
     variants={
-        "none": Variant(label="a sweep that times nothing", how="no --bench", supported={}),
-        "built": Variant(label="a sweep that builds engines", how="--engine tensorrt-rtx", supported={"batch": ANY}),
-        "onnxruntime": _way("ONNX Runtime", "--bench onnxruntime", threads=ANY, device=ANY, precision=("fp32", "fp16")),
-        "openvino": _way("OpenVINO", "--bench openvino", threads=ANY, device=("cpu",), precision=ANY),
-        "torch": _way("torch", "--bench torch", threads=ANY, device=ANY, precision=ANY),
-        "engine": _way("engines", "--bench engine", device=("cuda",)),
+        "none": variant("a sweep that times nothing", "no --bench"),
+        "built": variant("a sweep that builds engines", "--engine tensorrt-rtx", "batch"),
+        "onnxruntime": variant("ONNX Runtime", "--bench onnxruntime", f"{_TIMED} threads device precision=fp32,fp16"),
+        "openvino": variant("OpenVINO", "--bench openvino", f"{_TIMED} threads device=cpu precision"),
+        "torch": variant("torch", "--bench torch", f"{_TIMED} threads device precision"),
+        "engine": variant("engines", "--bench engine", f"{_TIMED} device=cuda"),
     },
 )
 
@@ -41,11 +33,11 @@ class SweepSpeedChoice(Record, heading="Timing and engines"):
     Raises BadInput for targets of no engine, and for engines to time that nothing builds.
     """
 
-    bench: Runtime | None = option(
+    bench: Literal["onnxruntime", "openvino", "torch", "engine"] | None = option(
         help="Time every trial beside the dense model, interleaved in one process, in this runtime; engine: the "
         "engines that --engine builds, on a GPU. Default: no timing.",
     )
-    engine: EngineBackend | None = option(
+    engine: Literal["tensorrt", "tensorrt-rtx"] | None = option(
         help="Build an FP16 engine of every trial: its size and fused attentions are in the table. TensorRT-RTX "
         "needs no GPU for that.",
     )

@@ -18,6 +18,7 @@ from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ from .lineage import reduced_checkpoint
 from .request import Budget, ReductionRequest
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, outputs
-from .sweep_speed import Bench, EngineTarget, SpeedTarget, is_leader, this_machine
+from .sweep_speed import Bench, is_leader, this_machine
 from .sweep_trials import SweepRequest, TrialFolder, key_of
 from .width_plan import WidthPlan
 
@@ -165,8 +166,7 @@ class SweepRun:
     """
 
     folder: Path | None = None
-    speed: SpeedTarget | None = None
-    engine: EngineTarget | None = None
+    speed: SweepSpeedChoice = field(default_factory=SweepSpeedChoice)
     ranks: Ranks = ALONE
     keep_models: bool = False
     command: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
         folders = _folders(swept, requests, root)
-        bench = Bench(swept.dense, Path(scratch), run.speed, run.engine, keep_plans=run.keep_models)
+        bench = Bench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # nobody times while another computes
         _time_all(folders, bench, run)
@@ -255,7 +255,7 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
 
 def _time_all(folders: Sequence[TrialFolder], bench: Bench, run: SweepRun) -> None:
     """Time the trials of this machine, which are those that its processes made."""
-    if run.speed is None:
+    if run.speed.bench is None:
         return
     left = [place for place, folder in enumerate(folders) if bench.wants_timing(folder) and folder.has_reduced()]
     mine = _of_machine(left, run.ranks)
