@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
-from .queries_keys import QkRecovery, explained, residual_aggregated, residual_per_image
+from .queries_keys import Objective, QkRecovery, explained, residual_aggregated, residual_per_image
 from .scores import kept_from_scores, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
@@ -37,27 +37,14 @@ and of k by half and plane."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLoss:
-    """The quadratic above, for each head: gram_HXX, cross_HX (t) and energy_H (e)."""
+    """The quadratic above, for each head, but for its constant e: gram_HXX and cross_HX (t)."""
 
     gram_HXX: Tensor
     cross_HX: Tensor
-    energy_H: Tensor
 
     @property
     def planes(self) -> int:
         return self.cross_HX.shape[1] // 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneOrder:
-    """Planes [H,P] in the order of their removal from each head, and what each head has lost after it [H,P]."""
-
-    order_HP: Tensor
-    error_HP: Tensor
-
-    def kept(self, planes: int) -> Tensor:
-        """The planes that stay [H,K], ascending."""
-        return self.order_HP[:, self.order_HP.shape[1] - planes :].sort(dim=1).values
 
 
 def dims_of_planes(planes_HK: Tensor, dims: int) -> Tensor:
@@ -101,11 +88,7 @@ def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
 
 def exact_loss(gram_HXX: Tensor) -> PlaneLoss:
     """Of moments that hold the quadratic itself: KL of the attention, to second order (calib's gram_of_planes)."""
-    return PlaneLoss(
-        gram_HXX=0.5 * (gram_HXX + gram_HXX.mT),
-        cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]),
-        energy_H=gram_HXX.new_zeros(len(gram_HXX)),
-    )
+    return PlaneLoss(gram_HXX=0.5 * (gram_HXX + gram_HXX.mT), cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]))
 
 
 def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
@@ -136,7 +119,7 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     real_HP = first_HSS[:, :, :planes].diagonal(dim1=1, dim2=2) + second_HSS[:, :, planes:].diagonal(dim1=1, dim2=2)
     other_HP = first_HSS[:, :, planes:].diagonal(dim1=1, dim2=2) - second_HSS[:, :, :planes].diagonal(dim1=1, dim2=2)
     cross_HX = torch.cat((real_HP, other_HP), dim=1)
-    return replace(exact_loss(_gram(product)), cross_HX=cross_HX, energy_H=system.energy_H)
+    return replace(exact_loss(_gram(product)), cross_HX=cross_HX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +171,16 @@ def _start(gram_HXX: Tensor, ridge_rel: float) -> tuple[Tensor, Tensor]:
     return torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True), theta_HX
 
 
-def elimination(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> PlaneOrder:
-    """Planes of each head by greedy backward elimination, the factors of those left fitted anew after each (optimal
-    brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p, of heads that share keys the sum.
+def elimination(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
+    """The planes of each head [H,P] in the order of their removal, greedy and backward, the factors of those left
+    fitted anew after each (optimal brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p,
+    of heads that share keys the sum.
     """
     heads, planes = len(gram_HXX), gram_HXX.shape[1] // 2
     inverse_HXX, theta_HX = _start(gram_HXX, ridge_rel)
     gone_HP = torch.zeros(heads, planes, dtype=torch.bool, device=theta_HX.device)
     each_H = torch.arange(heads, device=theta_HX.device)
-    order, costs = [], []
+    order = []
     for _ in range(planes):
         diagonal_HXX = inverse_HXX.view(heads, 2, planes, 2, planes).diagonal(dim1=2, dim2=4).permute(0, 3, 1, 2)
         theta_HP2 = theta_HX.view(heads, 2, planes).mT
@@ -208,19 +192,49 @@ def elimination(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Plan
         metric_H22 = metric_HP22[each_H, pick_H]
         theta_HX = theta_HX - (columns_HX2 @ metric_H22 @ theta_HP2[each_H, pick_H, :, None]).squeeze(2)
         inverse_HXX = inverse_HXX - columns_HX2 @ metric_H22 @ columns_HX2.mT
-        inverse_HXX = _without(0.5 * (inverse_HXX + inverse_HXX.mT), at_H2)
+        inverse_HXX = 0.5 * (inverse_HXX + inverse_HXX.mT)
+        inverse_HXX[each_H[:, None], at_H2] = 0.0
+        inverse_HXX[each_H[:, None], :, at_H2] = 0.0
         theta_HX = theta_HX.scatter(1, at_H2, 0.0)
         gone_HP[each_H, pick_H] = True
         order.append(pick_H)
-        costs.append(cost_HP[each_H, pick_H])
-    return PlaneOrder(order_HP=torch.stack(order, dim=1), error_HP=torch.stack(costs, dim=1).cumsum(dim=1))
+    return torch.stack(order, dim=1)
 
 
-def _without(matrix_HXX: Tensor, at_H2: Tensor) -> Tensor:
-    """Rows and columns there as those of nothing."""
-    count = matrix_HXX.shape[1]
-    matrix_HXX = matrix_HXX.scatter(1, at_H2[:, :, None].expand(-1, -1, count), 0.0)
-    return matrix_HXX.scatter(2, at_H2[:, None, :].expand(-1, count, -1), 0.0)
+def _left(order_HP: Tensor, planes: int) -> Tensor:
+    """The planes [H,K] that stay, ascending."""
+    return order_HP[:, order_HP.shape[1] - planes :].sort(dim=1).values
+
+
+def _kept_whole(planes_HK: Tensor, dims: int) -> Tensor:
+    """The map [H,2K,D] that selects planes."""
+    return torch.nn.functional.one_hot(dims_of_planes(planes_HK, dims), dims).to(torch.float64)
+
+
+def _recovered(
+    fitted: _Factors,
+    kept_HK: Tensor,
+    plain_HK: Tensor,
+    dims: int,
+    grouped: int,
+    objective: Objective,
+    residual: Callable[[Tensor, Tensor], Tensor],
+) -> QkRecovery:
+    """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
+    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
+    plain = _kept_whole(plain_HK, dims)
+    residual_H, plain_H = residual(q_map, k_map), residual(plain, plain)
+    return QkRecovery(
+        q_map_HRD=q_map,
+        k_map_HRD=k_map,
+        planes_HK=kept_HK,
+        objective=objective,
+        residual_H=residual_H,
+        residual_uncompensated_H=plain_H,
+        r2=explained(residual_H, plain_H),
+        condition=fitted.condition,
+        ridge=fitted.ridge,
+    )
 
 
 def _aggregated(
@@ -229,25 +243,19 @@ def _aggregated(
     """Planes with fitted factors on the aggregated objective; a head that would lose more than by leaving out all but
     `plain_HK`, which is the uncompensated case, does that instead, or all heads that share keys do.
     """
-    dims = q_second_HDD.shape[1]
+    dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
-    residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map, k_map)
-    ones_HK2 = torch.stack((torch.ones_like(fitted.factor_HK2[..., 0]), torch.zeros_like(fitted.factor_HK2[..., 1])), 2)
-    plain, _ = _maps(ones_HK2, plain_HK, dims, grouped)
-    plain_H = residual_aggregated(q_second_HDD, k_second_HDD, plain, plain)
-    worse_H = shared_by_groups((residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
-    residual_H = torch.where(worse_H, plain_H, residual_H)
-    return QkRecovery(
-        q_map_HRD=torch.where(worse_H[:, None, None], plain, q_map),
-        k_map_HRD=torch.where(worse_H[:, None, None], plain, k_map),
+    own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, "aggregated", residual)
+    plain, plain_H = _kept_whole(plain_HK, dims), own.residual_uncompensated_H
+    worse_H = shared_by_groups((own.residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
+    residual_H = torch.where(worse_H, plain_H, own.residual_H)
+    return replace(
+        own,
+        q_map_HRD=torch.where(worse_H[:, None, None], plain, own.q_map_HRD),
+        k_map_HRD=torch.where(worse_H[:, None, None], plain, own.k_map_HRD),
         planes_HK=torch.where(worse_H[:, None], plain_HK, kept_HK),
-        objective="aggregated",
         residual_H=residual_H,
-        residual_uncompensated_H=plain_H,
         r2=explained(residual_H, plain_H),
-        condition=fitted.condition,
-        ridge=fitted.ridge,
     )
 
 
@@ -256,45 +264,21 @@ def eliminated(
 ) -> QkRecovery:
     """So many planes a head, those left after the greedy elimination. Give k's second moment centred per image."""
     gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
-    order = elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped)
+    kept_HK = _left(elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
-    return _aggregated(q_second_HDD, k_second_HDD, order.kept(planes), plain_HK, ridge_rel=ridge_rel, grouped=grouped)
-
-
-def _per_image(
-    fitted: _Factors,
-    kept_HK: Tensor,
-    plain_HK: Tensor,
-    dims: int,
-    grouped: int,
-    residual: Callable[[Tensor, Tensor], Tensor],
-) -> QkRecovery:
-    """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
-    q_map, k_map = _maps(fitted.factor_HK2, kept_HK, dims, grouped)
-    plain = torch.nn.functional.one_hot(dims_of_planes(plain_HK, dims), dims).to(torch.float64)
-    residual_H, plain_H = residual(q_map, k_map), residual(plain, plain)
-    return QkRecovery(
-        q_map_HRD=q_map,
-        k_map_HRD=k_map,
-        planes_HK=kept_HK,
-        objective="per-image",
-        residual_H=residual_H,
-        residual_uncompensated_H=plain_H,
-        r2=explained(residual_H, plain_H),
-        condition=fitted.condition,
-        ridge=fitted.ridge,
-    )
+    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
     """The same by how attention moves; uncompensated are those planes that alone move it most."""
     loss = exact_loss(gram_HXX)
-    kept_HK = elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped).kept(planes)
+    kept_HK = _left(elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
-    return _per_image(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
+    residual = partial(residual_exact, loss.gram_HXX)
+    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, "per-image", residual)
 
 
 def logit_v1(
@@ -310,4 +294,5 @@ def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: in
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    return _per_image(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))
+    residual = partial(residual_per_image, system)
+    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, "per-image", residual)
