@@ -1,6 +1,6 @@
 """The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,17 +13,15 @@ from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, checked_feeds, input_noun, rows_of
+from ground.feeds import Feeds, Outputs, checked_feeds, rows_of
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FloatType
-from perf.parity import structure
 from perf.parity.diagnosis import headroom
 from perf.parity.labels import accuracy, mcnemar
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures, require_agreement
 from perf.parity.parity import Link, LinkKind, Parity
 from perf.parity.structure import StructuralTest
-from perf.parity.ties import Choices
 from perf.record.fitted import FittedInputs
 from perf.runners.module import ModuleRunner
 
@@ -34,10 +32,11 @@ from .int8_kernels import with_reasons
 from .link_rules import DENSE, LinkRules, Merges, ParityLimits, Reference, link_rules, merges_of
 from .locate import located, worst_inputs
 from .shift import input_range, shift_of_inputs
+from .structural_tests import structural_tests
 
 HEADROOM_INPUTS = 8
-# Inputs at the batch sizes that are not the largest, slots of the structural tests, inputs pushed out of range.
-EACH_SIZE, SLOTS, EXTREME_INPUTS = 4, 8, 4
+EACH_SIZE = 4
+"""Inputs at the batch sizes that are not the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,8 @@ class Proof:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A candidate that has been run: its answers by batch size, a link for each output, what was found about its
-    structure; of a torch model how it merges tokens, of a graph or engine how the one that it computes does.
+    structure, the block where a failing link breaks; of a torch model how it merges tokens, of a graph or engine how
+    the one that it computes does.
     """
 
     candidate: Candidate
@@ -60,42 +60,12 @@ class Step:
     links: tuple[Link, ...]
     findings: tuple[StructuralTest, ...]
     merges: Merges | None
+    located: FaultLocation | None = None
 
     @property
     def answers(self) -> Outputs:
         """Those to all inputs."""
         return self.by_batch[max(self.by_batch)]
-
-
-def _structure(
-    candidate: Candidate, run: Run, feeds: Feeds, by_batch: Mapping[int, Outputs], bound: float, merges: Merges | None
-) -> list[StructuralTest]:
-    """What holds for some inputs holds for all: the link itself judges every input at the largest batch."""
-    largest, label = candidate.batch or max(by_batch), candidate.label
-    slots, noun = min(largest, SLOTS), input_noun(feeds)
-    if merges is not None:
-        # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
-        firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
-        if not len(firm_N):
-            return [*structure.outputs(label, by_batch[max(by_batch)], noun=noun), _untested(label, bound, noun)]
-        feeds = rows_of(feeds, firm_N)
-        by_batch = {size: rows_of(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
-        by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
-    straight = by_batch[max(by_batch)]
-    some, extreme = slice(max(slots, 2)), rows_of(feeds, slice(min(slots, EXTREME_INPUTS)))
-    return [
-        structure.batch_slot(label, run, rows_of(feeds, slice(1)), batch=slots, bound=bound),
-        structure.permutation(label, run, rows_of(feeds, some), bound=bound, straight=rows_of(straight, some)),
-        *structure.outputs(label, straight, noun=noun),
-        *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
-        *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
-    ]
-
-
-def _untested(label: str, bound: float, noun: str) -> StructuralTest:
-    """No batch tests where every input is as near to other merged tokens as rounding is."""
-    reason = f"all {noun} have merged tokens that are alike to {bound:.1g}, so batches may merge others; not tested"
-    return StructuralTest(candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=reason)
 
 
 def _by_batch(candidate: Candidate, run: Run, feeds: Feeds, batches: Sequence[int]) -> dict[int, Outputs]:
@@ -128,7 +98,7 @@ def _step(
             most = max(by_batch)
             own = candidate.checkpoint, proof_inputs.feeds, by_batch[most], most
             merges = merges_of(*own, halves=halves, heads=heads)
-        findings = _structure(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
+        findings = structural_tests(candidate, run, proof_inputs.feeds, by_batch, bound, merges)
     narrow: LinkKind = "quantised" if candidate.quantised else "half"
     kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
 
@@ -145,8 +115,9 @@ def _step(
 
 
 def _headroom(single: Candidate | None, fp16: Candidate, feeds: Feeds) -> list[StructuralTest]:
-    """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it."""
-    if single is None or single.form != "graph" or fp16.form != "graph":
+    """How near an FP16 graph comes to the end of float16, computed by the FP32 graph before it; nothing of others."""
+    is_fp16 = fp16.float_type is FLOAT16 and fp16.runtime is None and fp16.form == "graph"
+    if single is None or single.form != "graph" or not is_fp16:
         return []
     return [headroom(fp16.label, single.path, fp16.path, single.fed(rows_of(feeds, slice(HEADROOM_INPUTS))))]
 
@@ -158,25 +129,14 @@ def _halves(candidates: Sequence[Candidate]) -> tuple[FloatType, ...]:
 
 def _located(
     step: Step, before: Reference, previous: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
-) -> Iterator[FaultLocation]:
+) -> FaultLocation | None:
     """Where the first failing output of a step breaks, where that can be told."""
     failing = next((each for each in step.links if each.status == "FAIL"), None)
     if failing is None:
-        return
+        return None
     own = failing.output or next(iter(step.answers))
     worst = worst_inputs(feeds, before.answers[own], step.answers[own], failing.role)
-    block = located(failing.name, step.candidate, previous, dense, worst, products)
-    if block is not None:
-        yield block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Walked:
-    """All candidates run in order, what was found about their structure, and the blocks where failing links break."""
-
-    steps: list[Step] = field(default_factory=list)
-    findings: list[StructuralTest] = field(default_factory=list)
-    blocks: list[FaultLocation] = field(default_factory=list)
+    return located(failing.name, step.candidate, previous, dense, worst, products)
 
 
 def _walk(
@@ -188,9 +148,9 @@ def _walk(
     heads: Heads,
     answers: Outputs,
     on_progress: Callable[[Sequence[Step]], None],
-) -> _Walked:
+) -> list[Step]:
     """Every candidate against its reference: the dense model for torch, else the last FP32 step before it."""
-    walked, halves = _Walked(), _halves(candidates)
+    steps, halves = list[Step](), _halves(candidates)
     single: Step | None = None
     merges = merges_of(dense, proof_inputs.feeds, answers, max(batches), halves=halves, heads=heads)
     for candidate in candidates:
@@ -200,15 +160,14 @@ def _walk(
             before = Reference(label=single.candidate.label, answers=single.answers, merges=merges)
         previous = None if single is None else single.candidate
         step = _step(candidate, before, proof_inputs, batches, rules, heads, halves)
-        walked.findings.extend(step.findings)
-        if candidate.float_type is FLOAT16 and candidate.runtime is None:
-            walked.findings.extend(_headroom(previous, candidate, proof_inputs.feeds))
-        walked.blocks.extend(_located(step, before, previous, dense, proof_inputs.feeds, rules[0].products))
+        room = _headroom(previous, candidate, proof_inputs.feeds)
+        block = _located(step, before, previous, dense, proof_inputs.feeds, rules[0].products)
+        step = replace(step, findings=(*step.findings, *room), located=block)
         merges = merges if candidate.checkpoint is None else step.merges
         single = single if candidate.rounds or candidate.runtime is not None else step
-        walked.steps.append(step)
-        on_progress(walked.steps)
-    return walked
+        steps.append(step)
+        on_progress(steps)
+    return steps
 
 
 def prove(
@@ -254,15 +213,18 @@ def prove(
         if answered is not None:
             answered(DENSE, answers)
         rules = link_rules(dense, proof_inputs, answers, max(batches), limits, own_heads, _halves(candidates))
-        walked = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, finished)
+        steps = _walk(dense, candidates, proof_inputs, batches, rules, own_heads, answers, finished)
         records = own_heads.records
-    by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in walked.steps}
+    by_label = {DENSE: answers} | {step.candidate.label: step.answers for step in steps}
     return Proof(
         parity=Parity(
             images=proof_inputs.images,
-            links=(*(each for step in walked.steps for each in step.links), *_whole(walked.steps, answers, rules)),
-            structure=(*walked.findings, *(input_range(moments, proof_inputs.feeds) if moments is not None else ())),
-            located=tuple(walked.blocks),
+            links=(*(each for step in steps for each in step.links), *_whole(steps, answers, rules)),
+            structure=(
+                *(each for step in steps for each in step.findings),
+                *(input_range(moments, proof_inputs.feeds) if moments is not None else ()),
+            ),
+            located=tuple(step.located for step in steps if step.located is not None),
             shift=None if moments is None else shift_of_inputs(dense, moments, proof_inputs.feeds),
             heads=records,
             fitted=_fitted(proof_inputs, candidates, moments),
