@@ -50,12 +50,13 @@ def reduce_command(
     """
     from calib.calibrate import ALONE
     from calib.store import load as load_moments
-    from corp_deploy.planning.execution import measured_speedup, reduce_checkpoint
+    from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
     from corp_deploy.planning.request import request_from_choice
     from corp_deploy.polish.state import state_beside
+    from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.store.checkpoint import on_device
     from corp_deploy.views.reduction import polishing_shown, reduction_shown, speedup_line

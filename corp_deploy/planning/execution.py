@@ -1,6 +1,5 @@
 """Execute a reduction request on a checkpoint, and write the smaller model with its lineage."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,15 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.invocation.sparsity import SparseChoice
-from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, measured
-from ground.errors import BadInput, Missing
-from perf.stats.summary import summarise
-from perf.timing.laps import Plan
+from ground.errors import BadInput
 
 from .budget_planner import budget_planner
 from .joint_planner import joint_planner
@@ -41,26 +37,17 @@ from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
 
 
-def with_sparsity(
+def _with_sparsity(
     reduction: Reduction,
     choice: SparseChoice,
     inputs: InputSet | None,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None,
 ) -> Reduction:
-    """The reduction with its model's layers sparse, and a sentence on what became of them; itself where none are
-    asked for.
-    """
-    if not choice.patterns:
-        return reduction
+    """The reduction with its model's layers sparse, and a sentence on what became of them."""
     assert inputs is not None, choice
     how = Sparsifying(kinds=choice.patterns, rule=choice.sparse_pattern, permute=choice.sparse_permute)
     model, report = sparsified(reduction.model, inputs, how, on_progress=on_progress)
     return replace(reduction, model=model, sparsity=report, decisions=(*reduction.decisions, *report.sentences()))
-
-
-# Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
-SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
 
 
 def _fits_to_moments(planned: WidthPlan, model: nn.Module, request: ReductionRequest) -> bool:
@@ -195,13 +182,8 @@ def as_planned(
     if request.closed_loop is not None:
         assert images is not None
         with measured(watch, "closed loop"):
-            if (loop := loop_of(request, moments)) is None:
-                return reduce_by_symmetric_loop(
-                    dense.model, images, planned.method, widths=planned.widths, on_progress=on_progress
-                )
-            return reduce_by_closed_loop(
-                dense.model, images, planned.method, widths=planned.widths, loop=loop, on_progress=on_progress
-            )
+            loop, widths = loop_of(request, moments), planned.widths
+            return reduce_traced(dense.model, images, planned.method, widths=widths, loop=loop, on_progress=on_progress)
     with measured(watch, "recover"):
         return reduce(
             dense.model,
@@ -274,14 +256,10 @@ def reduce_checkpoint(
         with measured(watch, "polish"):
             polished = with_polish(dense.model, reduction, request.polish, polish_inputs, how, reads=request.reads)
         reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
-    if request.sparsity.non_default:
+    if request.sparsity.patterns:
         with measured(watch, "sparsify"):
-            reduction = with_sparsity(
-                reduction,
-                request.sparsity,
-                images if polish_inputs is None else polish_inputs.fitted,
-                on_progress=on_progress,
-            )
+            fitted = images if polish_inputs is None else polish_inputs.fitted
+            reduction = _with_sparsity(reduction, request.sparsity, fitted, on_progress)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
@@ -296,14 +274,3 @@ def reduce_checkpoint(
         if how.state is not None:
             how.state.unlink(missing_ok=True)
     return reduction, planned
-
-
-def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
-    """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
-    with tempfile.TemporaryDirectory() as scratch:
-        save(dense, Path(scratch))
-        bench = measure(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)
-    (row,) = summarise(bench).rows
-    if row.speedup is None:
-        raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(bench.warnings)}")
-    return row.speedup.value

@@ -16,7 +16,7 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.fitted import fitted_inputs, fitted_of_lineage
 from corp_deploy.store.onnx_file import GraphFacts, export_checkpoint, facts_of_onnx
 from export.engine.record import EngineRecord, record_of_plan
-from ground.errors import BadInput
+from ground.errors import BadInput, Missing
 from ground.files import sha256_of_file
 from ground.ports import Port
 from perf.bench.bench import Subject, bench
@@ -27,6 +27,7 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
+from perf.stats.summary import summarise
 from perf.timing.environment import environment
 from perf.timing.laps import Plan
 from perf.timing.watch import watching
@@ -34,6 +35,9 @@ from perf.timing.watch import watching
 from .engine_trust import record_of_trusted_plan
 from .timed_inputs import TimedInputs, feeds_to_time, listed
 from .torch_package import Contender, compiled_contender, contender_from_package
+
+# Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
+SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
 
 
 def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunOptions) -> Contender:
@@ -265,3 +269,14 @@ def measure(
     fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.noun)
     remarks = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
     return replace(measured, warnings=(*measured.warnings, *remarks), fitted=fitted)
+
+
+def measured_speedup(dense: Checkpoint, directory: Path, batch: int) -> float:
+    """Dense over reduced median latency in ONNX Runtime, interleaved, to hold a prediction against."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save(dense, Path(scratch))
+        compared = measure(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)
+    (row,) = summarise(compared).rows
+    if row.speedup is None:
+        raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(compared.warnings)}")
+    return row.speedup.value
