@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, WEIGHTS
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .example import Example
 
@@ -39,17 +38,8 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "model": "dense",
         "images": "images/calibration.npz",
         "samples": scale.samples,
-        "seed": 0,
         "batch_size": 64,
-        "device": "cpu",
-        "workers": 0,
-        "max_bad": 0,
-        "attention_system": False,
-        "attn": None,
         "hold_out": scale.hold_out,
-        "groups": None,
-        "checkpoint_every": None,
-        "summary": None,
         "output": "moments.safetensors",
     }
     reduce = {
@@ -57,30 +47,20 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "moments": "moments.safetensors",
         "held_out": "moments.held-out.safetensors",
         **example.reduce,
-        "device": "cpu",
         "output": "reduced",
     }
     verify = {
         "images": "images/held-out.npz",
         "labels": "images/held-out.npz",
-        "samples": None,
-        "seed": 0,
         "moments": "moments.safetensors",
-        "batch": (1, 7, 32),
         "min_agreement": 0.98,
         "max_error": example.max_error,
-        "half_factor": 4.0,
-        "max_apart": 0.05,
-        "confidence": DEFAULT_CONFIDENCE,
         "output": "parity.json",
     }
     bench = {
         "batch": scale.batches,
         "images": "images/held-out.npz",
         "time_limit": scale.time_limit,
-        "half_width": 0.01,
-        "block_ms": 25.0,
-        "min_rounds": 16,
         "output": "bench.json",
     }
     names = ("model.onnx", *(f"model.{each}.onnx" for each in scale.types))
@@ -90,7 +70,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         ("reduced/config.json", "reduced/model.safetensors"): Invocation(command="reduce", options=reduce),
     }
     for name, files in graphs.items():
-        export = {"model": name, "precision": ("fp32", *scale.types), "keep_fp32": [], "output": files[0]}
+        export = {"model": name, "precision": ("fp32", *scale.types), "output": files[0]}
         calls[files] = Invocation(command="export", options=export)
     chain = ("dense", "reduced", *graphs["reduced"])
     pair = (graphs["dense"][0], graphs["reduced"][0])

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Pairs
-from corp_deploy.reduction.method import DEFAULT_RIDGE_REL
 
 SPARSITY = 0.5
 CONV_SPARSITY = 0.4
@@ -35,17 +34,7 @@ VIT = Example(
     folder="model",
     title="The digits example: dense against reduced",
     narrower="reducing to half the channels and head dimensions",
-    reduce={
-        "mlp": SPARSITY,
-        "attn": SPARSITY,
-        "preset": "best",
-        "select": None,
-        "heads": "padded",
-        "closed_loop": False,
-        "allow_partial": False,
-        "align": Pairs(mlp=64, head=16),
-        "ridge": DEFAULT_RIDGE_REL,
-    },
+    reduce={"mlp": SPARSITY, "attn": SPARSITY, "align": Pairs(mlp=64, head=16)},
     method={"mlp_sparsity": SPARSITY, "attention_sparsity": SPARSITY},
     beside=("none",),
     max_error=0.05,
@@ -54,15 +43,7 @@ RESNET = Example(
     folder="resnet",
     title="The digits ResNet: dense against reduced",
     narrower="removing two fifths of the channels between convolutions",
-    reduce={
-        "conv": CONV_SPARSITY,
-        "preset": "best",
-        "select": None,
-        "closed_loop": False,
-        "allow_partial": False,
-        "align": Pairs(conv=8),
-        "ridge": DEFAULT_RIDGE_REL,
-    },
+    reduce={"conv": CONV_SPARSITY, "align": Pairs(conv=8)},
     method={"conv_sparsity": CONV_SPARSITY, "align_conv": 8},
     beside=("none", "grail"),
     max_error=0.1,

@@ -107,7 +107,7 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
     }
     with torch.inference_mode():
         reference = dense.model(pixels).numpy()
-    pairs = (*models.items(), (example.reduce["preset"], reduced))
+    pairs = (*models.items(), ("best", reduced))
     return [_effect(preset, model, reference, pixels, labels) for preset, model in pairs]
 
 

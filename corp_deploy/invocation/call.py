@@ -38,11 +38,8 @@ class Invocation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, option: str) -> Any:
-        return self.options[option]
-
-    def some(self, *options: str) -> dict[str, Any]:
-        """These options with their values, as arguments of a function of the same names."""
-        return {name: self.options[name] for name in options}
+        """None where it isn't said."""
+        return self.options.get(option)
 
     @property
     def argv(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.families.family import has_uneven_heads, output_ports
-from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.table import EXPORT_HEADS
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.graph_input import graph_ports
@@ -45,13 +45,7 @@ class Graphs:
         self._checkpoint, self._dense = checkpoint, dense or checkpoint
         self._options, self._optional_feeds = options, feeds
         self._command = command
-        self._chosen = Quantisation(
-            rest=options.rest,
-            scales=options.scales,
-            balance=options.balance,
-            keep_rest=tuple(options.keep_rest),
-            weight_bits=options.weight_bits,
-        )
+        self._chosen = Quantisation(**QuantisedOptions.from_options(options.values).values)
 
     @property
     def _feeds(self) -> Feeds:

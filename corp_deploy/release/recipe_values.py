@@ -49,7 +49,6 @@ Location: TypeAlias = Annotated[Path, Meta(description=_NOT_EMPTY)]
 Locations: TypeAlias = Annotated[
     tuple[Path, ...], Meta(description="a list of different files", extra_json_schema={"uniqueItems": True})
 ]
-Flag: TypeAlias = Annotated[bool, Meta(description="true or false")]
 Arguments: TypeAlias = Annotated[dict[str, Any], Meta(description="a table of arguments")]
 ServedName: TypeAlias = Annotated[
     str,

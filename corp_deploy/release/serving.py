@@ -54,9 +54,6 @@ def _rival(directory: Path, target: str, bench: Bench) -> Path:
     return plans[0] if plans else directory / "reduced" / str(bench.subjects[0].describe["model"])
 
 
-AS_MEASURED = Serving()
-
-
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
     """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named, and so are quantised ones
     in whose place others are served, the names of which come last.
@@ -163,7 +160,7 @@ def package_of_directory(
     version: int,
     labels: Path | None,
     server: str | None,
-    serving: Serving = AS_MEASURED,
+    serving: Serving,
     profiles: tuple[BatchProfile, ...] = (),
 ) -> tuple[Package, list[str]]:
     """What a release's (or the demo's) directory offers to a server, and what is left out and why.

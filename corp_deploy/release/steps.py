@@ -11,9 +11,10 @@ from calib.store import load as load_moments
 from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.inputs import HoldOutOptions, InputOptions
+from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint
@@ -33,7 +34,6 @@ from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, labels_from_path
-from export.triton.config import Serving
 from export.triton.repository import write_repository
 from ground.effort import measured
 from ground.errors import BadInput
@@ -44,21 +44,27 @@ from perf.record.runs import Bench, save_bench
 from perf.report.render import html
 
 from .incremental import StageDirs
-from .proof_images import open_proof_images
 from .recipe_parity import trusted_metrics
 from .recipe_tables import require_more
-from .serving import AS_MEASURED, package_of_directory
-
-DRAWN = ("samples", "seed")
+from .serving import package_of_directory
 
 
-def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation, *options: str) -> Images:
-    return images_for_model(dense.model, dirs.root / run["images"], **run.some(*options))
+def _drawn(run: Invocation) -> Drawn:
+    return Drawn.from_options(run.options)
+
+
+def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
+    decoded = Decoded.from_options(run.options).decoded
+    return images_for_model(dense.model, dirs.root / run["images"], **_drawn(run).drawn, **decoded)
+
+
+def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
+    return HoldOutOptions.from_options({**run.options, "groups": _groups(dirs, run)})
 
 
 def _groups(dirs: StageDirs, run: Invocation) -> str | None:
     """Which images belong together: a word, or a file with labels."""
-    groups: str | None = run.options.get("groups")
+    groups: str | None = run["groups"]
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
@@ -69,8 +75,8 @@ def _in_recipe(share: float) -> str:
 
 def write_moments(dirs: StageDirs, run: Invocation) -> None:
     """The calibration, which goes on from its own states after an interruption where it saves them."""
-    require_device(run["device"])
-    options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
+    options, drawn = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)}), _drawn(run)
+    require_device(options.device)
     dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), options)
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished,
@@ -79,39 +85,32 @@ def write_moments(dirs: StageDirs, run: Invocation) -> None:
         fitting=_in_recipe,
         smaller=lambda size: dirs.tell(f"memory ran out in a batch: begun anew with batch_size = {size}"),
     )
-    source = _images(dense, dirs, run, *DRAWN, "workers", "max_bad")
+    source = _images(dense, dirs, run)
     if options.snapshots:
         require_more(source.count - (options.hold_out or 0), tuple(options.snapshots))
-    source = options.in_order(source, samples=run["samples"], seed=run["seed"])
+    source, request = options.in_order(source, **drawn.drawn), options.request(seed=drawn.seed)
     with measured(dirs.watch, "calibrate"):
-        fitted, *_ = moments_files.write_moments(
-            dense, source, options.request(seed=run["seed"]), running, dirs.into / run["output"]
-        )
+        fitted, *_ = moments_files.write_moments(dense, source, request, running, dirs.into / run["output"])
     if run["summary"] is not None:
         write_json(dirs.into / run["summary"], reference_of_summary(fitted, run["output"]))
-
-
-def _fitted(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
-    """The calibration's images, without those that are to prove the result."""
-    images, options = _images(dense, dirs, run, *DRAWN, "workers", "max_bad"), HoldOutOptions.from_options(run.options)
-    return replace(options, groups=_groups(dirs, run)).split(images, run["seed"]).fitted
 
 
 def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     """The smaller model."""
     options = dict(run.options)
-    if options.get("latency_tables") is not None:
+    if run["latency_tables"] is not None:
         options["latency_tables"] = dirs.root / options["latency_tables"]
     choice, dense = ReduceOptions.from_options(options), load_checkpoint(dirs.root / run["model"])
-    images = _fitted(dense, dirs, run) if choice.needs_images else None
-    judged = choice.within is not None and images is not None
+    seed, images = _drawn(run).seed, None
+    if choice.needs_images:
+        images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
         dense,
         dirs.root / run["moments"],
-        request_from_choice(choice, seed=run.options.get("seed", 0)),
+        request_from_choice(choice, seed=seed),
         directory=dirs.into / run["output"],
         images=images,
-        judges=Judges() if judged else None,
+        judges=None if choice.within is None else Judges(),
         held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
         polishing=Polishing(state=dirs.unfinished),
         watch=dirs.watch,
@@ -121,7 +120,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
 def write_graphs(dirs: StageDirs, run: Invocation) -> None:
     """Typed ONNX graphs of a model."""
     checkpoint, options = load_checkpoint(dirs.root / run["model"]), ExportOptions.from_options(run.options)
-    feeds = inputs_from_set(_images(checkpoint, dirs, run, *DRAWN)).feeds if options.quantised else None
+    feeds = inputs_from_set(_images(checkpoint, dirs, run)).feeds if options.quantised else None
     graphs = Graphs(checkpoint, options, feeds)
     for precision, path in graphs.paths(dirs.into / run["output"]).items():
         with measured(dirs.watch, "export"):
@@ -132,17 +131,11 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
-    options = InputOptions(
-        images=dirs.root / run["images"],
-        hold_out=run.options.get("hold_out"),
-        groups=_groups(dirs, run),
-        **run.some(*DRAWN),
-    )
-    source = open_proof_images(dense.model, options)
+    source = _held_out(dirs, run).proving(_images(dense, dirs, run), _drawn(run).seed)
     labels = None if run["labels"] is None else labels_from_path(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
-    meter = Meter(trusted_metrics(run.options.get("metric") or ()), inputs, below=dirs.root)
+    meter = Meter(trusted_metrics(run["metric"] or ()), inputs, below=dirs.root)
     proof = prove(
         dense,
         [candidate_from_path(path, below=dirs.root) for path in candidates],
@@ -180,15 +173,14 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
     """The model repository that an inference server loads as it is."""
-    labels = None if run["labels"] is None else dirs.root / run["labels"]
-    (directory,) = run.arguments
+    options, (directory,) = ServingOptions.from_options(run.options), run.arguments
     what, _ = package_of_directory(
         dirs.root / directory,
-        name=run["name"],
-        version=run["model_version"],
-        labels=labels,
+        name=options.name,
+        version=options.model_version,
+        labels=None if options.labels is None else dirs.root / options.labels,
         server=None,
-        serving=AS_MEASURED if run["cpu_backend"] is None else Serving(cpu_backend=run["cpu_backend"]),
+        serving=options.serving,
     )
     write_repository(what, dirs.into / run["output"])
 
