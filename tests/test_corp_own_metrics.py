@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corp_deploy.proof import chain
-from corp_deploy.proof.custom_metrics import custom_metrics
+from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.inputs import ProofInputs
 from corp_deploy.proof.metric_request import metric_from_text, metrics_from_texts
 from corp_deploy.store.checkpoint import save
@@ -22,6 +22,7 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.parity.parity import load_parity
+from perf.parity.source import OwnMetric
 from tests import tiny
 from tests.command import run
 from tests.test_corp_printed import PLAIN
@@ -47,9 +48,14 @@ def python(code: str) -> str:
     return shlex.join([sys.executable, "-c", code, "{outputs}"])
 
 
+def row_of(command: str, inputs: ProofInputs = INPUTS, **more: Any) -> OwnMetric:
+    meter = Meter([metric_from_text(command)], inputs, **more)
+    meter.measure("one", LOGITS)
+    return meter.metrics[0]
+
+
 def measured(command: str, **more: Any) -> float:
-    (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, INPUTS, **more)
-    return row.value
+    return row_of(command, **more).value
 
 
 @pytest.fixture
@@ -88,8 +94,7 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
     assert f"hits of dense torch fp32: {dense:.6g}" in result.output
     before = parity.metrics[0].sha256
     (home / "score.py").write_text(SCORE + "\n")
-    (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, _labelled())
-    assert row.sha256 != before, "the digest covers the script"
+    assert row_of(command, _labelled()).sha256 != before, "the digest covers the script"
 
     def verdict(rule: str) -> str:
         return judge([rule_from_text(rule)], Evidence(parity=parity)).verdict
@@ -186,8 +191,7 @@ def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_st
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "score.py").write_text(SCORE + folder[1:])
         command = f'sh -c "echo {word}" {folder}/score.py {{outputs}}'
-        (row,) = custom_metrics([metric_from_text(command)], {"one": LOGITS}, inputs, below=tmp_path)
-        return row.sha256
+        return row_of(command, inputs, below=tmp_path).sha256
 
     assert digest("a", INPUTS) == digest("b", INPUTS)
     assert len({digest("a", INPUTS), digest("a#", INPUTS), digest("a", INPUTS, "2"), digest("a", _labelled())}) == 4

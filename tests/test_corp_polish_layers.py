@@ -14,13 +14,14 @@ from corp_deploy.families.modules import replaced
 from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.polish.descent import StepBudget
-from corp_deploy.polish.layers import fit_layers_, fitted_steps, pairs_of, walk_layers
+from corp_deploy.polish.layers import fitted_steps, pairs_of, walk_layers
 from corp_deploy.polish.newton import Newton
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.streams import Pair
 from tests import tiny
+from tests.layer_fits import fit_layers_
 from tests.test_traced_polish import moved
 
 

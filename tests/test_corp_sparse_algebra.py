@@ -1,6 +1,7 @@
 """k:n patterns and the refit on their supports, held to float64 computations of their own: lstsq by row, and loops."""
 
 from itertools import combinations
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.sparse_patterns import cast_mask, holds, magnitude_mask, obs_mask
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
-from corp_deploy.algebra.sparsity import RULES, Rule, Sparsity, sparsity_from_text
+from corp_deploy.algebra.sparsity import Rule, Sparsity, sparsity_from_text
 from ground.errors import BadInput
 
 TWO_OF_FOUR = Sparsity(kept=2, of=4)
@@ -78,7 +79,7 @@ def by_lstsq(objective: Objective, x_XK: Tensor, t_XO: Tensor, mask_OK: Tensor) 
 
 
 @pytest.mark.parametrize("fits_bias", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_refit_is_each_rows_least_squares_on_its_support(kind: str, rule: Rule, fits_bias: bool) -> None:
     objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=1e-4, fits_bias=fits_bias)
@@ -90,7 +91,7 @@ def test_the_refit_is_each_rows_least_squares_on_its_support(kind: str, rule: Ru
     assert sparse.error == pytest.approx(told, rel=1e-8)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-4])
 def test_kept_weights_satisfy_the_normal_equations(kind: str, rule: Rule, ridge_rel: float) -> None:
@@ -105,7 +106,7 @@ def test_kept_weights_satisfy_the_normal_equations(kind: str, rule: Rule, ridge_
     assert holds(sparse.weight_OK, TWO_OF_FOUR)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-4, 1.0])
 def test_the_refit_is_never_worse_than_the_mask(kind: str, rule: Rule, ridge_rel: float) -> None:
@@ -123,7 +124,7 @@ def test_rows_of_one_support_are_solved_alike() -> None:
     torch.testing.assert_close(sparse.weight_OK, by_lstsq(objective, x_XK, t_XO, alike_OK)[0], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_planted_sparse_weights_come_back(rule: Rule) -> None:
     """They give their own targets with no loss, whatever the inputs' correlations."""
     x_XK = samples("random")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra import whole_heads
-from corp_deploy.algebra.fold import cluster_rows
+from corp_deploy.algebra.fold import averages, cluster_rows
 
 HEADS, WIDTH, OUTPUTS = 4, 3, 5
 KINDS = ("random", "ill-conditioned", "singular")
@@ -45,9 +45,9 @@ def fewer(z_XC: Tensor, map_MH: Tensor) -> Tensor:
 
 MAPS = {
     "picked": whole_heads.selection(torch.tensor([0, 2]), HEADS),
-    "averaged": whole_heads.averages(torch.tensor([0, 1, 0, 1]), 2),
-    "whole groups": whole_heads.grouped([torch.eye(2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)]),
-    "of each group": whole_heads.grouped([torch.full((1, 2), 0.5, dtype=torch.float64)] * 2),
+    "averaged": averages(torch.tensor([0, 1, 0, 1]), 2),
+    "whole groups": torch.block_diag(torch.eye(2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)),
+    "of each group": torch.block_diag(*[torch.full((1, 2), 0.5, dtype=torch.float64)] * 2),
 }
 
 
@@ -124,7 +124,7 @@ def test_heads_that_are_there_twice_are_recovered(form: whole_heads.Form) -> Non
     small = fewer(twice_XC, whole_heads.selection(kept, 4))
     torch.testing.assert_close(small @ got.weight_OK.T + got.bias_O, twice_XC @ weight.T + bias, rtol=1e-6, atol=1e-6)
     rows_HX = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[[0, 1, 0, 1]]
-    clusters = whole_heads.averages(cluster_rows(rows_HX, 2, seed=0), 2)
+    clusters = averages(cluster_rows(rows_HX, 2, seed=0), 2)
     folded = whole_heads.recovered(mean, second, weight, bias, clusters, "affine", ridge_rel=1e-12)
     assert folded.residual_uncompensated == pytest.approx(0.0, abs=1e-9)
     assert folded.residual == pytest.approx(0.0, abs=1e-9)
@@ -189,6 +189,6 @@ def test_a_grouped_map_is_a_map_a_group() -> None:
     """What averages within groups gives is what a loop over groups gives."""
     z_XC = samples("random", 4)
     maps = [torch.tensor([[0.25, 0.75]], dtype=torch.float64), torch.eye(2, dtype=torch.float64)]
-    got = fewer(z_XC, whole_heads.grouped(maps))
+    got = fewer(z_XC, torch.block_diag(*maps))
     by_group = [fewer(part, own) for part, own in zip(z_XC.split(2 * WIDTH, 1), maps, strict=True)]
     torch.testing.assert_close(got, torch.cat(by_group, 1))

@@ -18,7 +18,7 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
 from corp_deploy.families.traced_module import traced_module
-from corp_deploy.polish.layers import fit_layers_, pairs_of
+from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton, Step
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
@@ -30,6 +30,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.store.checkpoint import Checkpoint
 from tests import tiny
+from tests.layer_fits import fit_layers_
 from tests.traced_examples import with_structure
 
 DIM, HEADS, TOKENS = 24, 2, 16

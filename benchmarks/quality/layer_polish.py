@@ -30,7 +30,7 @@ from calib.input_set import InputSet
 from calib.inputs import run_model
 from corp_deploy.families.modules import replaced
 from corp_deploy.machine import versions
-from corp_deploy.polish.layers import fit_layers_, pairs_of
+from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -40,6 +40,7 @@ from corp_deploy.store.inputs import images_for_model
 from ground.errors import Missing
 from ground.files import write_json
 from perf.timing.environment import cpu_name
+from tests.layer_fits import fit_layers_
 
 BATCH, HELD_OUT_EVERY, SPARSITY = 16, 8, 0.5
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"

@@ -1,31 +1,12 @@
-"""Merging the channels of an MLP instead of dropping some (folding, and GRAIL's recovery of it).
+"""Which channels of an MLP, or heads, are merged instead of dropped (folding): the clusters of their rows by k-means.
 
-Rows of the first layer are clustered by k-means and each cluster becomes its mean row. What the second layer then gets
-is the activation of a mean row, not the mean of activations: see reduce_folded.py for what that loses.
-
-Legend: F channels, I inputs of the first layer, O outputs of the second, K clusters.
+Legend: F channels, I inputs of the first layer, K clusters.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _ROUNDS = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folding:
-    """The first layer with one row per cluster, and the second with the sum of each cluster's columns.
-
-    cluster_F: the cluster of each channel, numbered by its lowest channel; map_KF: rows that average a cluster.
-    """
-
-    cluster_F: Tensor
-    map_KF: Tensor
-    weight_KI: Tensor
-    bias_K: Tensor
-    plain_OK: Tensor
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
@@ -50,8 +31,8 @@ def _numbered(cluster_F: Tensor) -> Tensor:
     return cluster_F.new_tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])
 
 
-def _mean_map(cluster_F: Tensor, width: int) -> Tensor:
-    """[K, F] with rows that average a cluster's channels."""
+def averages(cluster_F: Tensor, width: int) -> Tensor:
+    """[K, F]: rows that average the channels of a cluster."""
     member_KF = torch.nn.functional.one_hot(cluster_F, width).T.to(torch.float64)
     return member_KF / member_KF.sum(dim=1, keepdim=True)
 
@@ -80,18 +61,5 @@ def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
         if torch.equal(new_F, cluster_F):
             break
         cluster_F = new_F
-        centre_KI = _mean_map(cluster_F, width) @ scaled_FI
+        centre_KI = averages(cluster_F, width) @ scaled_FI
     return _numbered(cluster_F)
-
-
-def fold(weight_FI: Tensor, first_bias_F: Tensor | None, weight_OF: Tensor, width: int, *, seed: int = 0) -> Folding:
-    """Merge F channels into `width`: mean rows, and for each the sum of what its members fed into the output."""
-    cluster_F = cluster_rows(weight_FI, width, seed=seed)
-    map_KF = _mean_map(cluster_F, width)
-    return Folding(
-        cluster_F=cluster_F,
-        map_KF=map_KF,
-        weight_KI=map_KF @ weight_FI,
-        bias_K=weight_FI.new_zeros(width) if first_bias_F is None else map_KF @ first_bias_F,
-        plain_OK=weight_OF @ (map_KF > 0.0).to(torch.float64).T,
-    )

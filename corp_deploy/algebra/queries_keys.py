@@ -236,12 +236,3 @@ def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]
     factor_H = (apart_H / apart_H.clamp(1.0 / MOST_APART, MOST_APART)).sqrt()
     factor_H11 = torch.where(apart_H > 0.0, factor_H, 1.0)[:, None, None]
     return q_map_HRD * factor_H11, k_map_HRD / factor_H11
-
-
-def lowrank_spectrum(q_second_HDD: Tensor, k_second_HDD: Tensor) -> Tensor:
-    """[H, D + 1]: the aggregated objective of `lowrank` at widths 0..D, by the tails of the singular values."""
-    q_root_HDD, _, _ = _roots(q_second_HDD, 0.0)
-    k_root_HDD, _, _ = _roots(k_second_HDD, 0.0)
-    energy_HD = torch.linalg.svdvals(q_root_HDD @ k_root_HDD).square()
-    tail_HD = energy_HD.flip(1).cumsum(1).flip(1)
-    return torch.cat((tail_HD, torch.zeros_like(tail_HD[:, :1])), dim=1)

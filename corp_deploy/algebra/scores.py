@@ -20,11 +20,6 @@ def producer_l2(first_FI: Tensor) -> Tensor:
     return norm_F
 
 
-def energy(second_F: Tensor) -> Tensor:
-    """E[x_i^2] from the diagonal of the second moment (CORP, algorithm 2)."""
-    return second_F.clone()
-
-
 def magnitude(weight_OF: Tensor) -> Tensor:
     """||W_:,i||: the norm of what channel i feeds into the output."""
     norm_F: Tensor = torch.linalg.vector_norm(weight_OF, dim=0)
@@ -34,11 +29,6 @@ def magnitude(weight_OF: Tensor) -> Tensor:
 def combined(second_F: Tensor, weight_OF: Tensor) -> Tensor:
     """E[x_i^2] * ||W_:,i|| (CORP, section 3.3; the paper's default)."""
     return second_F * magnitude(weight_OF)
-
-
-def variance(covariance_F: Tensor) -> Tensor:
-    """Var[x_i] from the diagonal of the covariance (variance-based pruning)."""
-    return covariance_F.clone()
 
 
 def wanda(second_F: Tensor, weight_OF: Tensor) -> Tensor:

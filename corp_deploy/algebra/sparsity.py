@@ -1,13 +1,12 @@
 """k:n sparsity: a number of weights that may stay of every few neighbours. No torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from ground.errors import BadInput
 
 Rule = Literal["obs", "cast", "magnitude"]
 """By what weights stay: the exact cost of dropping them, CAST's cost of a group by itself, their size."""
-RULES: tuple[Rule, ...] = get_args(Rule)
 LONGEST = 8  # 4:8 has 70 patterns of a group, 8:16 has 12,870
 
 

@@ -9,7 +9,6 @@ Legend: H heads, G groups of heads that share keys and values, M heads left, V d
 O outputs.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -57,18 +56,6 @@ def best_heads(score_H: Tensor, count: int) -> Tensor:
 def selection(kept_M: Tensor, heads: int) -> Tensor:
     """[M, H]: rows that pick a head."""
     return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)
-
-
-def averages(cluster_H: Tensor, count: int) -> Tensor:
-    """[M, H]: rows that average the heads of a cluster."""
-    member_MH = torch.nn.functional.one_hot(cluster_H, count).T.to(torch.float64)
-    return member_MH / member_MH.sum(dim=1, keepdim=True)
-
-
-def grouped(maps: Iterable[Tensor]) -> Tensor:
-    """Maps of the heads of each group, in turn, as one block-diagonal map of all heads."""
-    block_diagonal: Tensor = torch.block_diag(*maps)
-    return block_diagonal
 
 
 def _fitted(

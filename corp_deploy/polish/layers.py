@@ -5,7 +5,6 @@ Legend: B inputs, N tokens, C channels.
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from calib.input_set import InputSet
@@ -15,10 +14,8 @@ from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
 
-from .descent import StepBudget
 from .newton import AlternatingFit, Newton
 from .parts import Parts
-from .report import PartReport
 from .segments import segment_sublayer
 from .subject import Subject
 
@@ -77,21 +74,6 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit)
                 pair.reduced, pair.beside_BNX = step.passed(pair.reduced, pair.present_BN)
             else:
                 pair.reduced = step(pair.reduced, pair.present_BN)
-
-
-@torch.no_grad()
-def fit_layers_(dense: nn.Module, model: nn.Module, pairs: list[Pair], how: Newton, *, sweeps: int) -> list[PartReport]:
-    """The reduced model's narrower sublayers fitted in place, so many sweeps each, in the order they run."""
-    reports = list[PartReport]()
-
-    def fit(step: SegmentStep, name: str, both: list[Pair]) -> None:
-        fitted = AlternatingFit(segment_sublayer(model, step), both, how, StepBudget(steps=sweeps, seconds=None))
-        position = fitted.start()
-        fitted.run(position)
-        reports.append(fitted.report(name, position))
-
-    walk_layers(dense, model, pairs, fit)
-    return reports
 
 
 def polish_layers_(subject: Subject, parts: Parts) -> None:

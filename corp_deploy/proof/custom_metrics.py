@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,6 @@ from .metric_request import OUTPUTS, TIME_LIMIT_S, MetricRequest, require_runnab
 
 NAMES, LABELS = "names", "labels"
 _LAST_WORDS = 300
-
-
-def custom_metrics(
-    requests: Sequence[MetricRequest],
-    answers: Mapping[str, Outputs],
-    inputs: ProofInputs,
-    *,
-    below: Path = Path(),
-    time_limit_s: float = TIME_LIMIT_S,
-) -> tuple[OwnMetric, ...]:
-    """Every measure of every artefact's outputs, once each, these by its label. Raises as `Meter` does."""
-    meter = Meter(requests, inputs, below=below, time_limit_s=time_limit_s)
-    for label, outputs in answers.items():
-        meter.measure(label, outputs)
-    return meter.metrics
 
 
 class Meter:

@@ -126,11 +126,6 @@ class Method:
             )
 
     @property
-    def mlp_kept(self) -> float:
-        """Share of the channels that stay."""
-        return 1.0 - (self.mlp_sparsity or 0.0)
-
-    @property
     def attention_kept(self) -> float:
         """Share of the head dimensions that stay."""
         return 1.0 - (self.attention_sparsity or 0.0)

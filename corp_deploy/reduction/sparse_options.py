@@ -15,7 +15,6 @@ Target = Literal["reduced", "own"]
 stream as it is by then.
 """
 KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
-PERMUTES: tuple[Permute, ...] = get_args(Permute)
 DEFAULT_RULE: Rule = "obs"
 DEFAULT_PERMUTE: Permute = "none"  # after the refit orders gain nothing, see benchmarks/quality/sparsity.py
 RIDGE_REL = 1e-4

@@ -15,9 +15,9 @@ from torch.nn import functional
 from calib.input_set import InputSet
 from calib.inputs import to_device
 from calib.moments import Moments
-from corp_deploy.algebra.fold import cluster_rows
+from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
-from corp_deploy.algebra.whole_heads import averages, recovered
+from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import token_weights, tracing

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from .checkpoint import Checkpoint
 from .sparse_graph import PREFIX
 
 GraphInput = Literal["float32", "uint8"]
-GRAPH_INPUTS: tuple[GraphInput, ...] = get_args(GraphInput)
 NORMALISED = f"{PREFIX}normalised"
 AHEAD = "ahead of the model"
 

@@ -24,7 +24,6 @@ from .quantised import Layer, quantised, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
 
 ScaleChoice = Literal["auto"] | Clipping
-SCALE_CHOICES: tuple[ScaleChoice, ...] = ("auto", *CLIPPINGS)
 JUDGED_BATCHES = 4
 
 
