@@ -17,9 +17,11 @@ from torch import nn
 from ground.errors import BadInput, Missing
 from ground.feeds import Feeds
 from perf.runners import onnx as onnx_runner
+from perf.runners import onnx_session
 from perf.runners.cuda import DeviceBound
 from perf.runners.module import ModuleRunner
-from perf.runners.onnx import OnnxRunner, onnx_precision, require_granted, require_provider
+from perf.runners.onnx import OnnxRunner, onnx_precision
+from perf.runners.onnx_session import require_granted, require_provider
 from perf.runners.protocol import HostBound
 
 RNG = np.random.default_rng(0)
@@ -111,12 +113,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) ->
     settings: list[tuple[str, str]] = []
     options = SimpleNamespace(add_session_config_entry=lambda *entry: settings.append(entry), settings=settings)
     whole = SimpleNamespace(
-        get_available_providers=lambda: list(onnx_runner.PROVIDERS.values()),
+        get_available_providers=lambda: list(onnx_session.PROVIDERS.values()),
         SessionOptions=lambda: options,
         InferenceSession=session,
         capi=state,
     )
-    monkeypatch.setattr(onnx_runner, "onnxruntime_here", lambda: whole)
+    for module in (onnx_runner, onnx_session):
+        monkeypatch.setattr(module, "onnxruntime_here", lambda: whole)
     monkeypatch.setattr(onnx_runner, "open_stream", lambda: SimpleNamespace(cuda_stream=0))
 
 
@@ -155,7 +158,7 @@ def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
     import onnxruntime
 
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("onnxruntime_pybind11_state*"))
-    assert onnx_runner.LEFT_TO_CPU.encode() in library.read_bytes()
+    assert onnx_session.LEFT_TO_CPU.encode() in library.read_bytes()
 
 
 def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def in_cuda_provider(variant: str, setting: Setting) -> Row:
     """Dense beside one geometry in ONNX Runtime. Raises perf's Missing without its CUDA provider."""
     import onnxruntime
 
-    from perf.runners.onnx import require_provider
+    from perf.runners.onnx_session import require_provider
 
     require_provider(onnxruntime.get_available_providers(), "cuda")
     return speed(variant, setting, in_onnxruntime) | {"backend": "onnxruntime-cuda"}

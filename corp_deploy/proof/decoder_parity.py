@@ -19,7 +19,7 @@ from ground.files import write_json
 from perf.parity.measures import measures
 from perf.record.runs import Flat
 from perf.runners.decoder import IDS, LOGITS, DecoderRunner
-from perf.runners.onnx import Provider
+from perf.runners.onnx_session import Provider
 
 KIND, VERSION = "decoder-parity", 1
 MOST_ERROR = 1e-4

@@ -22,7 +22,16 @@ from perf.record.decoders import KvCache
 from perf.record.runs import Flat
 
 from .memory import DeviceMemory, Gauge, resident_gauge
-from .onnx import PROVIDERS, Provider, onnx_precision, onnxruntime_here, ort_errors, require_granted, require_provider
+from .onnx import onnx_precision
+from .onnx_session import (
+    PROVIDERS,
+    Provider,
+    onnxruntime_here,
+    opened_session,
+    ort_errors,
+    require_provider,
+    session_options,
+)
 from .protocol import HostBound
 
 IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
@@ -74,20 +83,8 @@ class DecoderRunner:
         ort = onnxruntime_here()
         require_provider(ort.get_available_providers(), self.provider)
         precision = _precision(self.path)
-        options = ort.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised
-        if self.threads is not None:
-            options.intra_op_num_threads = self.threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as perf.runners.onnx has it
-        try:
-            self._session = ort.InferenceSession(
-                str(self.path), options, providers=[PROVIDERS[self.provider]], enable_fallback=0
-            )
-        except ort_errors(ort) as error:
-            if is_out_of_memory(error):
-                raise
-            raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error!s:.300}") from error
-        require_granted(self._session.get_providers(), self.provider)
+        options = session_options(self.threads, log_severity=4)  # what goes wrong is raised
+        self._session = opened_session(self.path, self.provider, options, {})
         self._require_decoder()
         self._describe = {
             "backend": "onnxruntime",

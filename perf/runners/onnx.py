@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
-from ground.errors import BadInput, Missing, is_out_of_memory
+from ground.errors import BadInput, is_out_of_memory
 from ground.feeds import Feeds, Outputs, batch_size, checked_feeds
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort, Port, is_fusion_break
@@ -29,16 +29,16 @@ from perf.timing.laps import Bound
 from .cuda import Staging, open_stream
 from .graph_io import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
 from .memory import DeviceMemory, Gauge, resident_gauge
+from .onnx_session import (
+    PROVIDERS,
+    Provider,
+    onnxruntime_here,
+    opened_session,
+    ort_errors,
+    require_provider,
+    session_options,
+)
 from .protocol import HostBound
-
-Provider = Literal["cpu", "cuda", "tensorrt"]
-PROVIDERS: dict[Provider, str] = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-}
-# What it says of a graph that a provider doesn't take whole where the CPU may not have the rest.
-LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
 
 
 @dataclass(slots=True)
@@ -79,35 +79,14 @@ class OnnxRunner:
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
             _refuse_untyped(self.path, precision)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options = session_options(self.threads)
         if self.provider != "cpu":
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+            self._stream = open_stream()
         if self.as_typed:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-        if self.threads is not None:
-            options.intra_op_num_threads = self.threads
-        # Threads that spin while they wait take the CPU from the other session of a comparison: with spinning, the same
-        # digits graph at batch 8 took 3.9 or 7.3 ms by turns, without it 4.1 ms always.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if self.provider != "cpu":
-            self._stream = open_stream()
-        try:
-            # Its Python part would open the session again, or go on at a call, with another provider than asked for.
-            self._session = ort.InferenceSession(
-                str(self.path), options, providers=self._providers(), enable_fallback=0
-            )
-        except ort_errors(ort) as error:
-            if is_out_of_memory(error):
-                raise
-            if LEFT_TO_CPU in str(error):
-                raise Missing(
-                    f"{self.path}: asked ONNX Runtime for {PROVIDERS[self.provider]}, which leaves nodes of this graph "
-                    f"to the CPU: time it with provider cpu, or build an engine of it ({error!s:.300})"
-                ) from error
-            raise BadInput(f"{self.path}: ONNX Runtime cannot load it: {error}") from error
-        require_granted(self._session.get_providers(), self.provider)
+        self._session = opened_session(self.path, self.provider, options, self._provider_options())
         self.inputs, self.outputs = self._input_ports(), self._output_ports()
         self._describe = {
             "backend": "onnxruntime",
@@ -194,13 +173,12 @@ class OnnxRunner:
             OutputPort(name=node.name, role=roles.get(node.name, role_of_rank(len(node.shape)))) for node in nodes
         )
 
-    def _providers(self) -> list[tuple[str, dict[str, str]]]:
+    def _provider_options(self) -> dict[str, str]:
         if self.provider == "cpu":
-            return [(PROVIDERS["cpu"], {})]
-        options = {"device_id": "0", "user_compute_stream": str(self._stream.cuda_stream)}
-        if self.provider == "tensorrt":
-            return [(PROVIDERS["tensorrt"], {**options, "trt_cuda_graph_enable": str(int(self.cuda_graph))})]
-        return [(PROVIDERS["cuda"], {**options, "enable_cuda_graph": str(int(self.cuda_graph))})]
+            return {}
+        captures = "trt_cuda_graph_enable" if self.provider == "tensorrt" else "enable_cuda_graph"
+        stream = str(self._stream.cuda_stream)
+        return {"device_id": "0", "user_compute_stream": stream, captures: str(int(self.cuda_graph))}
 
     def _bind_cuda(self, feeds: Feeds) -> Bound:
         """The first runs happen here: kernels are chosen in them, and a graph is captured."""
@@ -251,25 +229,6 @@ def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else -1 for size in shape)
 
 
-def require_provider(available: list[str], provider: Provider) -> None:
-    """Raise Missing unless this build of ONNX Runtime has the provider."""
-    name = PROVIDERS[provider]
-    if name not in available:
-        raise Missing(
-            f"ONNX Runtime here has no {name}, only {', '.join(available)}: (a) install onnxruntime-gpu instead of "
-            f"onnxruntime, (b) check the CUDA libraries, (c) measure with provider cpu"
-        )
-
-
-def require_granted(granted: list[str], provider: Provider) -> None:
-    """Raise Missing when the session was given another provider than the one asked for."""
-    if PROVIDERS[provider] not in granted:
-        raise Missing(
-            f"asked ONNX Runtime for {PROVIDERS[provider]} and got {', '.join(granted)}: its libraries failed to load; "
-            f"check the driver and the CUDA, cuDNN and TensorRT versions that this onnxruntime-gpu was built for"
-        )
-
-
 def onnx_precision(path: Path) -> str:
     """What the weights are by bytes, in the words of ground.precision: quantised where one hundredth is; mixed where no
     type holds 99 %; `unknown` where there are none.
@@ -299,23 +258,3 @@ def _refuse_untyped(path: Path, precision: str) -> None:
             f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; verify "
             "rounds it by itself, as it is typed"
         )
-
-
-def onnxruntime_here() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise Missing("onnxruntime is not installed; install the extra `cpu` or `gpu`") from error
-    return onnxruntime
-
-
-def ort_errors(ort: Any) -> tuple[type[Exception], ...]:
-    state = ort.capi.onnxruntime_pybind11_state
-    return (
-        state.Fail,
-        state.InvalidArgument,
-        state.InvalidGraph,
-        state.InvalidProtobuf,
-        state.NotImplemented,
-        state.RuntimeException,
-    )
