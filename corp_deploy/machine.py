@@ -50,38 +50,14 @@ FLOORS: Mapping[str, str] = MappingProxyType(
     }
 )
 _UNNAMED = (
-    "click",
-    "cryptography",
-    "jinja2",
-    "markupsafe",
-    "model-signing",
-    "msgspec",
-    "nvidia-ml-py",
-    "onnxruntime-genai",
-    "polygraphy",
-    "pyopenssl",
-    "rich",
-    "scikit-learn",
-    "tokenizers",
-    "tomli-w",
-    "transformers",
-)
+    "click", "cryptography", "jinja2", "markupsafe", "model-signing", "msgspec", "nvidia-ml-py", "onnxruntime-genai",
+    "polygraphy", "pyopenssl", "rich", "scikit-learn", "tokenizers", "tomli-w", "transformers",
+)  # fmt: skip
 PACKAGES = tuple(name for name in FLOORS if name not in _UNNAMED)
 _REQUIRED = (
-    "torch",
-    "timm",
-    "numpy",
-    "onnx",
-    "onnxscript",
-    "pillow",
-    "safetensors",
-    "click",
-    "rich",
-    "jinja2",
-    "markupsafe",
-    "msgspec",
-    "tomli-w",
-)
+    "torch", "timm", "numpy", "onnx", "onnxscript", "pillow", "safetensors", "click", "rich", "jinja2", "markupsafe",
+    "msgspec", "tomli-w",
+)  # fmt: skip
 # Whoever serves with an older major version has a reason to stay below the floor.
 _BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that have TensorRT 10"}
 

@@ -172,65 +172,35 @@ class Method:
         return self.qk_recovery == "logit" and self.reduces_attention
 
 
+def _preset(
+    mlp: tuple[MlpSelection, ChannelRecoveryName],
+    qk: QkRecoveryName,
+    conv: tuple[ConvRanking, ConvRecoveryName] = ("obs", "keep"),
+    heads: tuple[HeadsRanking, HeadsRecoveryName] = ("grail", "keep"),
+) -> Method:
+    """Selection and recovery of channels of MLPs, queries and keys, channels of convolutions, and whole heads."""
+    return Method(
+        mlp_selection=mlp[0],
+        mlp_recovery=mlp[1],
+        qk_recovery=qk,
+        conv_selection=conv[0],
+        conv_recovery=conv[1],
+        heads_selection=heads[0],
+        heads_recovery=heads[1],
+    )
+
+
+_BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
 PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": Method(
-            mlp_selection="obs",
-            mlp_recovery="affine",
-            qk_recovery="lowrank",
-            value_recovery="lowrank",
-            conv_selection="obs",
-            conv_recovery="im2col",
-            heads_selection="obs",
-            heads_recovery="affine",
-            rotates=True,
-        ),
-        "corp": Method(
-            mlp_selection="combined",
-            mlp_recovery="affine",
-            qk_recovery="logit",
-            conv_selection="combined",
-            conv_recovery="affine",
-            heads_recovery="affine",
-        ),
-        "corp-v1": Method(mlp_selection="energy", mlp_recovery="affine-v1", qk_recovery="logit-v1"),
-        "grail": Method(
-            mlp_selection="wanda",
-            mlp_recovery="gram",
-            qk_recovery="keep",
-            conv_selection="wanda",
-            conv_recovery="gram",
-            heads_recovery="gram",
-        ),
-        "grail-fold": Method(
-            mlp_selection="fold",
-            mlp_recovery="gram",
-            qk_recovery="keep",
-            heads_selection="fold",
-            heads_recovery="gram",
-        ),
-        "fold": Method(
-            mlp_selection="fold",
-            mlp_recovery="refit",
-            qk_recovery="keep",
-            heads_selection="fold",
-            heads_recovery="affine",
-        ),
-        "vbp": Method(
-            mlp_selection="variance",
-            mlp_recovery="bias",
-            qk_recovery="keep",
-            conv_selection="variance",
-            conv_recovery="bias",
-        ),
-        "none": Method(
-            mlp_selection="combined",
-            mlp_recovery="none",
-            qk_recovery="select",
-            conv_selection="combined",
-            conv_recovery="none",
-            heads_recovery="none",
-        ),
+        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
+        "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
+        "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
+        "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),
+        "grail-fold": _preset(("fold", "gram"), "keep", heads=("fold", "gram")),
+        "fold": _preset(("fold", "refit"), "keep", heads=("fold", "affine")),
+        "vbp": _preset(("variance", "bias"), "keep", ("variance", "bias")),
+        "none": _preset(("combined", "none"), "select", ("combined", "none"), ("grail", "none")),
     }
 )
 

@@ -13,25 +13,9 @@ from torch import Tensor, fx, ops
 from .program import operation
 
 _PRODUCTS = (
-    "addmm",
-    "baddbmm",
-    "bmm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "einsum",
-    "gru",
-    "linear",
-    "lstm",
-    "matmul",
-    "mm",
-    "rnn_relu",
-    "rnn_tanh",
-    "scaled_dot_product_attention",
-)
-
-
+    "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "einsum", "gru", "linear", "lstm", "matmul",
+    "mm", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention",
+)  # fmt: skip
 _FLOAT, _HALF = torch.finfo(torch.float32), torch.finfo(torch.float16)
 _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
