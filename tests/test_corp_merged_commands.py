@@ -7,8 +7,8 @@ import pytest
 from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
+from corp_deploy.families.traced_parts import tokens_that_enter
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.latency_of_tokens import tokens_of_sites
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.release.recipe_reduce import ReduceTable
@@ -75,4 +75,6 @@ def test_inspect_counts_at_the_tokens_that_reach_a_site_and_what_merging_costs()
     assert said["merging"]["macs_of_merging"] == 48 * (8 * 8 + 8 * 3 + 7 * 6 + 6 * 4)
     assert sum(macs.values()) == said["macs"] < inspection_of_model(dense)["macs"]
     reach = {0: {"attn.qk": 17, "attn.v": 17, "mlp": 14}, 1: {"attn.qk": 14, "attn.v": 14, "mlp": 10}}
-    assert tokens_of_sites(model) == {f"blocks.{at}.{part}": n for at, own in reach.items() for part, n in own.items()}
+    assert tokens_that_enter(model) == {
+        f"blocks.{at}.{part}": n for at, own in reach.items() for part, n in own.items()
+    }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.fold import averages, cluster_rows
+from corp_deploy.algebra.scores import kept_from_scores
 
 HEADS, WIDTH, OUTPUTS = 4, 3, 5
 KINDS = ("random", "ill-conditioned", "singular")
@@ -170,7 +171,7 @@ def test_scores_are_those_of_every_head_alone() -> None:
 def test_groups_go_whole_or_lose_equally_many_heads() -> None:
     """Six query heads, two to a group of keys and values."""
     score = torch.tensor([5.0, 1.0, 4.0, 3.0, 0.5, 6.0], dtype=torch.float64)
-    assert whole_heads.best_heads(score, 3).tolist() == [0, 2, 5]
+    assert kept_from_scores(score, 3).tolist() == [0, 2, 5]
     z_XC, (weight, _) = samples("random", 6), projection(6)
     mean, second = moments_of(z_XC)
     covariance = second - torch.outer(mean, mean)

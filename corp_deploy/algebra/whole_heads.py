@@ -18,7 +18,6 @@ from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
 from .obs import Elimination
 from .quadratic import RidgeSolution, solve_ridge, variance
-from .scores import kept_from_scores
 
 Form = Literal["none", "gram", "affine"]
 
@@ -46,11 +45,6 @@ def eliminated(
     """
     size = weight_OC.shape[1] // heads
     return eliminate_blocks(covariance_CC, weight_OC, size, ridge_rel=ridge_rel, group_of_C=group_of_H)
-
-
-def best_heads(score_H: Tensor, count: int) -> Tensor:
-    """The `count` heads of the highest scores, in their order; of equal ones the first [M]."""
-    return kept_from_scores(score_H, count)
 
 
 def selection(kept_M: Tensor, heads: int) -> Tensor:

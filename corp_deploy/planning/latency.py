@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
 from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_parts import STREAM, part_of
+from corp_deploy.families.traced_parts import STREAM, part_of, tokens_that_enter
 from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
@@ -38,7 +38,7 @@ from perf.timing.watch import watching
 
 from .curves import CostCurve
 from .latency_of_tokens import POINTS as TOKEN_POINTS
-from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels, tokens_of_sites
+from .latency_of_tokens import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
 
 Backend = Literal["onnxruntime", "torch"]
 POINTS = 6
@@ -131,20 +131,10 @@ def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -
     )
 
 
-class SiteGrids(Protocol):
-    """How the sites of a model are timed alone: `shapes` by site, the same for those that take as long as each other;
-    none where a constant is left, which takes no time, or a site stays.
-    """
-
-    @property
-    def shapes(self) -> Mapping[str, str]: ...
-    def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid: ...
-
-
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
-class _OfSegments:
-    """Of a traced model the segments of its program that a site stands in, one for all that stand alike in alike
-    ones.
+class SiteGrids:
+    """How the sites of a model that merges nothing are timed alone: by the segments of its program that a site stands
+    in, one for all that stand alike in alike ones. Raises BadInput for a site that can't be narrower.
     """
 
     model: nn.Module
@@ -157,6 +147,9 @@ class _OfSegments:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
+        """By site, the same for those that take as long as each other; none where a constant is left, which takes no
+        time, or a site stays.
+        """
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             assert isinstance(site, TracedSite), site
@@ -183,11 +176,6 @@ class _OfSegments:
             widths=spread(self._sizes(own), points),
             batches=self.where.batches,
         )
-
-
-def site_grids(model: nn.Module, method: Method, where: LatencyTarget, scratch: Path) -> SiteGrids:
-    """Of a model that merges nothing. Raises BadInput for a site of a traced model that can't be narrower."""
-    return _OfSegments(model=model, method=method, where=where, scratch=scratch)
 
 
 def _names_at_tokens(
@@ -231,13 +219,14 @@ def measure_tables(
     holds them. Raises BadInput for a site of a traced model that can't be narrower.
     """
     model = checkpoint.model
-    tokens, merges = tokens_of_sites(model), merges_of(model)
+    tokens, merges = tokens_that_enter(model), merges_of(model)
     unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None)) if merges else checkpoint
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
         at = Path(scratch)
-        of_sites, grids = site_grids(unmerged.model, method, where, at), dict[str, Grid]()
+        of_sites = SiteGrids(model=unmerged.model, method=method, where=where, scratch=at)
+        grids = dict[str, Grid]()
         names = _names_at_tokens(of_sites.shapes, tokens, len(family_of(model).token_kinds(model)))
         for site, at_tokens in names.items():
             for count, name in at_tokens.items():

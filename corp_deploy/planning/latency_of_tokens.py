@@ -10,7 +10,6 @@ from corp_deploy.families.family import family_of
 from corp_deploy.families.token_merging import TokenMerge, Tokens, merges_in
 from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_parts import tokens_that_enter
 from perf.bench.latency_table import LatencyTable
 
 POINTS = 4
@@ -23,11 +22,6 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
         return values
     picks = {round(place * (len(values) - 1) / (points - 1)) for place in range(points)}
     return tuple(values[pick] for pick in sorted(picks))
-
-
-def tokens_of_sites(model: nn.Module) -> dict[str, int]:
-    """How many rows of one input reach each site: its tokens, fewer behind a merge or in a later stage."""
-    return tokens_that_enter(model)
 
 
 def stream_channels(model: nn.Module) -> int:

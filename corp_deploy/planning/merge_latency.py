@@ -25,7 +25,7 @@ from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.timing.environment import environment
 from perf.timing.watch import watching
 
-from .latency import POINTS, LatencyTarget, grid_of_merge, grid_of_model, refuse_disturbed, site_grids
+from .latency import POINTS, LatencyTarget, SiteGrids, grid_of_merge, grid_of_model, refuse_disturbed
 from .latency_of_tokens import latency_at, merge_name, spread, stream_channels
 from .merge_costs import MergeCosts
 from .merge_curves import MergeCurves, merge_places
@@ -95,7 +95,7 @@ def measure_merge_latencies(
         def table(grid: Grid) -> LatencyTable:
             return cached_table(grid, where.plan, where.cache, **how)[0]
 
-        grids = site_grids(model, method, where, Path(scratch))
+        grids = SiteGrids(model=model, method=method, where=where, scratch=Path(scratch))
         behind = {grids.shapes[name]: name for place in places for name in place.sites if name in grids.shapes}
         of_shapes: dict[str, dict[int, LatencyTable]] = {}
         for site, shape in grids.shapes.items():

@@ -8,12 +8,13 @@ from torch import nn
 
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.site_cost import site_costs
+from corp_deploy.families.traced_parts import tokens_that_enter
 from corp_deploy.store.checkpoint import Checkpoint
 
 from .budget import dense_cost
 from .curves import CostCurve
 from .latency import LatencyTarget
-from .latency_of_tokens import merges_of, tokens_of_sites
+from .latency_of_tokens import merges_of
 from .merge_costs import MergeCosts, merge_costs_in_macs
 from .merge_curves import MergeCurves
 from .merge_latency import MergeLatencies, measure_merge_latencies, merge_costs_in_ns, sites_ns
@@ -67,11 +68,11 @@ def prices_by_latencies(
 ) -> Prices:
     """Nanoseconds, by what was measured; a merged model costs what its layers and merges do, beside what is fixed."""
     sites = sites_of(dense.model).by_name
-    alone = sites_ns(dense, latencies, tokens_of_sites(dense.model))
+    alone = sites_ns(dense, latencies, tokens_that_enter(dense.model))
     full_cost = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
-        tokens = tokens_of_sites(model)
+        tokens = tokens_that_enter(model)
         now = sites_ns(dense, latencies, tokens)
         merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
         repriced = list[CostCurve]()

@@ -12,6 +12,7 @@ from corp_deploy.algebra import whole_heads
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error
 from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
+from corp_deploy.algebra.scores import kept_from_scores
 
 from .heads import HeadOutputs, output_energy
 from .method import Method
@@ -65,9 +66,9 @@ def kept_groups(weight_OC: Tensor, moments: HeadOutputs, method: Method, groups:
         order_G = whole_heads.eliminated(moments.z_covariance_CC, weight_OC, groups, ridge_rel=method.ridge_rel).order_F
         return order_G[groups - count :].sort().values
     if method.heads_selection == "magnitude":
-        return whole_heads.best_heads(whole_heads.magnitude(weight_OC, groups), count)
+        return kept_from_scores(whole_heads.magnitude(weight_OC, groups), count)
     assert method.heads_selection == "grail", method.heads_selection
-    return whole_heads.best_heads(whole_heads.output_energy(moments.z_second_CC, weight_OC, groups), count)
+    return kept_from_scores(whole_heads.output_energy(moments.z_second_CC, weight_OC, groups), count)
 
 
 def heads_report(

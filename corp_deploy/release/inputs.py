@@ -43,13 +43,6 @@ def _require_vision(directory: Path) -> None:
         raise BadInput(f"{directory / CONFIG}: model_type is {kind!r:.60}, expected one of {kinds}")
 
 
-def _require_classifier(name: str) -> None:
-    """Raise BadInput for a name that torchvision has no classifier of."""
-    from corp_deploy.families import torchvision_models
-
-    torchvision_models.require_classifier(name)
-
-
 def _require_directory(directory: Path, model: ModelTable) -> None:
     """Raise BadInput for a directory that holds no model for images, and for keys that one of ours has itself; one that
     is not there is told of otherwise.
@@ -77,7 +70,9 @@ def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
         elif model.directory is not None:
             _require_directory(model.directory, model)
         elif model.model.startswith(OF_TORCHVISION):
-            _require_classifier(model.model)
+            from corp_deploy.families import torchvision_models  # which imports torch
+
+            torchvision_models.require_classifier(model.model)
         else:
             require_local_name(model.model)
     if model.code is None and model.directory is None and model.weights is None:
