@@ -7,7 +7,7 @@ from corp_deploy.proof.reduction_record import Covered, ReductionRecord
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.release import card
 from corp_deploy.release.recipe import Recipe
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from perf.report.content import BudgetLine
 
 PLANTED = "blocks|0\n# <b>mlp"

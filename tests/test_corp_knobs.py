@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.store import load as load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import tiny

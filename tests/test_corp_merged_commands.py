@@ -11,7 +11,7 @@ from corp_deploy.families.traced_parts import tokens_that_enter
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.planning.request import request_from_choice
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from ground.errors import BadInput
 from tests.tiny import checkpoint
 

@@ -16,7 +16,7 @@ from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.proof_limits import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from ground.errors import BadInput
 from ground.quantity import Count, Real
 

@@ -26,7 +26,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput

@@ -21,7 +21,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import small_convnets, tiny

@@ -18,7 +18,7 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.release.recipe_reduce import ReduceTable
+from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from corp_deploy.invocation.engine import EngineOptions
-from corp_deploy.invocation.table import AUDIT
+from corp_deploy.invocation.engine import AuditOptions, EngineOptions
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED
 
 from .declared import record_options
 from .help import Command
-from .options import FILE, command_line, explicit_options, output_options
+from .options import FILE, command_line, output_options
 from .stopwatch import keep_effort, stopwatch_on
 
 if TYPE_CHECKING:
@@ -74,25 +73,12 @@ def build(graph: Path, output: Path, options: EngineOptions, out: Output) -> Non
 @click.command()
 @click.argument("dense", type=FILE)
 @click.argument("reduced", type=FILE)
-@click.option(
-    "--backend",
-    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
-    default="tensorrt-rtx",
-    show_default=True,
-    help="What builds both; TensorRT-RTX needs no GPU.",
-)
-@click.option(
-    "--sm",
-    multiple=True,
-    default=("86",),
-    show_default=True,
-    help=f"Targets; may be given several times. {AUDIT.help('sm')}",
-)
+@record_options("options", AuditOptions)
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
 @output_options
 @click.pass_context
 def audit(
-    ctx: click.Context, dense: Path, reduced: Path, backend: str, sm: tuple[str, ...], output: Path | None, out: Output
+    ctx: click.Context, dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output
 ) -> None:
     """Count attention kernels that stay fused, dense and reduced.
 
@@ -104,10 +90,9 @@ def audit(
     from export.engine.audit import audit_fusion, audit_to_json
     from ground.files import write_text
 
-    AUDIT.refuse([("", backend)], explicit_options())
-    targets = sm if backend == "tensorrt-rtx" else ()
+    targets = options.sm if options.backend == "tensorrt-rtx" else ()
     with out.progress("auditing", None, unit="steps"):
-        audits = audit_fusion(dense, reduced, backend=backend, sms=targets, command=command_line())
+        audits = audit_fusion(dense, reduced, backend=options.backend, sms=targets, command=command_line())
     text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
         write_text(output, text)

@@ -36,7 +36,8 @@ def _option(declared: Declared) -> Option:
             name if default is False else f"{name}/--no{name[1:]}", declared.name, is_flag=True, **arguments
         )
     if isinstance(declared.of, Repeated):
-        return click.option(name, declared.name, multiple=True, type=_type(declared.of.each), help=declared.help)
+        arguments = {"help": declared.help, "default": default or None, "show_default": bool(default)}
+        return click.option(name, declared.name, multiple=True, type=_type(declared.of.each), **arguments)
     if declared.flag_value is not None:
         arguments |= {"is_flag": False, "flag_value": declared.flag_value}
     shown = declared.unset or default not in (None, ())

@@ -1,39 +1,16 @@
 """corp-deploy gate and corp-deploy bench compare."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from corp_deploy.invocation import values
-from corp_deploy.invocation.option import Record, option
-from corp_deploy.invocation.proof_limits import confidence_option
-from corp_deploy.invocation.values import Repeated
+from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.release.baseline import Baseline, OldRecords
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
 from .declared import record_options
 from .options import FILE, explicit_options, output_options
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateOptions(Record):
-    """By what records are judged, and what is kept of it."""
-
-    rules: Sequence[str] = option(
-        Repeated(),
-        (),
-        typed="fail_if",
-        help="What must not happen, such as 'p50@b1 > baseline*1.03'; may be given several times.",
-    )
-    confidence: float = confidence_option()
-    history: Path | None = option(
-        values.DIRECTORY,
-        help="Judge bench.json against the releases kept in this directory, then add it; nothing there is overwritten.",
-    )
-    track: Path | None = option(values.DIRECTORY, help="Write files for benchmark tracking here.")
 
 
 @click.command()

@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from corp_deploy.invocation.budget_choice import MOST_CUT
+from corp_deploy.invocation.call import Pairs
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
+from corp_deploy.invocation.option_support import words_of
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
 from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
@@ -172,20 +174,20 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     def words_of(self, point: "SweepPoint", inputs: InputOptions, options: dict[str, Any]) -> str:
         """What to add to reduce for the model of this point; `options` are those that were typed."""
         touches = point.budget is not None or self.touches_attention(point.preset, point.knobs)
-        words = [f"--preset {point.preset}", *(f"--{name} {how}" for name, how in point.knobs.items())]
+        chosen: dict[str, Any] = {"preset": point.preset, **point.knobs}
         if point.budget is not None:
-            words.append(f"--macs {point.budget:g}")
-            words += [f"--most-cut {self.most_cut:g}"] * (self.most_cut != MOST_CUT)
+            chosen |= {"macs": point.budget, "most_cut": None if self.most_cut == MOST_CUT else self.most_cut}
         else:
-            words += [f"--mlp {point.mlp_sparsity:g}"] * self._tries("mlp")
-            words += [f"--attn {point.attention_sparsity:g}"] * touches
-            words += [f"--conv {point.conv_sparsity:g}"] * self.touches_convolutions(point.preset, point.knobs)
-            words += ["--allow-partial"] * bool(point.sites_refused)
-        if "heads" in options and touches:
-            words.append(f"--heads {self.heads}")
-        if "align" in options:
-            words.append(f"--align {','.join(f'{site}={width}' for site, width in self.align.items())}")
-        return " ".join([*words, *self._words_of_inputs(point, inputs)])
+            convolutions = self.touches_convolutions(point.preset, point.knobs)
+            chosen |= {
+                "mlp": point.mlp_sparsity if self._tries("mlp") else None,
+                "attn": point.attention_sparsity if touches else None,
+                "conv": point.conv_sparsity if convolutions else None,
+                "allow_partial": bool(point.sites_refused),
+            }
+        typed = {"heads": self.heads if touches else None, "align": Pairs(self.align)}
+        chosen |= {name: value for name, value in typed.items() if name in options}
+        return " ".join([*words_of(chosen), *self._words_of_inputs(point, inputs)])
 
     def _words_of_inputs(self, point: "SweepPoint", inputs: InputOptions) -> Sequence[str]:
         """A budget tries sites on the calibration inputs, on those that the sweep was scored on where none were given;

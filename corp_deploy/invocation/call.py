@@ -20,11 +20,6 @@ class Pairs(dict[str, Any]):
         pairs = ((name, value) for name, value in self.items() if value is not None)
         return ",".join(str(value) if name == "channels" else f"{name}={value}" for name, value in pairs)
 
-    @classmethod
-    def some(cls, **values: Any) -> "Pairs":
-        """Those of the values that are there."""
-        return cls({name: value for name, value in values.items() if value is not None})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:

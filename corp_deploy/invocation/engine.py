@@ -9,7 +9,7 @@ from ground.precision import EVERY_WORD
 from ground.quantities import OPTIMIZATION_LEVEL, WORKSPACE_MIB
 
 from .option import PathLike, Record, option
-from .table import BUILD, ENGINE_OPTIONS
+from .table import AUDIT, BUILD, ENGINE_OPTIONS
 from .values import FILE, OneOf, ParsedText, Repeated
 
 PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfile, read=BatchProfile.from_text)
@@ -64,3 +64,16 @@ class EngineOptions(Record, heading="Engine"):
         options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
         named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(Record):
+    """In whose engines attention kernels are counted."""
+
+    backend: Literal["tensorrt", "tensorrt-rtx"] = option(
+        default="tensorrt-rtx", help="What builds both; TensorRT-RTX needs no GPU."
+    )
+    sm: Sequence[str] = option(Repeated(), ("86",), help=f"Targets; may be given several times. {AUDIT.help('sm')}")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        AUDIT.refuse([("", self.backend)], options)

@@ -11,7 +11,7 @@ from corp_deploy.invocation.option_support import Axis
 from . import names
 from .baseline import Baseline
 from .recipe import Recipe, Target
-from .recipe_table import Table
+from .recipe_record import Table
 from .targets import run_options
 
 SAVE_EVERY_IMAGES = 1024
@@ -25,23 +25,16 @@ def _beside(baseline: Baseline, root: Path) -> dict[str, Any]:
     }
 
 
-def release_call(recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
-    """The release itself, in its own directory."""
-    options = {"output": ".", **_beside(baseline, root), **recipe.trust(measures=True)}
+def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> Invocation:
+    """The release itself in its own directory, or some of its stages alone, which no other command makes."""
+    measures = not only or only[0].startswith(names.PARITY_OF_TARGET)
+    options = {"output": ".", "only": [*only], **_beside(baseline, root), **recipe.trust(measures=measures)}
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
 def only(stage: str, recipe: Recipe) -> Invocation:
-    """One stage, for what no other command makes."""
-    measures = stage.startswith(names.PARITY_OF_TARGET)
-    options = {"output": ".", "only": [stage], **recipe.trust(measures=measures)}
-    return Invocation(command="release", arguments=(names.RECIPE,), options=options)
-
-
-def only_beside(stage: str, recipe: Recipe, baseline: Baseline, root: Path) -> Invocation:
-    """One stage that judges by the baseline, or tells of it."""
-    options = {"output": ".", "only": [stage], **_beside(baseline, root), **recipe.trust(measures=False)}
-    return Invocation(command="release", arguments=(names.RECIPE,), options=options)
+    """A stage that judges by no baseline, and tells of none."""
+    return release_call(recipe, Baseline(), Path(), stage)
 
 
 def _groups(recipe: Recipe, root: Path) -> str | None:
@@ -190,7 +183,7 @@ def gate(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
     """`gate` judges one measurement and one proof; where there are more the stage itself does."""
     first, *others = recipe.targets
     if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
-        return only_beside("gate", recipe, baseline, root)
+        return release_call(recipe, baseline, root, "gate")
     return Invocation(
         command="gate",
         arguments=(names.bench_name(recipe, first), names.PARITY),

@@ -25,7 +25,7 @@ from perf.stats.summary import summarise
 
 from .names import AGAIN, GATE, PARITY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
 from .recipe import Recipe
-from .recipe_reduce import ReduceTable
+from .recipe_tables import ReduceTable
 
 
 def _count(number: int | None) -> str:

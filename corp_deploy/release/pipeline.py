@@ -257,13 +257,13 @@ def _report_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline:
             *((names.SIZE,) if recipe.calibration.snapshots else ()),
         ),
         settings={"commands": commands, "versions": tool()},
-        command=str(calls.only_beside("report", recipe, baseline, root)),
+        command=str(calls.release_call(recipe, baseline, root, "report")),
     )
 
 
 def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baseline: Baseline) -> Stage:
     command = str(calls.release_call(recipe, baseline, root))
-    own = str(calls.only_beside("manifest", recipe, baseline, root))
+    own = str(calls.release_call(recipe, baseline, root, "manifest"))
     return Stage(
         name="manifest",
         outputs=(names.BILL, names.MANIFEST, names.PROVENANCE, names.SUMS),

@@ -20,8 +20,7 @@ from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
-from .recipe_reduce import ReduceTable
-from .recipe_table import Table, refuse_ignored
+from .recipe_record import Table
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
@@ -30,6 +29,7 @@ from .recipe_tables import (
     LicencesTable,
     ModelTable,
     PackageTable,
+    ReduceTable,
     ReleaseTable,
     SamplesTable,
     TargetTable,
@@ -148,8 +148,12 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _refuse_idle_threads(self) -> None:
         """Threads are of the targets that have them; a recipe's other targets don't ask for any."""
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
-        if len(deaf) == len(self.target_tables):
-            refuse_ignored("[bench]", BENCH, deaf[0], {"threads": self.bench.threads})
+        if self.bench.threads is None or len(deaf) < len(self.target_tables):
+            return
+        try:
+            BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
+        except BadInput as error:
+            raise BadInput(f"[bench]: {error}") from None
 
     def _refuse_idle_system(self) -> None:
         """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""

@@ -21,7 +21,7 @@ from ground.errors import BadInput
 from ground.files import regular_file
 
 from .recipe import Recipe
-from .recipe_table import Table
+from .recipe_record import Table
 from .recipe_tables import ModelTable, TargetTable
 
 MOST_BYTES = 2**20

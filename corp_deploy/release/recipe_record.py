@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Meta, defstruct
+from msgspec import Meta, Struct, defstruct
 from msgspec.structs import fields
 
 from corp_deploy.invocation.option import Option, Record, options_of
@@ -12,10 +12,13 @@ from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf,
 from ground.errors import BadInput
 from ground.quantity import Count, Real
 
-from .recipe_table import Table
 from .recipe_values import list_of, number_in
 
 R = TypeVar("R", bound=Record)
+
+
+class Table(Struct, frozen=True):
+    """Some keys of a recipe and their values."""
 
 
 def type_of(values: Values) -> Any:

@@ -11,18 +11,19 @@ from typing import Any
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.invocation.engine import EngineOptions
+from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
 from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, PlanOptions
+from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import OneOf
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from . import recipe_values
-from .recipe_record import record_of, table_of, type_of
-from .recipe_table import Table
+from .recipe_record import Table, record_of, table_of, type_of
 
 
 class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,6 +131,20 @@ class HeldOutTable(
             )
 
 
+class ReduceTable(table_of("ReduceKeys", options_of(ReduceOptions))):  # type: ignore[misc]
+    """Shares to remove (`mlp`, `attn`, `conv`, `residual`), to keep of the whole model (`macs`, `params`,
+    `latency` by the tables of a directory), or the most that may be lost (`within`), and how.
+    """
+
+    def __post_init__(self) -> None:
+        _ = self.choice
+
+    @property
+    def choice(self) -> ReduceOptions:
+        """The same as `reduce` takes it."""
+        return record_of(ReduceOptions, self, "reduce")
+
+
 class BenchTable(
     table_of("BenchKeys", options_of(PlanOptions) | options_of(BenchOptions, "batches", "threads"))  # type: ignore[misc]
 ):
@@ -140,21 +155,18 @@ class BenchTable(
         return record_of(PlanOptions, self, "bench")
 
 
-class GateTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GateTable(table_of("GateKeys", options_of(GateOptions))):  # type: ignore[misc]
     """`history`: the directory that keeps the first target's bench record of every release."""
-
-    fail_if: recipe_values.Texts = ()
-    confidence: recipe_values.Confidence = DEFAULT_CONFIDENCE
-    history: recipe_values.Location | None = None
 
 
 class SamplesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     count: recipe_values.Images = 16
 
 
-class PackageTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: recipe_values.ServedName | None = None
-    labels: recipe_values.Location | None = None
+class PackageTable(
+    table_of("PackageKeys", options_of(ServingOptions, "labels"), ("name", recipe_values.ServedName | None, None))  # type: ignore[misc]
+):
+    """The model repository that is written where it is named."""
 
 
 class TargetTable(

@@ -67,4 +67,3 @@ Licence: TypeAlias = Annotated[
 ]
 
 Images: TypeAlias = Annotated[int, _in(quantities.IMAGES, int)]
-Confidence: TypeAlias = Annotated[float, _in(quantities.CONFIDENCE, float)]

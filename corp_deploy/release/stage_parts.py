@@ -12,7 +12,7 @@ from corp_deploy.machine import versions
 
 from .incremental import StageDirs
 from .recipe import Recipe
-from .recipe_table import Table
+from .recipe_record import Table
 
 TORCH = ("torch", "timm", "numpy")
 
