@@ -4,7 +4,7 @@ Legend: F inputs, O outputs, K unknowns per output.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
             return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
     solution_OK, condition = _pseudo_solve(cross_OK, matrix_KK)
     return RidgeSolution(solution_OK=solution_OK, condition=condition, ridge=ridge)
+
+
+def solve_ridge_toward(
+    start_OK: Tensor, weight_OC: Tensor, moment_CC: Tensor, map_KC: Tensor, *, ridge_rel: float
+) -> RidgeSolution:
+    """S + (W - S R) G R' (R G R' + ridge I)^-1: what reads R z in place of z, a ridge toward S."""
+    spread_CK = moment_CC @ map_KC.T
+    step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
+    return replace(step, solution_OK=start_OK + step.solution_OK)
 
 
 def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:

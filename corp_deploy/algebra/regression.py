@@ -31,7 +31,7 @@ class Regression:
         assert self.target_square >= 0.0, self.target_square
 
     def of(self, columns_k: Tensor) -> "Regression":
-        """On these inputs alone."""
+        """On these inputs alone, in this order."""
         return replace(
             self,
             mean_K=self.mean_K[columns_k],

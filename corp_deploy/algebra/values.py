@@ -7,13 +7,13 @@ reads the shorter z. Errors are exact on the calibration distribution.
 Legend: H heads, V dimensions of a head, C = H V, R reduced dimensions, K = H R, O outputs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .quadratic import RidgeSolution, solve_ridge, variance
+from .quadratic import solve_ridge_toward, variance
 from .scores import kept_from_scores
 
 
@@ -109,16 +109,6 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
 
 
-def _refitted(
-    covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
-) -> RidgeSolution:
-    """The weights over all heads' new values at once: a ridge toward the ones so far."""
-    map_KC = _beside(v_map_HRV)
-    spread_CK = covariance_CC @ map_KC.T
-    step = solve_ridge((weight_OC - new_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
-    return replace(step, solution_OK=new_OK + step.solution_OK)
-
-
 def _swept(
     covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
 ) -> tuple[Tensor, Tensor]:
@@ -179,10 +169,12 @@ def lowrank(
     root_HV, basis_HVV = _roots(_head_blocks(covariance_CC, heads), floor_rel)
     whitened_HOV = (_head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
     v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
-    solved = _refitted(covariance_CC, weight_OC, v_map_HRV, cut_HOR.transpose(0, 1).flatten(1), ridge_rel)
+    solved = solve_ridge_toward(
+        cut_HOR.transpose(0, 1).flatten(1), weight_OC, covariance_CC, _beside(v_map_HRV), ridge_rel=ridge_rel
+    )
     for _ in range(sweeps):
         v_map_HRV, swept_OK = _swept(covariance_CC, weight_OC, v_map_HRV, solved.solution_OK, ridge_rel)
-        solved = _refitted(covariance_CC, weight_OC, v_map_HRV, swept_OK, ridge_rel)
+        solved = solve_ridge_toward(swept_OK, weight_OC, covariance_CC, _beside(v_map_HRV), ridge_rel=ridge_rel)
     new_OK = solved.solution_OK
     change_OC = weight_OC - new_OK @ _beside(v_map_HRV)
     old_O = weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O

@@ -17,7 +17,7 @@ from torch import Tensor
 from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
 from .obs import Elimination
-from .quadratic import RidgeSolution, solve_ridge, variance
+from .quadratic import RidgeSolution, solve_ridge_toward, variance
 
 Form = Literal["none", "gram", "affine"]
 
@@ -52,15 +52,6 @@ def selection(kept_M: Tensor, heads: int) -> Tensor:
     return torch.nn.functional.one_hot(kept_M, heads).to(torch.float64)
 
 
-def _fitted(
-    moment_CC: Tensor, weight_OC: Tensor, map_KC: Tensor, start_OK: Tensor, ridge_rel: float
-) -> tuple[Tensor, RidgeSolution]:
-    """S + (W - S R) G R' (R G R' + ridge I)^-1: a ridge toward S."""
-    spread_CK = moment_CC @ map_KC.T
-    step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
-    return start_OK + step.solution_OK, step
-
-
 def recovered(
     mean_C: Tensor,
     second_CC: Tensor,
@@ -84,12 +75,14 @@ def recovered(
     map_KC = torch.kron(map_MH.contiguous(), eye_VV)
     covariance_CC = second_CC - torch.outer(mean_C, mean_C)
     old_O = weight_OC.new_zeros(len(weight_OC)) if bias_O is None else bias_O
-    plain_OK, new_O, solved = weight_OC @ (map_KC > 0.0).to(torch.float64).T, old_O.clone(), None
-    new_OK = plain_OK
+    plain_OK, new_O = weight_OC @ (map_KC > 0.0).to(torch.float64).T, old_O.clone()
+    solved = RidgeSolution(solution_OK=plain_OK, condition=1.0, ridge=0.0)
     if form == "gram":
-        new_OK, solved = _fitted(second_CC, weight_OC, map_KC, torch.zeros_like(plain_OK), ridge_rel)
+        solved = solve_ridge_toward(torch.zeros_like(plain_OK), weight_OC, second_CC, map_KC, ridge_rel=ridge_rel)
     elif form == "affine":
-        new_OK, solved = _fitted(covariance_CC, weight_OC, map_KC, plain_OK, ridge_rel)
+        solved = solve_ridge_toward(plain_OK, weight_OC, covariance_CC, map_KC, ridge_rel=ridge_rel)
+    new_OK = solved.solution_OK
+    if form == "affine":
         new_O = old_O + (weight_OC - new_OK @ map_KC) @ mean_C
     change_OC, plain_change_OC = weight_OC - new_OK @ map_KC, weight_OC - plain_OK @ map_KC
     left, dropped = variance(change_OC, covariance_CC), variance(plain_change_OC, covariance_CC)
@@ -99,6 +92,6 @@ def recovered(
         residual=left + float((change_OC @ mean_C + old_O - new_O).square().sum()),
         residual_uncompensated=dropped + float((plain_change_OC @ mean_C).square().sum()),
         r2=1.0 - left / dropped if dropped > 0.0 else 1.0,
-        condition=1.0 if solved is None else solved.condition,
-        ridge=0.0 if solved is None else solved.ridge,
+        condition=solved.condition,
+        ridge=solved.ridge,
     )

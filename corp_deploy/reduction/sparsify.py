@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
@@ -74,15 +73,6 @@ def _sums(place: SparsePlace, before: nn.Module | None, step: StepPair, pairs: S
     return sums
 
 
-def _reordered(regression: Regression, order_K: Tensor) -> Regression:
-    return replace(
-        regression,
-        mean_K=regression.mean_K[order_K],
-        second_KK=regression.second_KK[order_K[:, None], order_K],
-        cross_OK=regression.cross_OK[:, order_K],
-    )
-
-
 def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying) -> tuple[list[Sparse], bool]:
     """Set the layer to its new weights; whether what it reads was put into another order."""
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
@@ -99,7 +89,7 @@ def _made_sparse_(place: SparsePlace, sums: Sequence[RegressionSums], how: Spars
         order_K = interleaved(score_K, sparsity, block=place.block)
         place.reorder_(order_K)
         back_K = order_K.argsort() if place.later else back_K
-        regressions, weight_GOK = [_reordered(regressions[0], order_K)], weight_GOK[:, :, order_K]
+        regressions, weight_GOK = [regressions[0].of(order_K)], weight_GOK[:, :, order_K]
     sparse = [
         sparse_layer(
             Objective(

@@ -5,8 +5,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.decoder_checkpoint import state_from_transformers
@@ -14,11 +12,10 @@ from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_files import LENGTH, Changes, decoder_files
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
-from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
+from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import Weights, state_as_named
 
@@ -31,12 +28,7 @@ def decoder_arguments(
     """
     config = config_of_transformers(directory)
     architecture = architecture_from_transformers(config, where=str(directory / CONFIG))
-    try:
-        changes = msgspec.convert(dict(kwargs), Changes)
-    except msgspec.ValidationError as error:
-        raise BadInput(
-            f"--model-kwargs: {str(error)[:200]}; a decoder takes length, the tokens of a sequence"
-        ) from None
+    changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
     text = Tokenization(
         length=changes.length or min(LENGTH, architecture.longest),
         sha256=digest_of_tokenizer(directory, needed=not looked_at),

@@ -23,14 +23,15 @@ _WEIGHTS = tuple(
 )
 
 
-def config_of_directory(directory: Path) -> dict[str, Any]:
+def config_of_directory(directory: Path, expected: str | None = None) -> dict[str, Any]:
     """The directory's config.json. Raises BadInput for a directory without one or with a damaged one."""
     path = directory / CONFIG
     if not path.exists():
-        raise BadInput(
-            f"{path}: no such file; expected a directory written by corp-deploy or a snapshot of one of timm's "
-            f"repositories; for weights alone give a timm name: --model NAME --weights {directory}/FILE"
+        ours = (
+            "expected a directory written by corp-deploy or a snapshot of one of timm's repositories; for weights "
+            f"alone give a timm name: --model NAME --weights {directory}/FILE"
         )
+        raise BadInput(f"{path}: no such file; {expected or ours}")
     return record_from_file(path, dict[str, Any])
 
 

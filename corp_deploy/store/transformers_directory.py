@@ -15,13 +15,14 @@ from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_fi
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
-from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
+from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import Weights, first_names, read_weights
+
+TAKES = "a text encoder takes pooling (mean, first), normalize and length"
 
 
 class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,15 +31,6 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pooling: Pooling | None = None
     normalize: bool | None = None
     length: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-
-def _changes(kwargs: Mapping[str, Any]) -> _Changes:
-    try:
-        return msgspec.convert(dict(kwargs), _Changes)
-    except msgspec.ValidationError as error:
-        raise BadInput(
-            f"--model-kwargs: {str(error)[:200]}; a text encoder takes pooling (mean, first), normalize and length"
-        ) from None
 
 
 def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> EncoderArchitecture:
@@ -57,7 +49,7 @@ def encoder_arguments(
     """The kind of encoder, what builds it, and what it makes of texts, whose tokenizer one that is `looked_at` alone
     may be without. Raises BadInput as `load_transformers`.
     """
-    changes = _changes(kwargs)
+    changes = changes_of(kwargs, _Changes, TAKES)
     config = config_of_transformers(directory)
     encoder = _encoder(directory, config, changes)
     length = text_length(directory, encoder.longest)

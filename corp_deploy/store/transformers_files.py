@@ -3,26 +3,34 @@
 Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ground.errors import BadInput
-from ground.records import record_from_file
 
-from .hub_snapshot import CONFIG
+from .hub_snapshot import CONFIG, config_of_directory
 from .weights import first_names
 
 ORIGIN = "transformers"
 """Entry of a lineage's source: the configuration and what else is to be written again."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+C = TypeVar("C")
 
 
 def config_of_transformers(directory: Path) -> dict[str, Any]:
     """Its config.json. Raises BadInput where there is none, or a damaged one."""
-    path = directory / CONFIG
-    if not path.exists():
-        raise BadInput(f"{path}: no such file; expected a directory that save_pretrained of transformers has written")
-    return record_from_file(path, dict[str, Any])
+    return config_of_directory(directory, "expected a directory that save_pretrained of transformers has written")
+
+
+def changes_of(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
+    """What is said otherwise than the directory has it. Raises BadInput, saying what a kind of model `takes`."""
+    try:
+        return msgspec.convert(dict(kwargs), changes)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"--model-kwargs: {str(error)[:200]}; {takes}") from None
 
 
 def has_weights(directory: Path) -> bool:

@@ -20,6 +20,7 @@ from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
 from ground.errors import BadInput
 from ground.files import write_json
+from ground.records import record_from_value
 from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
@@ -28,6 +29,7 @@ from .transformers_files import ORIGIN
 from .transformers_vision import PREPROCESSOR
 from .weights import first_names
 
+AGAIN = "write the model again"
 BESIDE = (PREPROCESSOR, *FILES)
 """What would be read of an older model's files where a new one has none."""
 FOLDER = "hf"
@@ -106,19 +108,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _decoder(origin: Mapping[str, Any], where: str) -> Decoder:
-    try:
-        decoder = msgspec.convert(dict(origin), Decoder)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
+    decoder = record_from_value(dict(origin), Decoder, where=where, remedy=AGAIN)
     require_decoder_files(decoder.files)
     return decoder
 
 
 def _encoder(origin: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> Encoder:
-    try:
-        encoder = msgspec.convert(dict(origin), Encoder)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
+    encoder = record_from_value(dict(origin), Encoder, where=where, remedy=AGAIN)
     require_sentence_files(encoder.files)
     if lost := [name for name in encoder.beside if name not in checkpoint.unread]:
         raise BadInput(

@@ -15,16 +15,18 @@ from corp_deploy.families.hf_names import state_from_transformers, with_position
 from corp_deploy.families.hf_preprocessing import Prepared, prepared
 from corp_deploy.families.hf_saved import own_config, written_again
 from corp_deploy.families.preprocessing import Preprocessing
-from ground.errors import BadInput
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, config_of_transformers, weights_of_transformers
+from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import State, Weights, first_names, read_weights
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+
+
+TAKES = "a vision model of transformers takes img_size, and num_classes 0 for the tower without its head"
 
 
 class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,16 +38,6 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def sides(self) -> tuple[int, int] | None:
         return None if self.img_size is None else both(self.img_size)
-
-
-def _changes(kwargs: Mapping[str, Any]) -> _Changes:
-    try:
-        return msgspec.convert(dict(kwargs), _Changes)
-    except msgspec.ValidationError as error:
-        raise BadInput(
-            f"--model-kwargs: {str(error)[:200]}; a vision model of transformers takes img_size, and num_classes 0 for "
-            "the tower without its head"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +104,7 @@ class _Read:
 
 
 def _read(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing | None) -> _Read:
-    changes, config = _changes(kwargs), config_of_transformers(directory)
+    changes, config = changes_of(kwargs, _Changes, TAKES), config_of_transformers(directory)
     model = vision_model(config, where=str(directory / CONFIG), without_head=changes.num_classes == 0)
     preparation = _preparation(directory, model)
     sides = _sides(model, changes, preparation)

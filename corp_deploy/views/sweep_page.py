@@ -64,34 +64,31 @@ def _p50(batch: int) -> Across:
     return value
 
 
-def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
+def _against(
+    points: Sequence[SweepPoint], what: str, across: tuple[str, Across], filled: Callable[[SweepPoint], bool]
+) -> list[Figure]:
     figures = [
         _figure(
             points,
-            title=f"{unit[0].upper()}{unit[1:]} against latency, batch {batch}",
+            title=f"{unit[0].upper()}{unit[1:]} against {what}",
             unit=unit,
-            across=(f"p50 at batch {batch}, ms", _p50(batch)),
+            across=across,
             value=value,
-            filled=lambda point: batch in point.fronts,
+            filled=filled,
         )
         for unit, value in VALUES
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
+    across = (f"p50 at batch {batch}, ms", _p50(batch))
+    return _against(points, f"latency, batch {batch}", across, lambda point: batch in point.fronts)
 
 
 def _against_macs(points: Sequence[SweepPoint]) -> list[Figure]:
-    figures = [
-        _figure(
-            points,
-            title=f"{unit[0].upper()}{unit[1:]} against MACs",
-            unit=unit,
-            across=("share of the MACs kept", lambda point: point.macs_share),
-            value=value,
-            filled=lambda point: point.on_front,
-        )
-        for unit, value in VALUES
-    ]
-    return [figure for figure in figures if figure is not None]
+    across = ("share of the MACs kept", lambda point: point.macs_share)
+    return _against(points, "MACs", across, lambda point: point.on_front)
 
 
 def _range(figure: Interval | None, digits: int) -> str:

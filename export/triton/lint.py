@@ -14,6 +14,7 @@ from .lint_files import DEFAULT_FILES, lint_version
 from .pbtxt import Message, ParseError, parse
 from .schema import misused_fields
 from .server_releases import ServerRelease, server_release, vulnerability_warnings
+from .versions import versions_of
 
 MOST_BYTES = 2**20
 HALF_DONE = f"a process was killed while it replaced files here ({FORMER} has what stood before)"
@@ -108,7 +109,7 @@ def _versions(model: Path, config: Message, path: Path) -> Iterator[LintFinding]
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
             yield finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
-    have = _versions_on_disk(model)
+    have = versions_of(model)
     if not have:
         yield finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
     policy = config.message("version_policy") or Message((), 1)
@@ -119,7 +120,7 @@ def _versions(model: Path, config: Message, path: Path) -> Iterator[LintFinding]
 
 
 def _served_versions(model: Path, config: Message) -> tuple[int, ...]:
-    have = _versions_on_disk(model)
+    have = versions_of(model)
     policy = config.message("version_policy") or Message((), 1)
     specific = policy.message("specific")
     if specific is not None:
@@ -128,11 +129,6 @@ def _served_versions(model: Path, config: Message) -> tuple[int, ...]:
         return have
     count = (policy.message("latest") or Message((), 1)).number("num_versions", 1)
     return have[-max(count, 1) :]
-
-
-def _versions_on_disk(model: Path) -> tuple[int, ...]:
-    names = [entry.name for entry in model.iterdir() if entry.is_dir()]
-    return tuple(sorted(int(name) for name in names if re.fullmatch(r"[1-9]\d*", name)))
 
 
 def _backend(config: Message) -> str:

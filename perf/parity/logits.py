@@ -211,13 +211,14 @@ def _agrees(rows: Rows) -> Bools:
     return agrees_N
 
 
-def _log_softmax(logits_NC: Floats) -> Floats:
+def log_softmax(logits_NC: Floats) -> Floats:
+    """Of each row."""
     shifted_NC = logits_NC - logits_NC.max(axis=1, keepdims=True)
     return np.asarray(shifted_NC - np.log(np.exp(shifted_NC).sum(axis=1, keepdims=True)), dtype=np.float64)
 
 
 def _kl(ref_NC: Floats, cand_NC: Floats) -> Floats:
-    log_p_NC, log_q_NC = _log_softmax(ref_NC), _log_softmax(cand_NC)
+    log_p_NC, log_q_NC = log_softmax(ref_NC), log_softmax(cand_NC)
     kl_N: Floats = (np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1)
     return np.maximum(kl_N, 0.0)
 

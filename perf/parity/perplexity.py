@@ -17,6 +17,7 @@ from ground.errors import BadInput
 from ground.records import Figure
 from perf.stats.stats import DEFAULT_CONFIDENCE, TAIL_DRAWS
 
+from .logits import log_softmax
 from .rows import Floats
 
 DRAWS = 2000
@@ -44,13 +45,6 @@ class SequenceMeasures:
     kl: float
 
 
-def _log_softmax(logits_TV: NDArray[np.floating]) -> Floats:
-    shifted_TV = logits_TV.astype(np.float64)
-    shifted_TV -= shifted_TV.max(axis=1, keepdims=True)
-    out: Floats = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=1, keepdims=True))
-    return out
-
-
 def sequence_measures(
     reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
 ) -> SequenceMeasures:
@@ -67,7 +61,7 @@ def sequence_measures(
         raise BadInput("perplexity: the reference's logits hold NaN or Inf; the model is damaged or diverged")
     if not np.isfinite(candidate_TV).all():
         return SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
-    ours_TV, theirs_TV = _log_softmax(reference_TV[:-1]), _log_softmax(candidate_TV[:-1])
+    ours_TV, theirs_TV = (log_softmax(each[:-1].astype(np.float64)) for each in (reference_TV, candidate_TV))
     places = np.arange(len(ids_T) - 1)
     return SequenceMeasures(
         nats=float(-theirs_TV[places, ids_T[1:]].mean()),
