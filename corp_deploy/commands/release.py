@@ -22,8 +22,6 @@ from .options import DIRECTORY, FILE, output_options, trust_engine_option, trust
 from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from corp_deploy.release.incremental import StageStatus
     from corp_deploy.release.recipe import Recipe
     from corp_deploy.release.run import Released
@@ -205,7 +203,10 @@ SIGNATURES = {
 
 def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | None", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
+    from corp_deploy.release.names import GATE
     from corp_deploy.release.run import release as make_release
+    from corp_deploy.views.gate import gate_table
+    from perf.gate.verdicts import load_gate
 
     pace = Pace(out.note)
     released = make_release(
@@ -234,9 +235,8 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
         return EXIT_MISSING
     signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
-    out.result(
-        record, _summary(released), *_gate_rows(output), f"{output}: gate {released.verdict}{signature}", *closing
-    )
+    judged = gate_table(load_gate(output / GATE))
+    out.result(record, _summary(released), judged, f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
 
 
@@ -245,17 +245,6 @@ def _summary(released: "Released") -> str:
     if not finished:
         return f"nothing to do: all {len(cached)} stages are up to date"
     return f"{len(finished)} stages done, {len(cached)} kept as they were"
-
-
-def _gate_rows(output: Path) -> "list[Table]":
-    from rich.table import Table
-
-    from perf.gate.verdicts import load_gate
-
-    table = Table("fails if", "verdict", "why")
-    for row in load_gate(output / "gate.json").rules:
-        table.add_row(row.rule, row.verdict, row.message)
-    return [table]
 
 
 @click.command()

@@ -16,7 +16,7 @@ from .help import Command
 from .model_choice import ModelChoice, dense_options
 from .options import ANY_PATH, explicit_options, output_options, trust_engine_option
 from .proof_input_choice import ProofInputChoice
-from .verify_run import VerifyRun
+from .verify_run import VerifyRun, tell_parity
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate
@@ -88,10 +88,9 @@ def verify(
     from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import require_runnable
-    from corp_deploy.proof.record import EXIT_CODES, save_proof
+    from corp_deploy.proof.record import save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.store.hub_snapshot import PREFIX
-    from corp_deploy.views.parity import located_lines, metric_lines, parity_table
 
     limits = ParityLimits.from_options(options.values)
     of_engines = options.is_of_engines(model.model)
@@ -136,10 +135,4 @@ def verify(
             f"in {there}:",
             *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
         ]
-    if proof.parity.fitted is not None and proof.parity.fitted.has_overlap:
-        out.warn(proof.parity.fitted.warning)
-    if proof.parity.verdict == "UNJUDGED":
-        out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*located_lines(proof.parity), *metric_lines(proof.parity), *again, proof.parity.line]
-    out.result(proof.parity.to_json(), parity_table(proof.parity), *lines)
-    ctx.exit(EXIT_CODES[proof.parity.verdict])
+    ctx.exit(tell_parity(proof.parity, out, *again))

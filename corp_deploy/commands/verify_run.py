@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
+    from perf.parity.parity import Parity
 
     from .proof_input_choice import ProofInputChoice
 
@@ -184,8 +185,7 @@ def _compared(
     out: Output,
 ) -> int:
     from corp_deploy.proof.compare_engines import compare
-    from corp_deploy.proof.record import EXIT_CODES, save_proof
-    from corp_deploy.views.parity import metric_lines, parity_table
+    from corp_deploy.proof.record import save_proof
 
     for sentence in limits.unreachable(golden.images):
         out.warn(sentence)
@@ -201,11 +201,21 @@ def _compared(
         )
     proof = meter.beside(proof)
     save_proof(proof, output)
-    if proof.parity.verdict == "UNJUDGED":
+    return tell_parity(proof.parity, out)
+
+
+def tell_parity(parity: "Parity", out: Output, *more: str) -> int:
+    """Say what came of a proof; the exit code."""
+    from corp_deploy.proof.record import EXIT_CODES
+    from corp_deploy.views.parity import located_lines, metric_lines, parity_table
+
+    if parity.fitted is not None and parity.fitted.has_overlap:
+        out.warn(parity.fitted.warning)
+    if parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*(source.line for source in proof.parity.sources), *metric_lines(proof.parity)]
-    out.result(proof.parity.to_json(), parity_table(proof.parity), *lines, proof.parity.line)
-    return EXIT_CODES[proof.parity.verdict]
+    lines = [*(source.line for source in parity.sources), *located_lines(parity), *metric_lines(parity), *more]
+    out.result(parity.to_json(), parity_table(parity), *lines, parity.line)
+    return EXIT_CODES[parity.verdict]
 
 
 def _sizes(artefacts: "Sequence[Artefact]", batches: Sequence[int]) -> Sequence[int]:
