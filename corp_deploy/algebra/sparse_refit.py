@@ -146,12 +146,12 @@ def best_dense(objective: Objective) -> Tensor:
     return torch.cholesky_solve(objective.right_OK.T, factor_KK).T
 
 
-def damped(system_KK: Tensor, damp_rel: float = PATTERN_DAMP) -> Tensor:
-    """With so much of its mean diagonal added to it, and never nothing: positive definite. Ten times as much while that
-    isn't enough, as of covariances that rounding made of inputs far from their own deviations.
+def damped(system_KK: Tensor) -> Tensor:
+    """With PATTERN_DAMP of its mean diagonal added to it, and never nothing: positive definite. Ten times as much while
+    that isn't enough, as of covariances that rounding made of inputs far from their own deviations.
     """
     mean = max(float(system_KK.diagonal().mean()), 0.0)
-    damp = damp_rel * mean if mean > 0.0 else 1.0
+    damp = PATTERN_DAMP * mean if mean > 0.0 else 1.0
     while True:
         damped_KK = system_KK.clone()
         damped_KK.diagonal().add_(damp)

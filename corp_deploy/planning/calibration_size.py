@@ -175,7 +175,6 @@ def calibration_size(
     held_out: Moments | None = None,
     scored: Scored | None = None,
     calibration: InputSet | None = None,
-    within: float = WITHIN,
     on_progress: Callable[[int], None] | None = None,
 ) -> CalibrationSize:
     """The curve of error against the number of calibration images, one reduction for each of the moments.
@@ -201,11 +200,11 @@ def calibration_size(
             judged.append(by_inputs)
         if on_progress is not None:
             on_progress(number)
-    return _concluded([each.images for each in every], losses, judged, within)
+    return _concluded([each.images for each in every], losses, judged)
 
 
 def _concluded(
-    images: Sequence[int], losses: Sequence[tuple[float, float | None]], judged: Sequence[_Judged], within: float
+    images: Sequence[int], losses: Sequence[tuple[float, float | None]], judged: Sequence[_Judged]
 ) -> CalibrationSize:
     worst = int(np.argmax([errors.mean() for errors in judged[-1].errors])) if judged else 0
     errors = [each.errors[worst] for each in judged]
@@ -229,12 +228,12 @@ def _concluded(
     fit = fit_of_losses(images, curve)
     return CalibrationSize(
         points=tuple(points),
-        within=within,
-        sufficient=smallest_sufficient(points, within),
+        within=WITHIN,
+        sufficient=smallest_sufficient(points, WITHIN),
         judged_by="relative_error" if errors else "held_out",
         fit_of="held_out" if by_sites else "relative_error",
         fit=fit,
-        images_by_fit=fit.images_within(within),
+        images_by_fit=fit.images_within(WITHIN),
     )
 
 

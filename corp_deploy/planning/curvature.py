@@ -52,7 +52,7 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([(output * scale.to(output)).flatten(1) for output, scale in zip(outputs, scales, strict=True)], 1)
 
 
-def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch.Generator) -> Tangent:
+def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Tangent:
     family = family_of(model)
     x_BNC = family.embedded(model, inputs).detach().requires_grad_()
     walk = StreamState.of(x_BNC, family.token_weights(model, inputs))
@@ -64,7 +64,7 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
     outputs = joined(answers(model, walk, inputs))
     moved = [
         torch.autograd.grad(outputs, tuple(behind.values()), signs(outputs, generator), retain_graph=True)
-        for _ in range(directions)
+        for _ in range(DIRECTIONS)
     ]
     gradients = {name: torch.stack(of_branch) for name, of_branch in zip(behind, zip(*moved, strict=True), strict=True)}
     return Tangent(
@@ -74,7 +74,7 @@ def _tangent(model: nn.Module, inputs: Inputs, directions: int, generator: torch
     )
 
 
-def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) -> Iterator[Tangent]:
+def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
     tokens = len(family_of(model).token_kinds(model))
     if not tokens:
@@ -83,5 +83,5 @@ def tangents(model: nn.Module, inputs: Inputs, *, directions: int = DIRECTIONS) 
     generator = torch.Generator().manual_seed(0)
     for piece in chunks(inputs, max(1, PIECE_TOKENS // tokens)):
         with torch.enable_grad():
-            tangent = _tangent(model, map_tensors(piece, torch.clone), directions, generator)
+            tangent = _tangent(model, map_tensors(piece, torch.clone), generator)
         yield tangent

@@ -18,7 +18,6 @@ from ground.precision import half_share, precision_of_shares
 from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites
 from .libraries import missing_message
-from .messages import Progress
 from .record import EngineRecord, sha256_of
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -26,12 +25,7 @@ _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-g
 
 
 def build_ort_artifact(
-    onnx_path: Path,
-    *,
-    device: str = "cpu",
-    precision: str | None = None,
-    command: str = "",
-    progress: Progress | None = None,
+    onnx_path: Path, *, device: str = "cpu", precision: str | None = None, command: str = ""
 ) -> Engine:
     """Optimises the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
 
@@ -52,8 +46,6 @@ def build_ort_artifact(
     started = time.perf_counter()
     optimised = _optimised(onnx_path, device, command)
     seconds = time.perf_counter() - started
-    if progress is not None:
-        progress("optimising", 1, 1)
     return _engine(onnx_path, proto, optimised, device=device, command=command, seconds=seconds)
 
 
