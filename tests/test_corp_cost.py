@@ -120,9 +120,9 @@ def test_prices_at_another_width_equal_the_count_there(currency: Currency) -> No
     after = site_costs(reduced, currency).now
     for site in found:
         if site.name.endswith("mlp"):
-            assert after[site.name] == costs.of(site, 100, "padded"), site.name
+            assert after[site.name] == costs.of(site, 100), site.name
     count = macs if currency == "macs" else parameters
-    saved = sum(costs.now[site.name] - costs.of(site, widths[site.name], "padded") for site in found)
+    saved = sum(costs.now[site.name] - costs.of(site, widths[site.name]) for site in found)
     assert count(model) - count(reduced) == saved
     if currency == "macs":
         assert macs(reduced) == torchs_macs(reduced)

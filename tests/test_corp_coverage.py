@@ -14,9 +14,9 @@ from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.site import TracedChannels
 from corp_deploy.families.sites import Refusal
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedChannels
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset

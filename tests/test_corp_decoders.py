@@ -392,7 +392,7 @@ def test_costs_equal_what_counting_finds(home: Path) -> None:
         gone = [2 * (all_ - left) for all_, left in zip(whole, of_attention(*widths), strict=True)]
         assert [macs(model) - macs(less), parameters(model) - parameters(less)] == gone
         for site in (each for each in sites_of(less).every if each.name == "blocks.0.mlp"):
-            assert site.parameters(site.width, "square") == 3 * dim * decoders.HIDDEN
+            assert site.parameters_now == 3 * dim * decoders.HIDDEN
 
 
 def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:

@@ -121,8 +121,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_
     assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)
     assert planner.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=1e-3)
     saved = sum(
-        tables.latency_ms(site.name, site.size_of(site.width), 1)
-        - tables.latency_ms(site.name, site.size_of((found.widths or {})[site.name]), 1)
+        tables.latency_ms(site.name, site.width, 1) - tables.latency_ms(site.name, (found.widths or {})[site.name], 1)
         for site in sites_of(dense.model).every
     )
     share = (MERGED_MS - saved) / WHOLE_MS

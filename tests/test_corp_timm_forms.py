@@ -15,9 +15,9 @@ from calib.moments import ChannelMoments
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.site import Site
 from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.reduction.calibrate import calibrate
@@ -114,7 +114,7 @@ MIX = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 8**0.5
 
 
 @torch.no_grad()
-def plant_(site: TracedSite) -> None:
+def plant_(site: Site) -> None:
     """The later half of the groups, of each head, are mixes of the first half where they may be mixed, else copies."""
     of_heads = site.groups_HP if isinstance(site, TracedPairs) else None
     of_heads = site.groups_HV if isinstance(site, TracedValues) else of_heads
@@ -136,7 +136,6 @@ def planted(form: str) -> Checkpoint:
             tensor[len(tensor) // 2 :] = tensor[: len(tensor) // 2]
     model.load_state_dict(state)
     for site in sites_of(model).every:
-        assert isinstance(site, TracedSite)
         plant_(site)
     return replace(own, model=model.requires_grad_(False))
 

@@ -14,10 +14,10 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
+from corp_deploy.families.site import Site
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
@@ -44,11 +44,10 @@ def opened(model: nn.Module, count: int, path: Path) -> Images:
     return tiny.opened(path / "images.npy", pixels(model, count).numpy(), model)
 
 
-def found(model: nn.Module) -> tuple[TracedSite, ...]:
+def found(model: nn.Module) -> tuple[Site, ...]:
     """But for streams, which are asked for apart."""
     every = sites_of(model).every
-    assert all(isinstance(site, TracedSite) for site in every)
-    return tuple(site for site in every if isinstance(site, TracedSite) and site.kind != "traced streams")
+    return tuple(site for site in every if site.kind != "traced streams")
 
 
 @pytest.mark.slow("models")

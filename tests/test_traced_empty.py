@@ -21,7 +21,6 @@ from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Widths
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -177,7 +176,7 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
 
 
 def test_what_can_go_whole_is_told() -> None:
-    sites = [site for site in sites_of(dense().model).every if isinstance(site, TracedSite)]
+    sites = sites_of(dense().model).every
     whole = {site.name for site in sites if site.whole_removal is not None}
     assert {MLP, VALUES} <= whole
     assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)

@@ -23,7 +23,6 @@ from benchmarks.real.record import Record
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import sites, traced, tracing
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
@@ -50,7 +49,7 @@ def measured(small: Small) -> Row:
     offered = sites(model)
     row |= {
         "share": round(found.macs_within / max(found.macs, 1), 3),
-        "sites": dict(Counter(site.groups.kind for site in offered.every if isinstance(site, TracedSite))),
+        "sites": dict(Counter(site.groups.kind for site in offered.every)),
         "refused": dict(Counter(refusal.reason for refusal in offered.refused)),
         "unknown": found.unknown,
         "inputs": needed(own),

@@ -25,7 +25,6 @@ from torch import nn
 
 from corp_deploy.families.traced_model import sites, tracing
 from corp_deploy.families.traced_module import traced_module
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.machine import versions
 from ground.errors import BadInput
 from ground.files import write_text
@@ -75,7 +74,7 @@ def measured(name: str) -> Row:
     row |= {"grown_mib": round((peak() - before) / MIB), "share": round(found.macs_within / max(found.macs, 1), 3)}
     offered = sites(model)
     refused = Counter(each.reason for each in offered.refused)
-    kinds = Counter(each.groups.kind for each in offered.every if isinstance(each, TracedSite))
+    kinds = Counter(each.groups.kind for each in offered.every)
     return row | {"sites": kinds, "refused": refused, "unknown": found.unknown}
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from corp_deploy.families.counting import count
 from corp_deploy.families.family import family_of, input_ports, sites_of
+from corp_deploy.families.site import TracedChannels
 from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedChannels
 from corp_deploy.families.traced_values import TracedValues
 
 

@@ -45,7 +45,6 @@ from .traced_merging import Mergeable
 from .traced_module import merging_module, traced_module, traced_state
 from .traced_narrowing import narrowed
 from .traced_segments import Layout, Segment, TokenRows, layout_of
-from .traced_site import TracedSite
 from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
 
@@ -111,7 +110,6 @@ def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
 def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
     """The layers that write or read a site's groups by name, as modules that share the model's own parameters."""
     own = tracing(model)
-    assert isinstance(site, TracedSite), site
     touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
     for layer in layers(own.program):
         if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter):

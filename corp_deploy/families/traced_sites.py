@@ -17,13 +17,13 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
+from .site import Site, SiteReader, TracedChannels, TracedConvolutions, TracedStream
 from .sites import Refusal, Sites
 from .traced_module import Tracing
 from .traced_pairs import TracedPairs, pairs
-from .traced_site import SiteReader, TracedChannels, TracedConvolutions, TracedSite, TracedStream
 from .traced_values import TracedValues, values
 
-_CLASSES: dict[str, type[TracedSite]] = {
+_CLASSES: dict[str, type[Site]] = {
     "channels": TracedChannels,
     "gated channels": TracedChannels,
     "convolution channels": TracedConvolutions,
@@ -36,15 +36,15 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
-    every, refused = list[TracedSite](), list[Refusal]()
+    every, refused = list[Site](), list[Refusal]()
     named = names_of(tracing)
     for name, groups in named.items():
         kind = _CLASSES[groups.kind]
         if kind is TracedPairs:
-            site: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
+            site: Site | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
             site = _site(tracing, named, name, kind)
-        if isinstance(site, TracedSite):
+        if isinstance(site, Site):
             every.append(site)
         else:
             refused.append(Refusal(name=name, reason=site, sites={name: kind.kind}))
@@ -54,7 +54,7 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
     )
 
 
-def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
+def _beside_queries(every: list[Site]) -> Iterator[Site]:
     """Values know how wide the queries of their heads are, where those can go too."""
     pairs = {each.groups.name: each for each in every if isinstance(each, TracedPairs)}
     for each in every:
@@ -88,7 +88,7 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[TracedSite]) -> TracedSite | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[Site]) -> Site | str:
     groups = named[name]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"

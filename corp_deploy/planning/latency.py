@@ -19,9 +19,9 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
+from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_parts import STREAM, part_of
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
@@ -152,23 +152,21 @@ class _OfSegments:
     where: LatencyTarget
     scratch: Path
 
-    def _sizes(self, site: TracedSite) -> tuple[int, ...]:
-        return tuple(site.size_of(width) for width in kind_of(site).offers(site, self.method))
+    def _sizes(self, site: Site) -> tuple[int, ...]:
+        return tuple(kind_of(site).offers(site, self.method))
 
     @cached_property
     def shapes(self) -> dict[str, str]:
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
-            assert isinstance(site, TracedSite), site
             if len(self._sizes(site)) > 1:
                 outline = part_of(self.model, site, site.width).cost_signature
-                name = f"{site.cost_signature(self.method.geometry)}, as in {site.name}"
+                name = f"{site.cost_signature}, as in {site.name}"
                 shapes[site.name] = names.setdefault(outline, name)
         return shapes
 
     def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
         own = sites_of(self.model).by_name[site]
-        assert isinstance(own, TracedSite), own
         part = part_of(self.model, own, own.width, tokens)
 
         def open_width(size: int) -> ModuleRunner | OnnxRunner:
@@ -273,11 +271,9 @@ def curves_in_time(
     Raises BadInput for tables that were measured while other programs had the machine.
     """
     tables.refuse_disturbed()
-    sites = sites_of(checkpoint.model).by_name
     priced = []
     for curve in curves:
-        size_of = sites[curve.site].size_of
-        costs = tuple(round(1e6 * tables.latency_ms(curve.site, size_of(width), batch)) for width in curve.widths)
+        costs = tuple(round(1e6 * tables.latency_ms(curve.site, width, batch)) for width in curve.widths)
         least = min(costs)
         costs = tuple(cost - least for cost in costs)
         priced.append(replace(curve, costs=costs, cost_now=costs[-1]))

@@ -140,10 +140,7 @@ def _parts(model: nn.Module) -> tuple[str, ...]:
 def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
     """Of the layer of each part of the model at its own width and so many tokens."""
     sites = sites_of(dense.model).by_name
-    return {
-        name: round(1e6 * latencies.site_ms(name, sites[name].size_of(sites[name].width), tokens[name]))
-        for name in latencies.parts
-    }
+    return {name: round(1e6 * latencies.site_ms(name, sites[name].width, tokens[name])) for name in latencies.parts}
 
 
 def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:

@@ -13,7 +13,6 @@ from corp_deploy.families.ineffective_options import STREAMS
 from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.traced_facts import tracing
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.finding.shares import Layers
@@ -77,7 +76,6 @@ def reach(model: nn.Module, method: Method, currency: Currency) -> Reach:
     total = dense_cost(model, currency)
     offered, whole = list[str](), dict[str, str]()
     for site in sites_of(model).every:
-        assert isinstance(site, TracedSite), site
         if len(kind_of(site).offers(site, method)) > 1:
             offered.append(site.groups.key)
         else:

@@ -13,8 +13,8 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.families.family import family_of, sites_of
 from corp_deploy.families.modules import device, replaced
+from corp_deploy.families.site import TracedStream
 from corp_deploy.families.steps import SegmentStep
-from corp_deploy.families.traced_site import TracedStream
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
 from ground.errors import BadInput
