@@ -11,8 +11,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
@@ -146,7 +146,7 @@ def _checkpoint(form: str, written: str) -> Checkpoint:
 
 def pixels(model: nn.Module, count: int, seed: int = 0) -> Tensor:
     """Of the model's size, with something of their own at every pixel."""
-    _, height, width = family_of(model).input_spec(model).shape
+    _, height, width = traced_model.input_spec(model).shape
     images = torch.from_numpy(tiny.images(count, seed, max(height, width)))[:, :, :height, :width]
     fine = torch.randn(images.shape, generator=torch.Generator().manual_seed(100 + seed))
     return 2.0 * images + 0.5 * fine

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import HeadMoments
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, listened, sites_of
+from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.sites import calibration_taps
@@ -49,13 +50,13 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     theirs, (name, kwargs) = library(form), FORMS[form]
     save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
     ours = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs=kwargs).model
-    images, family = pixels(ours, 3), family_of(ours)
+    images = pixels(ours, 3)
     assert error(ours, theirs, images) < 1e-6
-    assert error(family.exportable(ours), theirs, images) < 1e-6
-    walk = StreamState.of(family.embedded(ours, images), None)
-    for step in family.steps(ours):
+    assert error(traced_model.exportable(ours), theirs, images) < 1e-6
+    walk = StreamState.of(traced_model.embedded(ours, images), None)
+    for step in traced_model.steps(ours):
         walk = walk.behind(step)
-    torch.testing.assert_close(family.finished(ours, walk.tokens.x, images), theirs(images))
+    torch.testing.assert_close(traced_model.finished(ours, walk.tokens.x, images), theirs(images))
     offered = sites_of(ours)
     assert not offered.refused
     assert Counter(site.kind for site in offered.every) == KINDS.get(form, OF_VIT)
@@ -234,4 +235,4 @@ def test_any_image_size_is_that_of_the_configuration() -> None:
     model = dense_from_architecture(Architecture(name=V1, kwargs=SWIN | {"dynamic_img_size": True}))
     assert len(sites_of(model).every) == 12
     with pytest.raises(BadInput, match="is added to no stream of its tokens, as in windows or on maps"):
-        family_of(model).with_merging(model, Merging(schedule=(2, 2)))
+        traced_model.with_merging(model, Merging(schedule=(2, 2)))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from calib.store import load as load_moments
 from corp_deploy import load
+from corp_deploy.families import traced_model
 from corp_deploy.families.decoder import traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.family import family_of, listened, sequence_spec, sites_of
+from corp_deploy.families.family import listened, sequence_spec, sites_of
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
@@ -379,7 +380,7 @@ def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
 def test_costs_equal_what_counting_finds(home: Path) -> None:
     """MACs and parameters that go with half of the groups, and with half of what is left of queries and keys."""
     model, tokens, dim = dense_of(home / "llama"), decoders.LENGTH, decoders.WIDTH
-    assert family_of(model).depth(model) == 2
+    assert traced_model.depth(model) == 2
 
     def of_attention(heads: int, qk: int, v: int) -> tuple[int, int]:
         rows = heads * (qk + v) + heads // 2 * (qk + v)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging, grown
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_parts import STREAM
@@ -65,7 +66,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
-    return replace(dense, model=family_of(dense.model).with_merging(dense.model, Merging(schedule=schedule, **how)))
+    return replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=schedule, **how)))
 
 
 def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:

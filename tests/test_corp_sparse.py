@@ -18,8 +18,9 @@ from torch.nn import functional
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.modules import replaced
 from corp_deploy.families.traced_layers import layered
@@ -227,9 +228,9 @@ def test_activations_that_are_not_finite_are_refused() -> None:
 def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
     own = tiny.checkpoint().model
     merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
-    merged = family_of(own).with_merging(own, merging)
+    merged = traced_model.with_merging(own, merging)
     new, report = sparsified(merged, images(), Sparsifying(kinds=ALL, permute="none"))
-    assert family_of(new).merging_of(new) == merging
+    assert traced_model.merging_of(new) == merging
     assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
     assert report.target == "own"
     assert len(report.patterns) == 8

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.moments import ChannelMoments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site import Site
@@ -47,15 +48,15 @@ def library(form: str) -> nn.Module:
 @pytest.mark.parametrize("form", FORMS)
 def test_its_steps_are_timms_model_and_its_sites_are_found(form: str) -> None:
     model = checkpoint(form).model
-    family, images = family_of(model), pixels(model, 3)
+    images = pixels(model, 3)
     with torch.inference_mode():
         exact = library(form)(images)
-        walk = StreamState.of(family.embedded(model, images), None)
-        for step in family.steps(model):
+        walk = StreamState.of(traced_model.embedded(model, images), None)
+        for step in traced_model.steps(model):
             walk = walk.behind(step)
         assert torch.equal(model(images), exact)
-        torch.testing.assert_close(family.finished(model, walk.tokens.x, images), exact)
-        torch.testing.assert_close(family.exportable(model)(images), exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(traced_model.finished(model, walk.tokens.x, images), exact)
+        torch.testing.assert_close(traced_model.exportable(model)(images), exact, rtol=1e-4, atol=1e-4)
     offered, told = sites_of(model), inspection_of_model(model)
     assert (len(offered.every), offered.refused) == (SITES.get(form, 6), ())
     rows = [*told["sites"], *told["fixed"]]

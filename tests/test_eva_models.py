@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from corp_deploy.families.family import family_of, sites_of, with_outputs
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of, with_outputs
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs, parameters
@@ -49,14 +50,14 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     (name, kwargs), theirs = FORMS[form], library(form, img_size=48)
     save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
     ours = load_dense(name, weights=tmp_path / "weights.safetensors", kwargs=kwargs | {"img_size": 48})
-    model, family, pixels = ours.model, family_of(ours.model), images(size=48)
+    model, pixels = ours.model, images(size=48)
     assert not ours.notes
     assert error(model, theirs, pixels) < 1e-6
-    assert error(family.exportable(model), theirs, pixels) < 1e-6
-    walk = StreamState.of(family.embedded(model, pixels), None)
-    for step in family.steps(model):
+    assert error(traced_model.exportable(model), theirs, pixels) < 1e-6
+    walk = StreamState.of(traced_model.embedded(model, pixels), None)
+    for step in traced_model.steps(model):
         walk = walk.behind(step)
-    torch.testing.assert_close(family.finished(model, walk.tokens.x, pixels), theirs(pixels))
+    torch.testing.assert_close(traced_model.finished(model, walk.tokens.x, pixels), theirs(pixels))
     offered = sites_of(model)
     assert not offered.refused
     assert Counter(site.kind for site in offered.every) == KINDS.get(form, WHOLE)
@@ -182,7 +183,7 @@ def test_tokens_and_layers_are_outputs_by_name() -> None:
 def test_merging_is_refused_with_the_reason() -> None:
     model = checkpoint("halves turned, biases").model
     with pytest.raises(BadInput, match="reads all tokens at once, or some by where they stand"):
-        family_of(model).with_merging(model, Merging(schedule=(2, 2)))
+        traced_model.with_merging(model, Merging(schedule=(2, 2)))
 
 
 def test_weights_of_another_size_are_resampled_as_timm_does(tmp_path: Path) -> None:

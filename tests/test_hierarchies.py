@@ -10,8 +10,9 @@ from timm.models import maxxvit
 from torch import nn
 
 from calib.images import Images
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site import Site
@@ -58,7 +59,7 @@ def test_a_model_is_timms_and_all_of_it_has_sites(form: str) -> None:
         own, timms = checkpoint(form, **changes).model, theirs(form, **changes)
         images = pixels(own, 3)
         assert error(own, timms, images) < 1e-6
-        assert error(family_of(own).exportable(own), timms, images) < 1e-6
+        assert error(traced_model.exportable(own), timms, images) < 1e-6
     offered, names = sites_of(own), [name for name, _ in own.named_modules() if "rel_pos" not in name]
     assert not offered.refused
     places = {site.name.rpartition(".")[0] for site in offered.every if isinstance(site, TracedPairs)}
@@ -153,7 +154,7 @@ def test_queries_that_are_pooled_stay_with_the_reason(tmp_path: Path) -> None:
 def test_what_hierarchies_dont_take_is_refused() -> None:
     model = checkpoint("maxvit_pm").model
     with pytest.raises(BadInput, match="is added to no stream of its tokens, as in windows or on maps"):
-        family_of(model).with_merging(model, Merging(schedule=(2, 2)))
+        traced_model.with_merging(model, Merging(schedule=(2, 2)))
     name, kwargs = FORMS["maxvit_tf"]
     odd = dense_from_architecture(Architecture(name=name, kwargs={**kwargs, "img_size": 72}))
     with pytest.raises(BadInput, match=r"MaxxVit can.t be traced: height .* must be divisible by window"):

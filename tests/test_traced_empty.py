@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_module import TracedModule
@@ -113,8 +114,8 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
     save(replace(dense(), model=model), tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced").model
     assert torch.equal(outputs(loaded), outputs(model))
-    ports = family_of(loaded).input_spec(loaded).ports, family_of(loaded).output_ports(loaded)
-    proto = onnx_from_model(family_of(loaded).exportable(loaded), *ports, precision="fp32", metadata={})
+    ports = traced_model.input_spec(loaded).ports, traced_model.output_ports(loaded)
+    proto = onnx_from_model(traced_model.exportable(loaded), *ports, precision="fp32", metadata={})
     assert all(0 not in tensor.dims for tensor in proto.graph.initializer)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for count in (1, 5):

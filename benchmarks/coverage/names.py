@@ -23,7 +23,7 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy.families.traced_model import sites, tracing
+from corp_deploy.families.traced_model import sites_of, tracing
 from corp_deploy.families.traced_module import traced_module
 from corp_deploy.machine import versions
 from ground.errors import BadInput
@@ -72,7 +72,7 @@ def measured(name: str) -> Row:
         return row | {"said": str(error)[:200]}
     row |= {"trace_s": round(traced - began, 2), "find_s": round(time.process_time() - traced, 2)}
     row |= {"grown_mib": round((peak() - before) / MIB), "share": round(found.macs_within / max(found.macs, 1), 3)}
-    offered = sites(model)
+    offered = sites_of(model)
     refused = Counter(each.reason for each in offered.refused)
     kinds = Counter(each.groups.kind for each in offered.every)
     return row | {"sites": kinds, "refused": refused, "unknown": found.unknown}

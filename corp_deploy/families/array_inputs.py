@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class ArraySpec:
     """What a module takes, by the names of its parameters."""
 
     ports: tuple[Port, ...]
-    medium: Literal["arrays"] = "arrays"
+    medium: ClassVar[Literal["arrays"]] = "arrays"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -67,6 +67,6 @@ def _kept(
 def _tables(name: str, freqs_HK: Tensor, tokens: int) -> Iterator[tuple[str, Tensor]]:
     """Sines and cosines, as the program folds them; one row where all heads keep the same planes."""
     own_HK = freqs_HK[:1] if bool((freqs_HK == freqs_HK[:1]).all()) else freqs_HK
-    tables = SequenceRotary(own_HK).of_length(tokens)
-    yield f"{name}.{_TURNING}", tables.sin_HNP
-    yield f"{name}.{_TURNING}_folded_1", tables.cos_HNP
+    sin_HNP, cos_HNP = SequenceRotary(own_HK).tables(tokens)
+    yield f"{name}.{_TURNING}", sin_HNP
+    yield f"{name}.{_TURNING}_folded_1", cos_HNP

@@ -4,13 +4,12 @@ from torch import nn
 
 from . import traced_model
 from .counting import MacCounts, count
-from .family import family_of
 from .modules import parameters as parameters
 
 
 def counted(model: nn.Module) -> MacCounts:
     """The multiply-adds of one input by module, and the longest row of products."""
-    ports = family_of(model).input_spec(model).ports
+    ports = traced_model.input_spec(model).ports
     return count(traced_model.counted_form(model), ports)
 
 

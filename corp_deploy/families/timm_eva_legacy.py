@@ -18,7 +18,7 @@ from corp_deploy.traced.finding.site import Index
 from ground.errors import BadInput
 
 from .timm_legacy import require_widths
-from .traced_model import sites as sites_of
+from .traced_model import sites_of
 from .traced_module import TracedModule, traced_state
 from .traced_pairs import TracedPairs
 

@@ -1,4 +1,4 @@
-"""The family of all models that have none: their sites are found in the program that torch traces of them.
+"""What is told of a model: its sites are found in the program that torch traces of it.
 
 Their steps are the segments between the program's cuts. The first stream is the input itself, the last one the output
 where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
@@ -25,7 +25,7 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import bert, custom_modules, decoder, hf_classes, timm_library, torchvision_models
+from . import timm_library
 from .architecture import Architecture
 from .array_inputs import is_mask
 from .merging import Merging
@@ -48,28 +48,10 @@ from .traced_segments import Layout, Segment, TokenRows, layout_of
 from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
 
-NAME = "traced"
 _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
     "can be followed from block to block; leave --polish out"
 )
-
-
-def build(architecture: Architecture) -> nn.Module:
-    """What a user's code makes, a decoder, an encoder of BERT's kind, or a model of transformers or of torchvision.
-    Raises BadInput for what these can't build, and for any other name.
-    """
-    if architecture.family == custom_modules.NAME:
-        return custom_modules.build(architecture)
-    if architecture.family == decoder.NAME:
-        return decoder.build(architecture)
-    if architecture.family == bert.NAME:
-        return bert.build(architecture)
-    for library in (hf_classes, torchvision_models):
-        if architecture.name.startswith(library.PREFIX):
-            model: nn.Module = library.build(architecture)
-            return model
-    raise BadInput(f"family {NAME}: {architecture.name:.100} is built by no family of this name; write the model again")
 
 
 def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
@@ -84,7 +66,7 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
 
 
-def sites(model: nn.Module) -> Sites:
+def sites_of(model: nn.Module) -> Sites:
     """What is found in the program, dense or already reduced, or of that what its user named."""
     own, facts = tracing(model), traced_state(model).facts
     own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
@@ -107,13 +89,15 @@ def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
     return tensors_by_name(inputs)[masks[0]].float() if len(masks) == 1 else None
 
 
-def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
+def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
     """The layers that write or read a site's groups by name, as modules that share the model's own parameters."""
     own = tracing(model)
     touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
-    for layer in layers(own.program):
-        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter):
-            yield layer.name, as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
+    return {
+        layer.name: as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
+        for layer in layers(own.program)
+        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter)
+    }
 
 
 def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
@@ -221,7 +205,7 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 def depth(model: nn.Module) -> int:
     """Sums that add attentions to a stream, else sites."""
     found = blocks_of(tracing(model).program)
-    return len(sites(model).every) if isinstance(found, str) else len(found)
+    return len(sites_of(model).every) if isinstance(found, str) else len(found)
 
 
 def merging_of(model: nn.Module) -> Merging | None:

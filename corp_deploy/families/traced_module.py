@@ -23,6 +23,7 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_
 from corp_deploy.traced.programs.tracing import trace
+from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from .array_inputs import ArraySpec, batch_of_ports
@@ -224,9 +225,13 @@ class TracedModule(nn.Module):
 
 
 def traced_state(model: nn.Module) -> TracedState:
-    """Of a traced module."""
-    assert isinstance(model, TracedModule), type(model)
-    return model.known_to_corp_deploy
+    """Of a traced module. Raises BadInput for one that was not traced."""
+    if isinstance(model, TracedModule):
+        return model.known_to_corp_deploy
+    raise BadInput(
+        f"model is {type(model).__name__}, expected one of corp_deploy.load, which traces it, or of "
+        "corp_deploy.sites(...)"
+    )
 
 
 def is_reduced(model: nn.Module) -> bool:

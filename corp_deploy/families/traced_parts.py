@@ -13,7 +13,7 @@ from ground.ports import OutputPort, Port
 
 from .site import Site
 from .traced_merging import Mergeable, at_tokens
-from .traced_model import input_spec, output_ports, sites, sites_by_segment, tracing
+from .traced_model import input_spec, output_ports, sites_by_segment, sites_of, tracing
 from .traced_module import Tracing
 from .traced_narrowing import at_widths
 from .traced_segments import cost_signature_of
@@ -40,7 +40,7 @@ def tokens_that_enter(model: nn.Module) -> dict[str, int]:
     for segment, inside in sites_by_segment(model).items():
         entering = int(sizes_at_one(segment.before)[1]) if segment.start.is_merged else all_tokens
         tokens = dict.fromkeys(inside, entering) | tokens
-    return {site.name: tokens.get(site.name, all_tokens) for site in sites(model).every}
+    return {site.name: tokens.get(site.name, all_tokens) for site in sites_of(model).every}
 
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:

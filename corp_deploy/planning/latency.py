@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import input_ports, output_ports, sites_of
 from corp_deploy.families.site import Site
 from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.families.traced_parts import STREAM, part_of
@@ -120,11 +121,11 @@ def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTa
 
 def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
     model = checkpoint.model
-    family, inputs, outputs = family_of(model), input_ports(model), output_ports(model)
+    inputs, outputs = input_ports(model), output_ports(model)
     return Grid(
         name=f"dense {checkpoint.architecture.name}",
         identity=_identity(checkpoint),
-        open_width=lambda _: _runner(family.exportable(model), inputs, outputs, where, scratch),
+        open_width=lambda _: _runner(traced_model.exportable(model), inputs, outputs, where, scratch),
         inputs=inputs,
         widths=(1,),
         batches=where.batches,
@@ -214,7 +215,7 @@ def _runner(
 
 def _identity(checkpoint: Checkpoint) -> str:
     """Which whole model was measured: its weights and its layers."""
-    merging = family_of(checkpoint.model).merging_of(checkpoint.model) or ""
+    merging = traced_model.merging_of(checkpoint.model) or ""
     return f"{model_digest(checkpoint.model)} {checkpoint.model!r}{merging}"
 
 
@@ -230,13 +231,13 @@ def measure_tables(
     """
     model = checkpoint.model
     tokens, merges = tokens_of_sites(model), merges_of(model)
-    unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None)) if merges else checkpoint
+    unmerged = replace(checkpoint, model=traced_model.with_merging(model, None)) if merges else checkpoint
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
         at = Path(scratch)
         of_sites, grids = site_grids(unmerged.model, method, where, at), dict[str, Grid]()
-        names = _names_at_tokens(of_sites.shapes, tokens, len(family_of(model).token_kinds(model)))
+        names = _names_at_tokens(of_sites.shapes, tokens, len(traced_model.token_kinds(model)))
         for site, at_tokens in names.items():
             for count, name in at_tokens.items():
                 grids[name] = grids.get(name) or of_sites.grid(name, site, count)
