@@ -23,6 +23,7 @@ import timm
 import torch
 from torch import nn
 
+from corp_deploy.families import timm_library
 from corp_deploy.families.traced_model import sites_of, tracing
 from corp_deploy.families.traced_module import traced_module
 from corp_deploy.machine import versions
@@ -63,7 +64,7 @@ def measured(name: str) -> Row:
     before, began = resident(), time.process_time()
     plain = built(name)
     row: Row = {"name": name, "class": type(plain).__name__, "build_s": round(time.process_time() - began, 2)}
-    model, began = traced_module(plain, None), time.process_time()
+    model, began = traced_module(plain, timm_library.facts), time.process_time()
     try:
         found_of = tracing(model)
         traced = time.process_time()

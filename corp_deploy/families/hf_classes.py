@@ -18,9 +18,9 @@ from ground.errors import BadInput, Missing
 from ground.ports import Port
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .array_inputs import ArraySpec, parameters_of
+from .array_inputs import ArraySpec, InputSpec, parameters_of
 from .hf_config import Sides, both
-from .module_facts import PREPARED, Spec, facts_with
+from .module_facts import PREPARED, facts_with
 from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
@@ -218,7 +218,7 @@ def _main_input(kind: Any) -> str:
     return str(kind.main_input_name)
 
 
-def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[Spec, tuple[str, ...]]:
+def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
     """What the model takes, and by which of its parameters."""
     config: Any = model.config
     main = _main_input(type(model))

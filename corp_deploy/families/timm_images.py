@@ -29,7 +29,7 @@ class ImageSpec:
 
     shape: tuple[int, int, int]
     config: Mapping[str, Any]
-    medium: ClassVar[Literal["images"]] = "images"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "images"
 
     @property
     def ports(self) -> tuple[Port, ...]:

@@ -28,6 +28,7 @@ from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
+from .traced_module import Facts
 
 NAME = "timm"
 State = Mapping[str, Tensor]
@@ -151,6 +152,12 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
     if getattr(model, "global_pool", None) == "":
         return (OutputPort(name=LOGITS.name, role="token logits" if classes(model) else "feature map"),)
     return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
+
+
+def facts(model: nn.Module) -> Facts:
+    """As timm's configuration of the model says."""
+    spec = image_spec(model, configured_size(model))
+    return Facts(spec=spec, outputs=output_ports(model), classes=classes(model))
 
 
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:

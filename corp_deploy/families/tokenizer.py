@@ -49,7 +49,7 @@ class TextSpec:
     tokenization: Tokenization
     tokenizer_json: str
     vocabulary: int
-    medium: ClassVar[Literal["text"]] = "text"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -102,7 +102,7 @@ class SequenceSpec:
     tokenization: Tokenization
     tokenizer_json: str
     vocabulary: int
-    medium: ClassVar[Literal["text"]] = "text"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
 
     @property
     def ports(self) -> tuple[Port, ...]:

@@ -17,10 +17,9 @@ from corp_deploy.traced.programs.readers import BatchFirst, Layer, layers, liste
 from ground.errors import BadInput
 
 from .token_merging import Tokens
-from .traced_facts import tracing
 from .traced_merged_program import CutState
 from .traced_merging import Mergeable
-from .traced_module import Tracing
+from .traced_module import Tracing, tracing
 from .traced_narrowing import narrowed
 
 

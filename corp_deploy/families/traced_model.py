@@ -36,13 +36,13 @@ from .sites import Sites
 from .steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
-from .traced_facts import classes as classes
-from .traced_facts import facts_of as facts_of
-from .traced_facts import input_spec as input_spec
-from .traced_facts import output_ports as output_ports
-from .traced_facts import tracing as tracing
 from .traced_merging import Mergeable
-from .traced_module import merging_module, traced_module, traced_state
+from .traced_module import classes as classes
+from .traced_module import facts_of as facts_of
+from .traced_module import input_spec as input_spec
+from .traced_module import is_librarys, merging_module, traced_module, traced_state
+from .traced_module import output_ports as output_ports
+from .traced_module import tracing as tracing
 from .traced_narrowing import narrowed
 from .traced_segments import Layout, Segment, TokenRows, layout_of
 from .traced_sites import names_of, traced_sites
@@ -61,15 +61,15 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
     if architecture.family == "timm":
         if architecture.kwargs.get("img_size") is not None:
             timm_library.set_size_(model, architecture.kwargs["img_size"])
-        return traced_module(model, None)
+        return traced_module(model, timm_library.facts)
     model = model.float()  # statistics, repairs and rounding to other types start from float32
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
 
 
 def sites_of(model: nn.Module) -> Sites:
     """What is found in the program, dense or already reduced, or of that what its user named."""
-    own, facts = tracing(model), traced_state(model).facts
-    own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
+    own = tracing(model)
+    own.offered[:] = own.offered or [traced_sites(own, facts_of(model).sites)]
     return own.offered[0]
 
 
@@ -232,8 +232,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
-    facts = traced_state(model).facts
-    named = None if facts is None else facts.named
+    named = facts_of(model).named
     if merging is not None and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
             raise BadInput(
@@ -262,7 +261,7 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
     compute anew for every batch what is a constant: engines fuse attention with constants alone.
     """
-    is_own = traced_state(model).facts is None
+    is_own = is_librarys(model)
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
     has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
@@ -302,9 +301,9 @@ def extra_files(model: nn.Module) -> Mapping[str, str]:
 def load_extra_files_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
     state, spec = traced_state(model), input_spec(model)
-    if state.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
+    if isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
-        state.facts = replace(state.facts, spec=replace(spec, tokenizer_json=content))
+        state.facts = replace(facts_of(model), spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,8 +21,17 @@ from ground.errors import BadInput
 
 from .array_inputs import random_batch
 from .modules import device
-from .traced_facts import facts_of, tracing
-from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, merging_module, narrowed_module, traced_state
+from .traced_module import (
+    EXAMPLES,
+    Cut,
+    TracedModule,
+    Tracing,
+    facts_of,
+    merging_module,
+    narrowed_module,
+    traced_state,
+    tracing,
+)
 from .traced_sites import names_of, whole_removal
 from .widths import Widths
 

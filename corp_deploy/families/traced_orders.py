@@ -15,7 +15,7 @@ from corp_deploy.traced.programs.program import SAME, Program, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR
 from ground.errors import BadInput
 
-from .traced_facts import tracing
+from .traced_module import tracing
 from .traced_narrowing import narrowed
 
 
