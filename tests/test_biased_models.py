@@ -19,16 +19,16 @@ from calib.moments import HeadMoments
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.sites import calibration_taps
-from corp_deploy.families.steps import StreamState
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.sites import calibration_taps
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests.biased_models import FORMS, SWIN, V1, checkpoint, library, moments, opened, pixels
 from tests.small_models import error, outputs

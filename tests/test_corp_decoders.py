@@ -23,13 +23,13 @@ from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
 from corp_deploy.families.tokenizer import Tokenization
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked

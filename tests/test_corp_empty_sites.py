@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.inputs import run_model
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.widths import Widths
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -23,6 +22,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.traced.models.merging import Merging
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model

@@ -20,7 +20,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
@@ -34,6 +33,7 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
+from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 from tests import tiny
 

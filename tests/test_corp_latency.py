@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
@@ -19,6 +18,7 @@ from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, 
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.narrowing import at_widths
 from ground.feeds import Feeds, Outputs
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench import latency_table

@@ -12,9 +12,6 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging, grown
-from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_parts import STREAM
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables
@@ -22,6 +19,9 @@ from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging, grown
+from corp_deploy.traced.models.parts import STREAM
+from corp_deploy.traced.models.token_merging import TokenMerge
 from corp_deploy.views.latency import latency_rows
 from ground.ports import OutputPort, Port
 from perf.bench import latency_table

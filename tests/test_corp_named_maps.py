@@ -14,8 +14,8 @@ import torch
 from corp_deploy import load
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import dense_from_architecture, save
+from corp_deploy.traced.models.outputs import outputs_from_text
 from ground.errors import BadInput
 from tests import hierarchies, small_convnets, tiny
 from tests.command import invoked

@@ -16,9 +16,7 @@ from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports, outputs_of, with_outputs
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -31,6 +29,8 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
 from ground.errors import BadInput
 from tests import hf_towers, hierarchies, tiny
 from tests.small_models import pixels, small

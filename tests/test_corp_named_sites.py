@@ -20,14 +20,14 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.traced_inspection import traced_rows
-from corp_deploy.families.traced_module import traced_module
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.inspection import traced_rows
+from corp_deploy.traced.models.module import traced_module
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny

@@ -9,9 +9,6 @@ from torch import nn
 
 from calib.images import Images
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.layers import fit_layers_, fitted_steps, pairs_of, walk_layers
@@ -20,6 +17,9 @@ from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.steps import SegmentStep
 from tests import tiny
 from tests.test_traced_polish import moved
 

@@ -12,7 +12,6 @@ import torch
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
@@ -25,6 +24,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging
 
 from . import tiny
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from calib.images import Images
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
-from corp_deploy.families.steps import StreamState
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -23,6 +22,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
 
 PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging, most_merged, tokens_after
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import joint
@@ -27,6 +26,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging, most_merged, tokens_after
 from ground.errors import BadInput
 
 from . import tiny

@@ -21,9 +21,6 @@ from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.traced_layers import layered
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
@@ -35,6 +32,9 @@ from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
+from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import biased_models, encoders, small_convnets, tiny

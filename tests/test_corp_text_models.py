@@ -16,13 +16,13 @@ from calib.inputs import run_model
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders
 

@@ -16,15 +16,15 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site import Site
-from corp_deploy.families.steps import StreamState
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.models.values import TracedValues
 from tests.small_models import error, outputs, pixels
 from tests.vit_forms import FORMS, SITES, checkpoint, method, moments, opened
 

@@ -14,13 +14,13 @@ from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.release.recipe_reduce import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from ground.errors import BadInput

@@ -12,11 +12,7 @@ from torch import Tensor
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of, with_outputs
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.outputs import Outputs
-from corp_deploy.families.steps import StreamState
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -25,6 +21,10 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.outputs import Outputs
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests import tiny
 from tests.eva_models import FORMS, PLAIN, TURNED, checkpoint, library, moments, reduced

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from calib.collect import collect
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest, preprocessing_text
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.sites import calibration_taps
 from tests.graphs import audited, needs_rtx, require_as_torch
 from tests.hierarchies import checkpoint, pixels
 from tests.small_models import outputs

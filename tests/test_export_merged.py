@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging
+from corp_deploy.traced.models.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
 from tests.graphs import built, needs_rtx, require_as_torch, session_of
 from tests.tiny import checkpoint, images

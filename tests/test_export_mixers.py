@@ -12,10 +12,10 @@ from torch import nn
 from calib.collect import collect
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.traced.models.sites import calibration_taps
 from corp_deploy.views.engine import audit_table
 from export.graph.to_onnx import onnx_from_model, save
 from tests.graphs import audited, built, needs_rtx, require_as_torch

@@ -13,18 +13,18 @@ from calib.images import Images
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.site import Site
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import Site
 from ground.errors import BadInput
 from tests import tiny
 from tests.hierarchies import FORMS, checkpoint, pixels, theirs

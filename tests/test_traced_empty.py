@@ -20,8 +20,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import Widths
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -32,6 +30,8 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from tests import tiny

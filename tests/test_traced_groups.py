@@ -14,13 +14,13 @@ from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
-from corp_deploy.families.traced_module import traced_state
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.module import traced_state
 from tests.traced_examples import images
 
 CODE = """

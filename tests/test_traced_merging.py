@@ -18,18 +18,18 @@ from torch.nn import functional as F
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.steps import Merge, StreamState
-from corp_deploy.families.token_merging import key_bias
-from corp_deploy.families.traced_layers import layered
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.steps import Merge, StreamState
+from corp_deploy.traced.models.token_merging import key_bias
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from tests import tiny, vit_forms

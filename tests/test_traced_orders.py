@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced, tracing
-from corp_deploy.families.traced_orders import reordered, scores, streams
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.orders import reordered, scores, streams
 from ground.errors import BadInput
 from tests import tiny, vit_forms
 from tests.traced_examples import PVT

@@ -15,8 +15,6 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import answers, outputs_of, steps_to_outputs, with_outputs
-from corp_deploy.families.outputs import Outputs, outputs_from_text
-from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_model import traced
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -27,6 +25,8 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests import tiny
 from tests.traced_examples import DENSENET, PVT, checkpoint_of, images

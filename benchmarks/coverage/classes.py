@@ -22,11 +22,11 @@ from torch import nn
 from benchmarks.real.record import Record
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import sites_of, traced, tracing
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.tracing import trace
 
 from .alone import Row, alone

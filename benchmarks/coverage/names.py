@@ -25,8 +25,8 @@ from torch import nn
 
 from corp_deploy.families import timm_library
 from corp_deploy.families.traced_model import sites_of, tracing
-from corp_deploy.families.traced_module import traced_module
 from corp_deploy.machine import versions
+from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput
 from ground.files import write_text
 

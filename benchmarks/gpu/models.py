@@ -17,11 +17,11 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count
 from corp_deploy.families.family import input_ports
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.narrowing import at_widths
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3

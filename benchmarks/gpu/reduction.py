@@ -9,7 +9,7 @@ from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.sites import calibration_taps
+from corp_deploy.traced.models.sites import calibration_taps
 
 SPARSITY = 0.5
 

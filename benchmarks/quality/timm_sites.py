@@ -7,9 +7,9 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import count
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.site import TracedChannels
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_values import TracedValues
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import TracedChannels
+from corp_deploy.traced.models.values import TracedValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

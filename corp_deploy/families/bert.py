@@ -4,14 +4,14 @@ import msgspec
 import torch
 from torch import nn
 
+from corp_deploy.traced.models.module import Facts, traced_module
+from corp_deploy.traced.models.modules import parameters
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .modules import parameters
 from .text_encoder import EncoderArchitecture, TextEncoder
 from .tokenizer import TextSpec, Tokenization
-from .traced_module import Facts, traced_module
 
 NAME = "bert"
 EMBEDDING = OutputPort(name="embedding", role="embedding")

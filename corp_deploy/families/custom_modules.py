@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from corp_deploy.traced.models.module import TracedModule, facts_of, is_librarys, traced_state
 from ground.errors import BadInput
 
 from .architecture import Architecture
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import TracedModule, facts_of, is_librarys, traced_state
 from .trusted_code import FAMILY, Code
 
 NAME = FAMILY

@@ -4,15 +4,15 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.array_inputs import ArraySpec
+from corp_deploy.traced.models.module import Facts, TracedModule, traced_module
+from corp_deploy.traced.models.modules import parameters
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .array_inputs import ArraySpec
-from .modules import parameters
 from .text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder
 from .tokenizer import SequenceSpec, Tokenization
-from .traced_module import Facts, TracedModule, traced_module
 
 NAME = "decoder"
 LOGITS = OutputPort(name="logits", role="token logits")

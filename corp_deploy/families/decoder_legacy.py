@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from corp_deploy.traced.finding.site import Index, Site
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.narrowing import first_groups
+from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
 from .architecture import Architecture
@@ -18,9 +21,6 @@ from .sequence_rotary import SequenceRotary
 from .text_decoder import DecoderArchitecture
 from .timm_legacy import require_widths
 from .traced_model import tracing
-from .traced_module import TracedModule
-from .traced_narrowing import first_groups
-from .traced_sites import names_of
 
 State = Mapping[str, Tensor]
 Entries = Mapping[str, Mapping[str, Any]]

@@ -11,6 +11,10 @@ from torch import nn
 
 from calib.inputs import Inputs
 from calib.weights import PartialTokenWeights, TokenWeights
+from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.ports import Port
 
@@ -25,9 +29,6 @@ from . import (
     traced_model,
 )
 from .architecture import Architecture
-from .array_inputs import ArraySpec, batch_of_ports
-from .modules import device
-from .outputs import Outputs
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
@@ -39,7 +40,6 @@ from .traced_model import listened as listened
 from .traced_model import output_ports as output_ports
 from .traced_model import sites_of as sites_of
 from .traced_model import steps_to_outputs as steps_to_outputs
-from .traced_module import TracedModule
 from .trusted_code import FAMILY
 
 Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)

@@ -14,18 +14,18 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
+from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.modules import parameters
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .array_inputs import ArraySpec, InputSpec, parameters_of
 from .hf_config import Sides, both
 from .module_facts import PREPARED, facts_with
-from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization
-from .traced_module import traced_module
 
 PREFIX = "transformers:"
 LENGTH = 16_000

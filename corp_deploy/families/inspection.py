@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import nn
 
+from corp_deploy.traced.models.inspection import fixed_shares as fixed_shares
+from corp_deploy.traced.models.inspection import stays_of, traced_rows
+
 from . import traced_model
 from .family import output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
-from .traced_inspection import fixed_shares as fixed_shares
-from .traced_inspection import stays_of, traced_rows
 
 
 def _outputs(model: nn.Module, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

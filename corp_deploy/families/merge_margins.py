@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, batch_size, run_model
+from corp_deploy.traced.models.token_merging import TokenMerge, alike, merges_in
 
 from . import traced_model
-from .token_merging import TokenMerge, alike, merges_in
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:

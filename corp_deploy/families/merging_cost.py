@@ -2,11 +2,12 @@
 
 from torch import nn
 
+from corp_deploy.traced.models.merging import tokens_after
+from corp_deploy.traced.models.token_merging import merges_in
+
 from . import traced_model
-from .merging import tokens_after
 from .merging_record import MergingRecord
 from .model_cost import counted
-from .token_merging import merges_in
 
 
 def merging_record(model: nn.Module) -> MergingRecord | None:

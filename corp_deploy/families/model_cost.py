@@ -2,9 +2,10 @@
 
 from torch import nn
 
+from corp_deploy.traced.models.modules import parameters as parameters
+
 from . import traced_model
 from .counting import MacCounts, count
-from .modules import parameters as parameters
 
 
 def counted(model: nn.Module) -> MacCounts:

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from corp_deploy.traced.programs.module_copies import twin
-from ground.errors import BadInput
-from ground.ports import OutputPort, Port, Role, image_port
-
-from . import timm_library
-from .array_inputs import (
+from corp_deploy.traced.models.array_inputs import (
     WRITE,
     ArraySpec,
     InputSpec,
@@ -26,11 +21,16 @@ from .array_inputs import (
     parameters_of,
     takes_by_place,
 )
-from .module_calls import Calling, Output, outputs_of
-from .modules import device
+from corp_deploy.traced.models.module import Facts
+from corp_deploy.traced.models.module_calls import Calling, Output, outputs_of
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.programs.module_copies import twin
+from ground.errors import BadInput
+from ground.ports import OutputPort, Port, Role, image_port
+
+from . import timm_library
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import Facts
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""

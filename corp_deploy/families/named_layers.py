@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
+from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
 from .module_facts import facts_of_images
 from .preprocessing import Preprocessing
-from .site import Site
-from .sites import Sites
-from .traced_module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
-from .traced_pairs import TracedPairs
-from .traced_sites import names_of, traced_sites
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'

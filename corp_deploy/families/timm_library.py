@@ -16,19 +16,19 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from corp_deploy.traced.models.module import Facts
+from corp_deploy.traced.models.modules import parameters
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
 from .architecture import MOST_PARAMETERS, Architecture
-from .modules import parameters
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
-from .traced_module import Facts
 
 NAME = "timm"
 State = Mapping[str, Tensor]

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
+from corp_deploy.traced.models.outputs import Output, Outputs
 from corp_deploy.traced.programs.module_copies import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
 from .maps import map_from_tokens, tokens_from_map
-from .outputs import Output, Outputs
-from .traced_module import TracedModule, is_librarys, traced_module, traced_state
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.modules import counts_of_batches, parameters
 from ground.errors import BadInput
 
 from .architecture import MOST_PARAMETERS, OF_TORCHVISION, Architecture
 from .module_facts import PREPARED, facts_with
-from .modules import counts_of_batches, parameters
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import traced_module
 
 PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]

@@ -14,6 +14,22 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.traced.finding.attentions import blocks_of
+from corp_deploy.traced.models.array_inputs import is_mask
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.module import classes as classes
+from corp_deploy.traced.models.module import facts_of as facts_of
+from corp_deploy.traced.models.module import input_spec as input_spec
+from corp_deploy.traced.models.module import is_librarys, merging_module, traced_module, traced_state
+from corp_deploy.traced.models.module import output_ports as output_ports
+from corp_deploy.traced.models.module import tracing as tracing
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.narrowing import narrowed
+from corp_deploy.traced.models.offered import sites_by_segment
+from corp_deploy.traced.models.offered import sites_of as sites_of
+from corp_deploy.traced.models.segments import Layout, Segment, TokenRows, layout_of
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
@@ -27,25 +43,9 @@ from ground.errors import BadInput
 
 from . import timm_library
 from .architecture import Architecture
-from .array_inputs import is_mask
-from .merging import Merging
 from .module_facts import facts_of_module
-from .modules import replaced
-from .site import Site
-from .sites import Sites
-from .steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
-from .traced_merging import Mergeable
-from .traced_module import classes as classes
-from .traced_module import facts_of as facts_of
-from .traced_module import input_spec as input_spec
-from .traced_module import is_librarys, merging_module, traced_module, traced_state
-from .traced_module import output_ports as output_ports
-from .traced_module import tracing as tracing
-from .traced_narrowing import narrowed
-from .traced_segments import Layout, Segment, TokenRows, layout_of
-from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
 
 _WHOLE = (
@@ -64,13 +64,6 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
         return traced_module(model, timm_library.facts)
     model = model.float()  # statistics, repairs and rounding to other types start from float32
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
-
-
-def sites_of(model: nn.Module) -> Sites:
-    """What is found in the program, dense or already reduced, or of that what its user named."""
-    own = tracing(model)
-    own.offered[:] = own.offered or [traced_sites(own, facts_of(model).sites)]
-    return own.offered[0]
 
 
 def listened(model: nn.Module) -> nn.Module:
@@ -97,17 +90,6 @@ def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
         layer.name: as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
         for layer in layers(own.program)
         if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter)
-    }
-
-
-def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
-    """The names of the sites that stand in each segment, in order."""
-    own = tracing(model)
-    tensors = {
-        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
-    }
-    return {
-        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from calib.inputs import Inputs, chunks, map_tensors
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, steps_to_outputs
-from corp_deploy.families.steps import SegmentStep, StreamState
+from corp_deploy.traced.models.steps import SegmentStep, StreamState
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30

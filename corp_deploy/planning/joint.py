@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging
+from corp_deploy.traced.models.merging import Merging
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate

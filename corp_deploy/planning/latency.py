@@ -20,13 +20,13 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports, sites_of
-from corp_deploy.families.site import Site
-from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_parts import STREAM, part_of
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.traced.models.parts import STREAM, part_of
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.token_merging import TokenMerge, Tokens, merges_in
-from corp_deploy.families.traced_merging import Mergeable
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_parts import tokens_that_enter
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.parts import tokens_that_enter
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, merges_in
 from perf.bench.latency_table import LatencyTable
 
 POINTS = 4

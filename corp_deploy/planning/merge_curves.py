@@ -18,9 +18,9 @@ from torch import nn
 from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Merge, SegmentStep, Unmerge
-from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
+from corp_deploy.traced.models.merging import Merging, most_merged
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
 

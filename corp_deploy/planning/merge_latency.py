@@ -16,11 +16,11 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import most_merged
-from corp_deploy.families.steps import SegmentStep
-from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import most_merged
+from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.token_merging import TokenMerge
 from ground.ports import Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.timing.environment import environment

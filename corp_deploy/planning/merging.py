@@ -5,9 +5,9 @@ from dataclasses import replace
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging, capped, schedule_from_text
 from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging, capped, schedule_from_text
 from ground.errors import BadInput
 
 

@@ -17,8 +17,6 @@ from calib.inputs import Inputs, as_tuple, map_tensors, run_model, tensors_by_na
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
@@ -28,6 +26,8 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import device
 
 from .program_effects import effects_of_changes
 

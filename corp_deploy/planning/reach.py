@@ -12,11 +12,11 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.ineffective_options import STREAMS
 from corp_deploy.families.inspection import fixed_shares
-from corp_deploy.families.site import Currency, Site
-from corp_deploy.families.traced_module import tracing
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.finding.shares import Layers
+from corp_deploy.traced.models.module import tracing
+from corp_deploy.traced.models.site import Currency, Site
 from ground.errors import BadInput
 
 from .budget import dense_cost

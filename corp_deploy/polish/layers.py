@@ -11,10 +11,10 @@ from torch import nn
 from calib.input_set import InputSet
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
-from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
+from corp_deploy.traced.models.segments import TokenRows
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
 
 from .descent import StepBudget
 from .newton import AlternatingFit, Newton

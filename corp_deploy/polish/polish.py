@@ -13,11 +13,11 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.site import TracedStream
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.traced.models.modules import device, replaced
+from corp_deploy.traced.models.site import TracedStream
+from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 
 from .blocks import polish_blocks_

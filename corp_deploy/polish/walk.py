@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers
-from corp_deploy.families.steps import SegmentStep, Step, StreamState
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState
+from corp_deploy.traced.models.token_merging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
+from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 
 from .kind import Kind

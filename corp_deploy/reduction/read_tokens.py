@@ -14,7 +14,7 @@ from calib.hooks import evaluating
 from calib.inputs import Inputs
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
-from corp_deploy.families.steps import StreamState
+from corp_deploy.traced.models.steps import StreamState
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import Inputs, tensors_by_name, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.families.modules import device
-from corp_deploy.families.steps import StreamState
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.models.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
 

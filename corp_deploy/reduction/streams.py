@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import Inputs, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
+from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
 HELD_OUT_EVERY = 4

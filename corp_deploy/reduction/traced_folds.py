@@ -19,14 +19,14 @@ from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.whole_heads import averages, recovered
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.site import Site, TracedChannels
 from corp_deploy.families.traced_model import token_weights, tracing
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_units import Units
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.units import Units
+from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors

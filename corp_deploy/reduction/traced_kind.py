@@ -14,10 +14,10 @@ from calib.moments import Moments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
-from corp_deploy.families.site import Site, TracedChannels
-from corp_deploy.families.traced_pairs import Side
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.pairs import Side
+from corp_deploy.traced.models.site import Site, TracedChannels
 from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from corp_deploy.families.site import Site
-from corp_deploy.families.sites import Sites
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_narrowing import first_groups
-from corp_deploy.families.traced_sites import names_of
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Widths
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.narrowing import first_groups
+from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.narrow import narrow
 
 from .kinds import kind_of

@@ -23,8 +23,8 @@ from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
+from corp_deploy.traced.models.merging import Merging
 from ground.arrays import array_from_file
 from ground.errors import BadInput
 from ground.files import text_from_file

@@ -11,12 +11,12 @@ from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
+from .mergeable import Mergeable, at_tokens
+from .module import Tracing, input_spec, output_ports, tracing
+from .narrowing import at_widths
+from .offered import sites_by_segment, sites_of
+from .segments import cost_signature_of
 from .site import Site
-from .traced_merging import Mergeable, at_tokens
-from .traced_model import input_spec, output_ports, sites_by_segment, sites_of, tracing
-from .traced_module import Tracing
-from .traced_narrowing import at_widths
-from .traced_segments import cost_signature_of
 
 STREAM = OutputPort(name="stream", role="feature map")
 

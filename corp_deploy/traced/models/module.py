@@ -27,14 +27,14 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
 from .array_inputs import InputSpec, batch_of_ports
+from .mergeable import Mergeable, mergeable, merged_graph
+from .merged_program import MergedProgram
 from .merging import Merging
 from .module_calls import Calling, by_ports
 from .modules import device
 from .outputs import Outputs
+from .segments import CutOutputs, Segment, given_at_cuts, segments
 from .sites import Sites
-from .traced_merged_program import MergedProgram
-from .traced_merging import Mergeable, mergeable, merged_graph
-from .traced_segments import CutOutputs, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""

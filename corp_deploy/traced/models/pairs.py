@@ -15,10 +15,10 @@ from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
+from .heads import BothHeads, Heads, both_heads
+from .module import Tracing
 from .site import Site
-from .traced_heads import BothHeads, Heads, both_heads
-from .traced_module import Tracing
-from .traced_taps import taps_of
+from .taps import taps_of
 
 Mixing = Literal["free", "planes", "none"]
 _EXACT = 1e-5

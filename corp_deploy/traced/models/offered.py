@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
@@ -17,11 +17,12 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
+from .module import Tracing, facts_of, tracing
+from .pairs import TracedPairs, pairs
+from .segments import Segment
 from .site import Site, SiteReader, TracedChannels, TracedConvolutions, TracedStream
 from .sites import Refusal, Sites
-from .traced_module import Tracing
-from .traced_pairs import TracedPairs, pairs
-from .traced_values import TracedValues, values
+from .values import TracedValues, values
 
 _CLASSES: dict[str, type[Site]] = {
     "channels": TracedChannels,
@@ -187,3 +188,21 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
         use=tracing.uses[str(weight.target)].index(node.name),
         merge=tracing.merge_before(source.name),
     )
+
+
+def sites_of(model: nn.Module) -> Sites:
+    """What is found in the program, dense or already reduced, or of that what its user named."""
+    own = tracing(model)
+    own.offered[:] = own.offered or [traced_sites(own, facts_of(model).sites)]
+    return own.offered[0]
+
+
+def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
+    """The names of the sites that stand in each segment, in order."""
+    own = tracing(model)
+    tensors = {
+        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
+    }
+    return {
+        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
+    }

@@ -11,10 +11,10 @@ from torch import nn
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.finding.site import Site as Groups
 
+from .module import tracing
 from .modules import parameters
+from .offered import names_of, sites_of
 from .site import Currency
-from .traced_model import sites_of, tracing
-from .traced_sites import names_of
 
 ELSEWHERE = "all else"
 ROUNDED = 1e-3

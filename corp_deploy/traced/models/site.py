@@ -17,7 +17,7 @@ from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
 
-from .traced_units import Units, channel_units
+from .units import Units, channel_units
 
 Currency = Literal["macs", "params"]
 

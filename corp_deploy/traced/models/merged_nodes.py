@@ -16,7 +16,7 @@ from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_sco
 from corp_deploy.traced.programs.folding import NUMBERS
 from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
 
-from .traced_token_sizes import at_any_batch, changed_axes, resized
+from .token_sizes import at_any_batch, changed_axes, resized
 
 _ARRANGED = frozenset(
     ("permute", "transpose", "t", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "getitem", "stack")

@@ -21,9 +21,9 @@ from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import layers
 
+from .module import Tracing
 from .site import Site, SiteReader
-from .traced_module import Tracing
-from .traced_units import Units, head_units
+from .units import Units, head_units
 
 _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 

@@ -12,7 +12,6 @@ from torch import nn
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .site import Site
-from .widths import Width, is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Sites:
         return frozenset({*(site.kind for site in self.every), *refused})
 
     @property
-    def widths(self) -> dict[str, Width]:
+    def widths(self) -> dict[str, int]:
         return {site.name: site.width for site in self.every}
 
     @property
@@ -51,7 +50,7 @@ class Sites:
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
     """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    listened = [site for site in sites.every if not is_empty(site.width)]
+    listened = [site for site in sites.every if site.width]
     if all(site.name in order for site in listened):
         listened.sort(key=lambda site: order[site.name])
     taps = [tap for site in listened for tap in site.listening()]
