@@ -12,7 +12,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests.small_models import error, outputs, pixels
 from tests.test_traced_chain import kept_of
-from tests.vit_forms import checkpoint, method, moments, opened
+from tests.timm_models import checkpoint, method, moments, opened
 
 SITE, LAST = "blocks.0.mlp", "blocks.0.mlp.fc2"
 GATES = {"packed gate": ("fc1",), "gate apart": ("fc1_g", "fc1_x")}

@@ -32,7 +32,7 @@ from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
 from ground.errors import BadInput
-from tests import hf_towers, hierarchies, tiny
+from tests import hf_towers, timm_models, tiny
 from tests.small_models import pixels, small
 
 EVERY = (
@@ -187,7 +187,7 @@ def test_tokens_and_stages_that_are_not_there_are_refused() -> None:
     with pytest.raises(BadInput, match="pooled is of one built with num_classes 0"):
         with_outputs(tiny.checkpoint().model, outputs_from_text("pooled"))
     with pytest.raises(BadInput, match="the model has no norm of tokens behind its last layer"):
-        with_outputs(hierarchies.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
+        with_outputs(timm_models.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
-from tests.eva_models import checkpoint, moments
-from tests.vit_forms import method, opened
+from tests.timm_models import checkpoint, method, moments, opened
 
 FORM = "learned angles"
 

@@ -37,7 +37,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import biased_models, encoders, small_convnets, tiny
+from tests import encoders, small_convnets, timm_models, tiny
 from tests.command import invoked
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
@@ -239,8 +239,8 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
 
 @pytest.mark.parametrize("form", ["padding", "cosines"])
 def test_windows_are_walked_too(form: str) -> None:
-    own = biased_models.checkpoint(form)
-    shown = biased_models.pixels(own.model, 16)
+    own = timm_models.checkpoint(form)
+    shown = timm_models.pixels(own.model, 16)
     path = Path(small_convnets._FOLDER.name) / f"{form}.npy"
     model, report = sparsified(own.model, tiny.opened(path, shown.numpy(), own.model), Sparsifying(kinds=ALL))
     assert report.patterns
