@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
 from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.modules import parameters
+from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .architecture import MOST_PARAMETERS, Architecture
+from .architecture import Architecture
 from .hf_config import Sides, both
 from .module_facts import PREPARED, facts_with
 from .preprocessing import Preprocessing
@@ -93,10 +93,7 @@ def build(architecture: Architecture) -> nn.Module:
     """
     where = architecture.name
     arguments = arguments_of(architecture.kwargs, where=where)
-    with torch.device("meta"):
-        count = parameters(_built(arguments, where))
-    if count > MOST_PARAMETERS:
-        raise BadInput(f"{where}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    refuse_larger(lambda: _built(arguments, where), where)
     with torch.device("cpu"):
         model = _built(arguments, where).eval()
         spec, names = _spec(model, arguments, architecture.preprocessing)

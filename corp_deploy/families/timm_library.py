@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corp_deploy.traced.models.module import Facts
-from corp_deploy.traced.models.modules import parameters
+from corp_deploy.traced.models.modules import MOST_PARAMETERS, parameters
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
-from .architecture import MOST_PARAMETERS, Architecture
+from .architecture import Architecture
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built

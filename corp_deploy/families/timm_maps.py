@@ -21,11 +21,22 @@ from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
-from .maps import map_from_tokens, tokens_from_map
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
 _KINDS = {"class": "class", "registers": "register"}
+
+
+def map_from_tokens(x_BNC: Tensor, grid: tuple[int, int]) -> Tensor:
+    """[B,N,C] -> [B,C,H,W]; an error unless N is H * W."""
+    height, width = grid
+    return x_BNC.reshape(x_BNC.shape[0], height, width, x_BNC.shape[-1]).permute(0, 3, 1, 2)
+
+
+def tokens_from_map(x_BCHW: Tensor) -> Tensor:
+    """[B,C,H,W] -> [B,N,C]."""
+    assert x_BCHW.ndim == 4, x_BCHW.shape
+    return x_BCHW.flatten(2).mT
 
 
 @dataclass(frozen=True, slots=True)

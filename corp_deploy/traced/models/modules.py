@@ -1,11 +1,13 @@
 """Copies of models with some modules replaced; models are never edited."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ground.errors import BadInput
 
 
 def device(model: nn.Module) -> torch.device:
@@ -17,6 +19,18 @@ def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the model with the named submodules replaced; the model given is left as it is."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
     return copy.deepcopy(model, memo)
+
+
+MOST_PARAMETERS = 20_000_000_000
+"""Of a model that is built."""
+
+
+def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
+    """Raise BadInput for a model of more parameters than are built, before it has memory."""
+    with torch.device("meta"):
+        count = parameters(build())
+    if count > MOST_PARAMETERS:
+        raise BadInput(f"{what}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
 
 
 def parameters(*modules: nn.Module) -> int:
