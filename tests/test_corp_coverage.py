@@ -126,7 +126,8 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
     plain = sites_of(tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1}))
     lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
-    found = replace(plain, refused=(Refusal(name="blocks.1", reason="block is odd", sites=lost),))
+    refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in lost.items())
+    found = replace(plain, refused=refused)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     covered = coverage(found, method, {"blocks.0.mlp": 96, "blocks.0.attn.qk": 24}, by_site=False)
     assert covered.verdict == "2 of 5 sites reduced"

@@ -48,7 +48,7 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
         if isinstance(site, Site):
             every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=site, sites={name: kind.kind}))
+            refused.append(Refusal(name=name, reason=site, kind=kind.kind))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),

@@ -4,7 +4,6 @@ Sites are found in the traced program; a site tells where to listen, what it cos
 down. What is done to a site is no business of it (see reduction/kinds.py).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,13 +15,11 @@ from .site import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A place that can't be reduced, why, and the sites that are lost there with their kinds: itself, or all of a
-    block.
-    """
+    """A site that can't be reduced, and why."""
 
     name: str
     reason: str
-    sites: Mapping[str, str]
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +32,7 @@ class Sites:
     @property
     def kinds(self) -> frozenset[str]:
         """Of all places, those refused too."""
-        refused = (kind for refusal in self.refused for kind in refusal.sites.values())
-        return frozenset({*(site.kind for site in self.every), *refused})
+        return frozenset({*(site.kind for site in self.every), *(refusal.kind for refusal in self.refused)})
 
     @property
     def widths(self) -> dict[str, int]:
