@@ -24,6 +24,7 @@ LONGEST = (
     "test_pretended_device.py",
     "test_corp_release.py",
     "test_corp_workflow.py",
+    "test_timm_models.py",
     "test_export_to_onnx.py",
     "test_corp_printed.py",
     "test_wheel.py",

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.newton import AlternatingFit, Newton
 from corp_deploy.polish.report import PartReport
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.traced.models.steps import SegmentStep
 
 
 @torch.no_grad()

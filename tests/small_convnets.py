@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from calib.images import Images
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.site import Site
 from examples.digits.images import load
 from tests import tiny
 
@@ -145,12 +145,12 @@ def error(model: nn.Module, dense: nn.Module, images: Tensor) -> float:
     return float((outputs(model, images) - exact).norm() / exact.norm())
 
 
-def conv_sites(model: nn.Module) -> list[TracedSite]:
-    return [site for site in sites_of(model).every if isinstance(site, TracedSite) and "stream" not in site.kind]
+def conv_sites(model: nn.Module) -> list[Site]:
+    return [site for site in sites_of(model).every if "stream" not in site.kind]
 
 
-def streams(model: nn.Module) -> list[TracedSite]:
-    return [site for site in sites_of(model).every if isinstance(site, TracedSite) and "stream" in site.kind]
+def streams(model: nn.Module) -> list[Site]:
+    return [site for site in sites_of(model).every if "stream" in site.kind]
 
 
 def method(preset: str, share: float | None, **changes: Any) -> Method:

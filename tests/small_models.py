@@ -11,8 +11,8 @@ from timm.models.mlp_mixer import MlpMixer, ResBlock, SpatialGatingBlock, _cfg, 
 from torch import Tensor, nn
 
 from calib.images import Images
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import tiny
 
@@ -60,7 +60,7 @@ def small(name: str, seed: int = 0, **kwargs: Any) -> Checkpoint:
 
 
 def size_of(model: nn.Module) -> int:
-    return int(family_of(model).input_spec(model).shape[-1])
+    return int(traced_model.input_spec(model).shape[-1])
 
 
 def pixels(model: nn.Module, count: int, seed: int = 0, size: int | None = None) -> Tensor:

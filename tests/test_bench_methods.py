@@ -24,7 +24,6 @@ from benchmarks.quality.procedural_images import CLASSES, WAVELENGTHS, made
 from benchmarks.quality.timm_sites import attentions
 from benchmarks.real.record import Record
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.polish import options
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.method import method_from_preset
@@ -32,6 +31,7 @@ from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import BadInput
 
 from . import small_convnets, tiny

@@ -16,7 +16,6 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.program_effects import effects_of_changes
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -26,6 +25,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import BadInput
 from tests import tiny
 from tests.small_convnets import (

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from corp_deploy.families.family import family_of
+from corp_deploy.families import traced_model
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.release.samples import opened_graph
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -89,7 +89,7 @@ def test_one_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow("graph")
 def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> None:
     model = load_checkpoint(home / "dense").model
-    exportable, images = family_of(model).exportable(model), tiny.images(16)
+    exportable, images = traced_model.exportable(model), tiny.images(16)
     with torch.inference_mode():
         exact = exportable(torch.from_numpy(images)).double().numpy()
         own = typed_copy(exportable, "bf16", norms=NORMS)(torch.from_numpy(images)).double().numpy()

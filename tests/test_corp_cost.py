@@ -15,11 +15,11 @@ from corp_deploy.families.counting import count
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import counted, macs, parameters
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.site import Currency
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.site import Currency
 from ground.ports import Port, image_port
 from perf.parity.tolerance import exact
 from tests import tiny
@@ -120,9 +120,9 @@ def test_prices_at_another_width_equal_the_count_there(currency: Currency) -> No
     after = site_costs(reduced, currency).now
     for site in found:
         if site.name.endswith("mlp"):
-            assert after[site.name] == costs.of(site, 100, "padded"), site.name
+            assert after[site.name] == costs.of(site, 100), site.name
     count = macs if currency == "macs" else parameters
-    saved = sum(costs.now[site.name] - costs.of(site, widths[site.name], "padded") for site in found)
+    saved = sum(costs.now[site.name] - costs.of(site, widths[site.name]) for site in found)
     assert count(model) - count(reduced) == saved
     if currency == "macs":
         assert macs(reduced) == torchs_macs(reduced)

@@ -14,14 +14,14 @@ from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.sites import Refusal
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedChannels
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import TracedChannels
+from corp_deploy.traced.models.sites import Refusal
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits
@@ -126,7 +126,8 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
     plain = sites_of(tiny.timm_model("vit_tiny_patch16_224", **{**SMALL, "depth": 1}))
     lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
-    found = replace(plain, refused=(Refusal(name="blocks.1", reason="block is odd", sites=lost),))
+    refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in lost.items())
+    found = replace(plain, refused=refused)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     covered = coverage(found, method, {"blocks.0.mlp": 96, "blocks.0.attn.qk": 24}, by_site=False)
     assert covered.verdict == "2 of 5 sites reduced"

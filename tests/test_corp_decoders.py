@@ -15,20 +15,21 @@ from torch import Tensor, nn
 
 from calib.store import load as load_moments
 from corp_deploy import load
+from corp_deploy.families import traced_model
 from corp_deploy.families.decoder import traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.family import family_of, listened, sequence_spec, sites_of
+from corp_deploy.families.family import listened, sequence_spec, sites_of
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
 from corp_deploy.families.tokenizer import Tokenization
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked
@@ -379,7 +380,7 @@ def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
 def test_costs_equal_what_counting_finds(home: Path) -> None:
     """MACs and parameters that go with half of the groups, and with half of what is left of queries and keys."""
     model, tokens, dim = dense_of(home / "llama"), decoders.LENGTH, decoders.WIDTH
-    assert family_of(model).depth(model) == 2
+    assert traced_model.depth(model) == 2
 
     def of_attention(heads: int, qk: int, v: int) -> tuple[int, int]:
         rows = heads * (qk + v) + heads // 2 * (qk + v)
@@ -392,7 +393,7 @@ def test_costs_equal_what_counting_finds(home: Path) -> None:
         gone = [2 * (all_ - left) for all_, left in zip(whole, of_attention(*widths), strict=True)]
         assert [macs(model) - macs(less), parameters(model) - parameters(less)] == gone
         for site in (each for each in sites_of(less).every if each.name == "blocks.0.mlp"):
-            assert site.parameters(site.width, "square") == 3 * dim * decoders.HIDDEN
+            assert site.parameters_now == 3 * dim * decoders.HIDDEN
 
 
 def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:

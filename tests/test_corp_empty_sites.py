@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from calib.inputs import run_model
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging
+from corp_deploy.families import traced_model
 from corp_deploy.families.widths import Widths
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -23,6 +22,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.traced.models.merging import Merging
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.graph.to_onnx import onnx_from_model
@@ -76,14 +76,14 @@ def test_other_inputs_judge_the_constant() -> None:
 def test_tokens_are_merged_all_the_same(metric: str) -> None:
     """Where attention is gone there are no keys to tell them apart by, and no place to merge at."""
     model = emptied().model
-    merged = family_of(model).with_merging(model, Merging(schedule=(2,), metric=metric))  # type: ignore[arg-type]
+    merged = traced_model.with_merging(model, Merging(schedule=(2,), metric=metric))  # type: ignore[arg-type]
     with torch.inference_mode():
         assert merged(torch.from_numpy(tiny.images(2))).isfinite().all()
 
 
 def graph_of(model: nn.Module, precision: str = "fp32"):  # type: ignore[no-untyped-def]
-    ports = family_of(model).input_spec(model).ports, family_of(model).output_ports(model)
-    return onnx_from_model(family_of(model).exportable(model), *ports, precision=precision, metadata={})
+    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
+    return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
 
 @pytest.mark.slow("graph", "engine")

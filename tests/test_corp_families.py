@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.cli import main
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.planning.budget import allocate
 from corp_deploy.planning.budget_planner import budget_planner
@@ -33,6 +33,7 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
+from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 from tests import tiny
 
@@ -135,8 +136,8 @@ def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:
     (report,) = reduction.sites
 
     def behind_attention(of: nn.Module) -> Tensor:
-        x_BNC = family_of(of).embedded(of, pixels("q/k norm"))
-        for step in list(family_of(of).steps(of))[:2]:
+        x_BNC = traced_model.embedded(of, pixels("q/k norm"))
+        for step in list(traced_model.steps(of))[:2]:
             assert isinstance(step, SegmentStep)
             x_BNC = step(x_BNC)
         return x_BNC.double()

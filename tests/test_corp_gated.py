@@ -12,7 +12,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests.small_models import error, outputs, pixels
 from tests.test_traced_chain import kept_of
-from tests.vit_forms import checkpoint, method, moments, opened
+from tests.timm_models import checkpoint, method, moments, opened
 
 SITE, LAST = "blocks.0.mlp", "blocks.0.mlp.fc2"
 GATES = {"packed gate": ("fc1",), "gate apart": ("fc1_g", "fc1_x")}
@@ -87,9 +87,9 @@ def test_costs_are_those_of_three_layers(form: str) -> None:
     dense = checkpoint(form).model
     site, costs = sites_of(dense).by_name[SITE], site_costs(dense, "macs")
     tokens = 17 if form == "packed gate" else 16
-    assert costs.now[SITE] == 3 * tokens * 48 * 96 == 2 * costs.of(site, 48, "padded")
+    assert costs.now[SITE] == 3 * tokens * 48 * 96 == 2 * costs.of(site, 48)
     narrower = reduce(dense, moments(form), method("none", attention_sparsity=None), widths={SITE: 48}).model
-    assert macs(dense) - macs(narrower) == costs.of(site, 48, "padded")
+    assert macs(dense) - macs(narrower) == costs.of(site, 48)
 
 
 @pytest.mark.parametrize("form", GATES)

@@ -14,9 +14,9 @@ from corp_deploy.families.family import image_spec, output_ports, sites_of
 from corp_deploy.families.hf_arguments import ratio_of
 from corp_deploy.families.hf_config import CLASSES, vision_model
 from corp_deploy.families.hf_preprocessing import prepared, share_of
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 from tests import hf_towers
 

@@ -10,8 +10,6 @@ import pytest
 from torch import nn
 
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import aligned_widths
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate
@@ -20,6 +18,7 @@ from corp_deploy.planning.latency import LatencyTarget, Tables, curves_in_time, 
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.narrowing import at_widths
 from ground.feeds import Feeds, Outputs
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench import latency_table
@@ -126,16 +125,14 @@ def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(meas
     curves = []
     for site in sites_of(dense.model).every:
         widths = kind_of(site).offers(site, method)
-        sizes = tuple(map(site.size_of, widths))
-        errors = tuple(float(sizes[-1] - size) ** 2 for size in sizes)
-        curves.append(CostCurve(site=site.name, widths=widths, costs=sizes, cost_now=sizes[-1], errors=errors))
+        errors = tuple(float(widths[-1] - width) ** 2 for width in widths)
+        curves.append(CostCurve(site=site.name, widths=widths, costs=widths, cost_now=widths[-1], errors=errors))
     priced, total = curves_in_time(curves, tables, dense, 1)
     assert total == pytest.approx(1e6 * cost_ms(dense.model), rel=1e-2), "layers without a bias are timed with one"
     found = allocate(priced, total, 0.8)
     smaller = dense.model
     for site in sites_of(dense.model).every:
         width = found.widths[site.name]
-        assert isinstance(site, TracedSite)
         assert isinstance(width, int)
         smaller = at_widths(smaller, {site.name: width}) if width < site.width else smaller
     share = cost_ms(smaller) / cost_ms(dense.model)

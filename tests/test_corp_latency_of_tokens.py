@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import Merging, grown
-from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_parts import STREAM
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables
@@ -21,6 +19,9 @@ from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging, grown
+from corp_deploy.traced.models.parts import STREAM
+from corp_deploy.traced.models.token_merging import TokenMerge
 from corp_deploy.views.latency import latency_rows
 from ground.ports import OutputPort, Port
 from perf.bench import latency_table
@@ -65,7 +66,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
-    return replace(dense, model=family_of(dense.model).with_merging(dense.model, Merging(schedule=schedule, **how)))
+    return replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=schedule, **how)))
 
 
 def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:
@@ -121,8 +122,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_
     assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)
     assert planner.full_cost == pytest.approx(1e6 * WHOLE_MS, rel=1e-3)
     saved = sum(
-        tables.latency_ms(site.name, site.size_of(site.width), 1)
-        - tables.latency_ms(site.name, site.size_of((found.widths or {})[site.name]), 1)
+        tables.latency_ms(site.name, site.width, 1) - tables.latency_ms(site.name, (found.widths or {})[site.name], 1)
         for site in sites_of(dense.model).every
     )
     share = (MERGED_MS - saved) / WHOLE_MS

@@ -11,7 +11,6 @@ from torch import nn
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging, tokens_after
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.limit import limit_from_text
 from corp_deploy.invocation.merging import MergingChoice
@@ -27,6 +26,7 @@ from corp_deploy.planning.request import Budget, LimitRequest, ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging, tokens_after
 from ground.errors import BadInput
 from perf.bench import latency_table
 from tests import tiny

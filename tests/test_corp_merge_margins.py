@@ -13,15 +13,15 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.merge_margins import margins_of, merge_margins
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import Merge, StreamState
-from corp_deploy.families.token_merging import TokenMerge
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.inputs import inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.steps import Merge, StreamState
+from corp_deploy.traced.models.token_merging import TokenMerge
 from ground.precision import FLOAT16, FLOAT32
 from perf.parity.parity import ImageSet, Link, Parity, link, parity_from_value
 from perf.parity.ties import MOST_APART, SPREAD, Choices

@@ -6,12 +6,12 @@ import pytest
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.traced_parts import tokens_that_enter
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.merging import merging_from_choice
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.parts import tokens_that_enter
 from ground.errors import BadInput
 from tests.tiny import checkpoint
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.inputs import inputs_from_set
@@ -14,6 +13,7 @@ from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.merging import Merging
 
 from . import tiny
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.merge_margins import merge_margins
-from corp_deploy.families.merging import How, Merging
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.merging import How, Merging
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.package import Package

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.traced_model import with_merging
 from corp_deploy.proof.shift import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate
@@ -19,6 +18,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.traced.models.merging import Merging
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import corp_deploy
 from calib.images import Images
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -89,5 +90,5 @@ def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
     result = invoked(*asked, "--mlp", 0.5, "--merge-tokens", 2, "--polish", "block", "-o", tmp_path / "merged")
     assert "polished in 2 blocks" in " ".join(result.output.split())
     merged = corp_deploy.load(tmp_path / "merged", trust_code=True)
-    assert family_of(merged).merging_of(merged) is not None
+    assert traced_model.merging_of(merged) is not None
     assert [site.size for site in sites_of(merged).every if site.name.endswith("ffn")] == [48, 48]

@@ -14,10 +14,10 @@ import torch
 from corp_deploy import load
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import dense_from_architecture, save
+from corp_deploy.traced.models.outputs import outputs_from_text
 from ground.errors import BadInput
-from tests import hierarchies, small_convnets, tiny
+from tests import small_convnets, timm_models, tiny
 from tests.command import invoked
 from tests.small_models import pixels, small
 
@@ -124,9 +124,9 @@ def test_a_convnexts_stages_go_through_closed_loop_graphs_proof_and_repository(t
 
 @pytest.mark.parametrize("form", ["maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2", "hiera"])
 def test_stages_of_hierarchies_are_maps_as_timm_has_them(form: str) -> None:
-    dense = hierarchies.checkpoint(form, num_classes=0).model
-    theirs = hierarchies.theirs(form, num_classes=0)
-    images = hierarchies.pixels(dense, 2)
+    dense = timm_models.checkpoint(form, num_classes=0).model
+    theirs = timm_models.library(form, num_classes=0)
+    images = timm_models.pixels(dense, 2)
     if form == "hiera":
         with pytest.raises(BadInput, match="block1: the model has no such layer; it has block0, block2"):
             with_outputs(dense, outputs_from_text("patches,block1"))

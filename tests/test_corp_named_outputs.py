@@ -13,11 +13,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from corp_deploy import load
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, output_ports, outputs_of, with_outputs
-from corp_deploy.families.merging import Merging
+from corp_deploy.families.family import output_ports, outputs_of, with_outputs
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.outputs import Outputs, outputs_from_text
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -30,8 +29,10 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
 from ground.errors import BadInput
-from tests import hf_towers, hierarchies, tiny
+from tests import hf_towers, timm_models, tiny
 from tests.small_models import pixels, small
 
 EVERY = (
@@ -151,9 +152,8 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
     model = with_outputs(dense, outputs_from_text("class,patches,block0"))
     assert outputs_of(dense) is None
     assert outputs_of(model) == Outputs(("class", "patches", "block0"))
-    assert family_of(model) is family_of(dense)
-    assert [site.name for site in family_of(model).sites(model).every] == [
-        site.name for site in family_of(dense).sites(dense).every
+    assert [site.name for site in traced_model.sites_of(model).every] == [
+        site.name for site in traced_model.sites_of(dense).every
     ]
     assert model_digest(model) == model_digest(dense)
     assert macs(model) == macs(dense)
@@ -162,7 +162,7 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
 
 def test_what_stands_behind_the_last_output_is_no_part_of_the_model() -> None:
     model = with_outputs(backbone().model, outputs_from_text("block1"))
-    assert {site.name.split(".")[1] for site in family_of(model).sites(model).every} == {"0", "1"}
+    assert {site.name.split(".")[1] for site in traced_model.sites_of(model).every} == {"0", "1"}
 
 
 REFUSED = {
@@ -187,7 +187,7 @@ def test_tokens_and_stages_that_are_not_there_are_refused() -> None:
     with pytest.raises(BadInput, match="pooled is of one built with num_classes 0"):
         with_outputs(tiny.checkpoint().model, outputs_from_text("pooled"))
     with pytest.raises(BadInput, match="the model has no norm of tokens behind its last layer"):
-        with_outputs(hierarchies.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
+        with_outputs(timm_models.checkpoint("tiny_vit", num_classes=0).model, outputs_from_text("patches,stage1_norm"))
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
 
 def test_merged_tokens_are_given_back_and_dropped_ones_refused() -> None:
     dense = backbone().model
-    family, outputs = family_of(dense), outputs_from_text("class,patches,block0")
+    outputs = outputs_from_text("class,patches,block0")
     merging = Merging(schedule=(3, 2, 0))
-    merged = family.with_merging(with_outputs(dense, outputs), merging)
+    merged = traced_model.with_merging(with_outputs(dense, outputs), merging)
     got = given(merged)
     for name, left in (("block0", 13), ("patches", 11)):
         assert got[name].shape == (3, 16, 48)
@@ -220,7 +220,7 @@ def test_merged_tokens_are_given_back_and_dropped_ones_refused() -> None:
     with pytest.raises(
         BadInput, match="class, patches, block0 have a vector for each patch, and those that were dropped"
     ):
-        family.with_merging(with_outputs(dense, outputs), dropping)
+        traced_model.with_merging(with_outputs(dense, outputs), dropping)
 
 
 READ = {
@@ -319,7 +319,7 @@ def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None
 def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
     model = with_outputs(dense.model, outputs_from_text("class,patches,block0"))
-    merged = family_of(model).with_merging(model, Merging(schedule=(3, 0)))
+    merged = traced_model.with_merging(model, Merging(schedule=(3, 0)))
     path = tmp_path / "model.onnx"
     export_checkpoint(replace(dense, model=merged), path, precision="fp32")
     assert not {"ScatterElements", "ScatterND"} & {node.op_type for node in onnx.load(str(path)).graph.node}

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import corp_deploy
+from corp_deploy.families import traced_model
 from corp_deploy.families.custom_modules import architecture_of, build
-from corp_deploy.families.family import family_of, image_spec, sites_of
+from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.traced_inspection import traced_rows
-from corp_deploy.families.traced_module import traced_module
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.inspection import traced_rows
+from corp_deploy.traced.models.module import traced_module
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny
@@ -65,7 +66,7 @@ def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
     assert type(model).__name__ == "Net"
     assert not any(module._forward_hooks for module in (*model.modules(), *ours.modules()))
     assert [site.name for site in sites_of(ours).every] == EVERY
-    assert family_of(ours).classes(ours) == 5
+    assert traced_model.classes(ours) == 5
 
 
 EVERY = [f"layers.{i}.{part}" for i in range(2) for part in ("mix.qk", "mix.v", "ffn")]
@@ -276,7 +277,7 @@ def test_what_the_program_shows_is_found_and_exact(case: str, tmp_path: Path) ->
     module, mlps, words = FOUND[case]
     model = corp_deploy.sites(module.double().eval(), inputs=(3, 32, 32), mlps=mlps, output="embedding")
     assert [each.dtype for each in model.parameters()][:1] == [torch.float32]
-    assert family_of(model).classes(model) == 0
+    assert traced_model.classes(model) == 0
     (site,) = sites_of(model).every
     assert site.describe() == words
     with torch.no_grad():

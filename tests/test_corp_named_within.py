@@ -12,8 +12,8 @@ from torch import nn
 
 from corp_deploy import load
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.families.outputs import outputs_from_text
 from corp_deploy.store.checkpoint import save
+from corp_deploy.traced.models.outputs import outputs_from_text
 from tests import tiny
 from tests.command import invoked
 

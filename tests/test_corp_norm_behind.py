@@ -22,9 +22,9 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from tests import biased_models, tiny
+from tests import timm_models, tiny
 from tests.small_models import error
-from tests.vit_forms import SMALL, method
+from tests.timm_models import SMALL, method
 
 DEEP = SMALL | {"depth": 4, "init_values": 1.0, "global_pool": "avg"}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -49,7 +49,7 @@ def checkpoint(form: str) -> Checkpoint:
 
 
 def opened(model: nn.Module, count: int, seed: int = 0) -> Images:
-    return tiny.opened(Path(mkdtemp()) / "images.npy", biased_models.pixels(model, count, seed).numpy(), model)
+    return tiny.opened(Path(mkdtemp()) / "images.npy", timm_models.pixels(model, count, seed).numpy(), model)
 
 
 def wanted_by_hand(gain_C: Tensor, offset_C: Tensor, added_C: Tensor, given_C: Tensor, damping: float) -> Tensor:
@@ -99,7 +99,7 @@ def test_what_a_layer_should_give_is_the_damped_least_squares_answer(case: str) 
 @pytest.mark.parametrize("form", MODELS)
 def test_the_closed_loop_is_no_worse_than_the_open_one(form: str) -> None:
     dense = checkpoint(form)
-    model, others = dense.model, biased_models.pixels(dense.model, 48, seed=9)
+    model, others = dense.model, timm_models.pixels(dense.model, 48, seed=9)
     images = opened(model, 96)
     moments = calibrate(dense, images, batch_size=16)
     asked = method_from_preset(
@@ -134,5 +134,5 @@ def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
 def test_nothing_removed_is_the_dense_model(form: str) -> None:
     model = checkpoint(form).model
     whole = {site.name: site.width for site in sites_of(model).every}
-    images = biased_models.pixels(model, 4, seed=5)
+    images = timm_models.pixels(model, 4, seed=5)
     assert error(reduce_by_closed_loop(model, opened(model, 16), method(), widths=whole).model, model, images) < 1e-5

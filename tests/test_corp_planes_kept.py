@@ -9,7 +9,6 @@ from corp_deploy.algebra import planes
 from corp_deploy.algebra.queries_keys import residual_per_image
 from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.kept_dims import kept_dims, kept_widths, narrower
 from corp_deploy.reduction.logits import system_of
@@ -18,9 +17,9 @@ from corp_deploy.reduction.moments import splits_at
 from corp_deploy.reduction.rope_planes import kept_planes
 from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
-from tests.eva_models import checkpoint, moments
-from tests.vit_forms import method, opened
+from tests.timm_models import checkpoint, method, moments, opened
 
 FORM = "learned angles"
 

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from calib.distributed import join_ranks
 from calib.images import Images
 from corp_deploy.families import traced_model as vit
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.token_merging import Tokens
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.polish.descent import Adam, step_size
 from corp_deploy.polish.draws import Draw, drawn
 from corp_deploy.polish.held_out import parted
@@ -27,6 +24,9 @@ from corp_deploy.polish.parts import Progress
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.teacher import AugmentedTeacher, Teacher, view
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 from tests import tiny
 from tests.ranks import exits_of

@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 from calib.images import Images
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.steps import SegmentStep
+from corp_deploy.families import traced_model
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.layers import fitted_steps, pairs_of, walk_layers
@@ -20,6 +17,9 @@ from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.steps import SegmentStep
 from tests import tiny
 from tests.layer_fits import fit_layers_
 from tests.test_traced_polish import moved
@@ -50,9 +50,9 @@ def errors(dense: nn.Module, model: nn.Module, pairs: list[Pair]) -> dict[bool, 
 def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
     """By its own outputs a little ahead and a little behind; a token counts as those that it stands for."""
     dense = tiny.checkpoint(init_values=0.3).model
-    model = family_of(dense).with_merging(reduced(dense), Merging(schedule=(3, 2)))
+    model = traced_model.with_merging(reduced(dense), Merging(schedule=(3, 2)))
     heaviest = list[float]()
-    passages = [step for step in family_of(model).steps(model) if isinstance(step, SegmentStep) and step.sites]
+    passages = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep) and step.sites]
     sublayers, looked_at = {each.name: segment_sublayer(model, each) for each in passages}, []
 
     def compare(passage: SegmentStep, name: str, pairs: list[Pair]) -> None:
@@ -74,7 +74,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
 
     (pair, *_) = pairs_of(dense, opened(dense, 6), opened(dense, 6, 1))
     pairs = [Pair(dense=pair.dense.double(), reduced=pair.reduced.double(), held_out=False)]
-    list(family_of(dense).steps(dense))
+    list(traced_model.steps(dense))
     for each in (dense, model):
         tracing(each).running.graph.double()
     walk_layers(dense, model, pairs, compare)
@@ -86,7 +86,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
 def test_held_out_errors_never_rise_and_fall_at_last(merged: bool) -> None:
     dense = tiny.checkpoint().model
     model = reduced(dense)
-    model = family_of(model).with_merging(model, Merging(schedule=(2, 2))) if merged else model
+    model = traced_model.with_merging(model, Merging(schedule=(2, 2))) if merged else model
     both = [opened(dense, 24), opened(dense, 8, 1)]
     with torch.no_grad():
         before = errors(dense, model, pairs_of(dense, *both))

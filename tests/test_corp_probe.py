@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import Merging
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
@@ -24,6 +24,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging
 
 from . import tiny
 
@@ -129,7 +130,7 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path)
     )
     ragged = replace(probe.method, geometry="ragged")
     for schedule in (None, merging):
-        model = probe.model if schedule is None else family_of(probe.model).with_merging(probe.model, schedule)
+        model = probe.model if schedule is None else traced_model.with_merging(probe.model, schedule)
         expected = reduce_by_closed_loop(model, others, ragged, widths=widths).model
         assert isinstance(probe.inputs, torch.Tensor)
         with torch.inference_mode():

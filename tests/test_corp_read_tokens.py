@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.cli import main
-from corp_deploy.families.family import family_of
-from corp_deploy.families.steps import StreamState
+from corp_deploy.families import traced_model
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -23,6 +22,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
 
 PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"
@@ -68,7 +68,7 @@ def test_the_tokens_fitted_to_are_those_that_move_the_outputs(kind: str) -> None
     """Of a backbone all, unless its outputs alone are to count."""
     name, changes, expected = MODELS[kind]
     model = model_of(name, **changes)
-    count, still = len(family_of(model).token_kinds(model)), moved(model, None)
+    count, still = len(traced_model.token_kinds(model)), moved(model, None)
     moving = [token for token in range(count) if not torch.equal(moved(model, token), still)]
     read = tokens_to_fit(model, "pooled")
     assert moving == list(expected)
@@ -92,10 +92,10 @@ def opened(model: nn.Module, directory: Path, count: int) -> Images:
 
 def features(model: nn.Module) -> Tensor:
     """The last stream."""
-    images, family = torch.from_numpy(tiny.images(64, seed=9)), family_of(model)
+    images = torch.from_numpy(tiny.images(64, seed=9))
     with torch.inference_mode():
-        walk = StreamState.of(family.embedded(model, images), None)
-        for step in family.steps(model):
+        walk = StreamState.of(traced_model.embedded(model, images), None)
+        for step in traced_model.steps(model):
             walk = walk.behind(step)
     return walk.tokens.x.double()
 

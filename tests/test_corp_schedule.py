@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging, most_merged, tokens_after
+from corp_deploy.families import traced_model
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning import joint
@@ -27,6 +26,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging, most_merged, tokens_after
 from ground.errors import BadInput
 
 from . import tiny
@@ -68,14 +68,13 @@ def test_places_are_those_of_a_copy_that_merges(probe: Probe) -> None:
 @pytest.mark.slow("models")
 def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurves) -> None:
     """First order against the merged model itself, which merges at one block alone."""
-    family = family_of(probe.model)
     assert (np.diff(curves.errors_LG, axis=1) >= 0.0).all()
     assert (curves.errors_LG[:, 0] == 0.0).all()
     ratios = []
     for block, amount in itertools.product(range(DEPTH), (4, 12)):
         schedule = tuple(amount * (place == block) for place in range(DEPTH))
         exact = probe.effect({}, merging=Merging(schedule=schedule))
-        merged = family.with_merging(probe.model, Merging(schedule=schedule))
+        merged = traced_model.with_merging(probe.model, Merging(schedule=schedule))
         with torch.no_grad():
             dense = probe.model(probe.inputs).double()
             change = float((merged(probe.inputs).double() - dense).square().sum() / dense.square().sum())
@@ -93,7 +92,7 @@ def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurv
 def test_costs_are_those_that_are_counted(probe: Probe, curves: MergeCurves, schedule: tuple[int, ...]) -> None:
     costs = merge_costs_in_macs(probe.model, curves)
     picks = [list(curves.amounts_G).index(amount) for amount in itertools.accumulate(schedule)]
-    merged = family_of(probe.model).with_merging(probe.model, Merging(schedule=schedule))
+    merged = traced_model.with_merging(probe.model, Merging(schedule=schedule))
     assert costs.of(picks) == macs(merged)
 
 
@@ -209,7 +208,7 @@ def test_a_budget_counts_merging_and_widths(planned: Joint, share: float) -> Non
     probe = planned.probe
     for way in planned.ranked(share)[:3]:
         reduced = reduce(probe.model, probe.moments, probe.method, widths=way.allocated.widths).model
-        merged = family_of(reduced).with_merging(reduced, way.merging)
+        merged = traced_model.with_merging(reduced, way.merging)
         dense = dense_cost(probe.model, "macs")
         assert macs(merged) <= share * dense
         assert macs(merged) / dense == pytest.approx(way.allocated.share, rel=1e-9)
@@ -268,7 +267,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         reduction, planned = reduce_as_asked(dense, probe.moments, looped, images=images)
         assert planned.merging is not None
         assert sum(planned.merging.schedule) > 0
-        assert family_of(dense.model).merging_of(reduction.model) == planned.merging
+        assert traced_model.merging_of(reduction.model) == planned.merging
         assert macs(reduction.model) <= 0.6 * macs(dense.model)
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
@@ -293,13 +292,13 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
         merging=MergingChoice(merge_tokens="4"),
     )
     reduction, planned = reduce_as_asked(dense, probe.moments, asked, images=images)
-    merging = family_of(dense.model).merging_of(reduction.model)
+    merging = traced_model.merging_of(reduction.model)
     assert merging is not None
     assert merging.schedule == (4,) * DEPTH
     share = macs(reduction.model) / macs(dense.model)
     assert share <= 0.6
     assert f"{share:.1%} of the dense macs used" in planned.decisions[0]
-    alone = macs(family_of(dense.model).with_merging(dense.model, merging)) / macs(dense.model)
+    alone = macs(traced_model.with_merging(dense.model, merging)) / macs(dense.model)
     assert alone > 0.6, "the widths had something to do"
     note = "the moments were taken without merged tokens"
     assert any(note in line for line in planned.decisions), "narrower sites were fitted to them"

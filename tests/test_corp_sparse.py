@@ -18,11 +18,9 @@ from torch.nn import functional
 from calib.images import Images
 from calib.store import save as save_moments
 from corp_deploy.algebra.sparsity import Sparsity
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.traced_layers import layered
+from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.sparsity import sparsities_from_text
 from corp_deploy.reduction.calibrate import calibrate
@@ -34,9 +32,12 @@ from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
+from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import biased_models, encoders, small_convnets, tiny
+from tests import encoders, small_convnets, timm_models, tiny
 from tests.command import invoked
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
@@ -227,9 +228,9 @@ def test_activations_that_are_not_finite_are_refused() -> None:
 def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
     own = tiny.checkpoint().model
     merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
-    merged = family_of(own).with_merging(own, merging)
+    merged = traced_model.with_merging(own, merging)
     new, report = sparsified(merged, images(), Sparsifying(kinds=ALL, permute="none"))
-    assert family_of(new).merging_of(new) == merging
+    assert traced_model.merging_of(new) == merging
     assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
     assert report.target == "own"
     assert len(report.patterns) == 8
@@ -238,8 +239,8 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
 
 @pytest.mark.parametrize("form", ["padding", "cosines"])
 def test_windows_are_walked_too(form: str) -> None:
-    own = biased_models.checkpoint(form)
-    shown = biased_models.pixels(own.model, 16)
+    own = timm_models.checkpoint(form)
+    shown = timm_models.pixels(own.model, 16)
     path = Path(small_convnets._FOLDER.name) / f"{form}.npy"
     model, report = sparsified(own.model, tiny.opened(path, shown.numpy(), own.model), Sparsifying(kinds=ALL))
     assert report.patterns

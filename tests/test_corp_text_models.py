@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calib.inputs import run_model
-from corp_deploy.families.family import family_of, image_spec, text_spec
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec, text_spec
 from corp_deploy.families.inspection import inspection_of_model
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.steps import StreamState
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders
 
@@ -151,13 +152,12 @@ def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str
 def test_the_steps_are_the_model_and_the_exported_form_too(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     model, tokens = load_transformers(tmp_path).model, _tokens(tmp_path)
-    family = family_of(model)
-    walk = StreamState.of(family.embedded(model, tokens), family.token_weights(model, tokens))
-    for step in family.steps(model):
+    walk = StreamState.of(traced_model.embedded(model, tokens), traced_model.token_weights(model, tokens))
+    for step in traced_model.steps(model):
         walk = walk.behind(step)
     expected = run_model(model, tokens)
-    assert torch.equal(family.finished(model, walk.tokens.x, tokens), expected)
-    torch.testing.assert_close(run_model(family.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(traced_model.finished(model, walk.tokens.x, tokens), expected)
+    torch.testing.assert_close(run_model(traced_model.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", ("attn.proj", "mlp.fc1", "mlp.fc2"))])
@@ -175,7 +175,7 @@ def test_tokens_are_not_merged(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path)
     model = load_transformers(tmp_path).model
     with pytest.raises(BadInput, match="its texts are of different lengths"):
-        family_of(model).with_merging(model, Merging(schedule=(0, 2)))
+        traced_model.with_merging(model, Merging(schedule=(0, 2)))
 
 
 def test_costs_are_those_by_hand(tmp_path: Path) -> None:

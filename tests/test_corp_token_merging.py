@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families import traced_model
-from corp_deploy.families.merging import Merging, Metric, schedule_from_text, tokens_after
-from corp_deploy.families.token_merging import (
+from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.traced.models.merging import Merging, Metric, schedule_from_text, tokens_after
+from corp_deploy.traced.models.token_merging import (
     TokenMerge,
     Tokens,
     alike,
@@ -25,7 +26,6 @@ from corp_deploy.families.token_merging import (
     unmerged,
     ward,
 )
-from corp_deploy.store.checkpoint import Checkpoint, save
 from ground.errors import BadInput
 from tests.tiny import checkpoint, images
 

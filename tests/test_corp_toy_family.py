@@ -80,8 +80,7 @@ SITES = [f"rungs.{number}.{part}" for number in (0, 1) for part in ("spin.qk", "
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a dense ladder, images to calibrate on and others to judge by."""
-    monkeypatch.setattr(family, "_BUILDERS", dict(family._BUILDERS))
-    family.register("ladder", build)
+    monkeypatch.setattr(family, "_BUILDERS", {**family._BUILDERS, "ladder": build})
     architecture = Architecture(name="two rungs", kwargs={"rungs": 2}, family="ladder")
     model = family.dense_model(architecture)
     enliven(model, 0)

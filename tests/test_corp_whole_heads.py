@@ -12,14 +12,15 @@ from click.testing import CliRunner, Result
 
 from calib.store import save as save_moments
 from corp_deploy.cli import main
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import SegmentStep
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
@@ -69,9 +70,9 @@ def test_held_out_moments_judge_heads(tmp_path: Path) -> None:
     reduction = reduce(dense.model, moments(), asked, widths={"blocks.0.attn.v": 32}, held_out=other)
     streams = []
     for model in (dense.model, reduction.model):
-        x_BNC = family_of(model).embedded(model, torch.from_numpy(images))
+        x_BNC = traced_model.embedded(model, torch.from_numpy(images))
         with torch.inference_mode():
-            for step in list(family_of(model).steps(model))[:2]:
+            for step in list(traced_model.steps(model))[:2]:
                 assert isinstance(step, SegmentStep)
                 x_BNC = step(x_BNC)
         streams.append(x_BNC.double())

@@ -14,7 +14,7 @@ from corp_deploy.families.family import dense_model
 from corp_deploy.families.text_encoder import EncoderArchitecture
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.families.traced_model import exportable
-from corp_deploy.families.traced_narrowing import at_widths
+from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port
 from tests.graphs import built, needs_rtx, session_of

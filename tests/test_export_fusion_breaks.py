@@ -16,11 +16,11 @@ from torch import nn
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.proof.engine_search import RepairResult, fewest, offered
 from corp_deploy.proof.mixed_precision import mended_mixed
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.onnx_file import export_checkpoint, facts_of_onnx
+from corp_deploy.traced.models.narrowing import at_widths
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from export.engine.record import EngineRecord

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging
+from corp_deploy.traced.models.merging import Merging
 from export.graph.to_onnx import onnx_from_model, save
 from tests.graphs import built, needs_rtx, require_as_torch, session_of
 from tests.tiny import checkpoint, images
@@ -35,7 +34,7 @@ def model_of(way: str) -> nn.Module:
 def graph(way: str, precision: str = "fp32") -> onnx.ModelProto:
     model = model_of(way)
     ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
-    return onnx_from_model(family_of(model).exportable(model), *ports, precision=precision, metadata={})
+    return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
 
 @pytest.mark.slow("graph")
@@ -59,7 +58,7 @@ def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
     model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
     ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
-    proto = onnx_from_model(family_of(model).exportable(model), *ports, precision="fp32", metadata={})
+    proto = onnx_from_model(traced_model.exportable(model), *ports, precision="fp32", metadata={})
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
     with torch.inference_mode():
         expected = model(torch.from_numpy(pixels)).numpy()

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.collect import collect
-from corp_deploy.families.family import family_of, listened, sites_of
-from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import listened, sites_of
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import model_digest, preprocessing_text
+from corp_deploy.traced.models.sites import calibration_taps
 from corp_deploy.views.engine import audit_table
 from export.graph.to_onnx import onnx_from_model, save
 from tests.graphs import audited, built, needs_rtx, require_as_torch
@@ -42,9 +43,8 @@ def reduced(name: str) -> nn.Module:
 @cache
 def graph(name: str, precision: str = "fp32", *, is_reduced: bool = True) -> onnx.ModelProto:
     model = reduced(name) if is_reduced else dense(name)
-    family = family_of(model)
-    ports = family.input_spec(model).ports, family.output_ports(model)
-    return onnx_from_model(family.exportable(model), *ports, precision=precision, metadata={})
+    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
+    return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
 
 @pytest.mark.slow("graph")

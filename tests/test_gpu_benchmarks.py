@@ -38,8 +38,8 @@ from benchmarks.gpu.workshop import Workshop
 from benchmarks.pages import measured
 from benchmarks.pages.headline import NO_GPU as UNMEASURED
 from benchmarks.pages.headline import headline
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from ground.errors import Missing
 from ground.errors import Missing as NoGpu
@@ -312,7 +312,7 @@ def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Pat
 
 def test_a_row_that_rests_on_a_later_one_waits_for_the_next_pass(tmp_path: Path, setting: Setting) -> None:
     clock, shop = Clock(), Workshop(setting)
-    waiting = Task(key="judged", estimate_s=0.0, run=lambda: {"depth": family_of(shop.model()).depth(shop.model())})
+    waiting = Task(key="judged", estimate_s=0.0, run=lambda: {"depth": traced_model.depth(shop.model())})
     record = new_record(tmp_path)
     worked(record, [waiting], clock, 1.0)
     assert (record.rows, list(record.skipped)) == ([], ["judged"])

@@ -19,7 +19,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.real import packed
 from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import relative_error
-from corp_deploy.families.family import family_of
+from corp_deploy.families import traced_model
 from corp_deploy.families.model_cost import macs
 from ground.errors import Missing
 from tests import tiny
@@ -141,7 +141,7 @@ def test_a_row_is_what_the_commands_give(folder: Path, record: Row, tmp_path: Pa
     with torch.inference_mode():
         tokens = {
             name: net.get_submodule("norm")(_before_norm(net, subject.held_out))
-            for name, net in (("dense", subject.dense.model), ("reduced", family_of(model).exportable(model)))
+            for name, net in (("dense", subject.dense.model), ("reduced", traced_model.exportable(model)))
         }
     expected = relative_error(tokens["reduced"][:, 0], tokens["dense"][:, 0])
     row = next(row for row in record["rows"] if row["key"] == "by site open loop 80% of the MACs")

@@ -69,4 +69,4 @@ def test_no_ladder_over_kinds_of_site() -> None:
         for kind in ast.walk(node)
         if isinstance(kind, ast.Name) and kind.id in KINDS
     ]
-    assert {place.partition(":")[0] for place in ladders} <= {"corp_deploy/families/sites.py"}, ladders
+    assert {place.partition(":")[0] for place in ladders} <= {"corp_deploy/traced/models/sites.py"}, ladders

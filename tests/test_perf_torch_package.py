@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.proof import torch_package
 from corp_deploy.proof.torch_package import compile_package, port_of_images
@@ -163,8 +164,7 @@ def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monk
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package", lambda program, package_path: programs.append(program)
     )
-    family = SimpleNamespace(exportable=lambda model: model)
-    monkeypatch.setattr(torch_package, "family_of", lambda model: family)
+    monkeypatch.setattr(traced_model, "exportable", lambda model: model)
     monkeypatch.setattr(torch_package, "input_ports", lambda model: (image_port((3, 4, 4)),))
     module = Small().eval()
     whole: Any = SimpleNamespace(model=module)

@@ -15,7 +15,6 @@ from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import outputs
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.modules import device
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -26,6 +25,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, on_device
+from corp_deploy.traced.models.modules import device
 from tests import small_convnets, tiny
 from tests.pretended_device import pretended
 

@@ -19,13 +19,13 @@ from benchmarks.real.page import real_vit_engines as engine_tables
 from benchmarks.real.record import Record
 from benchmarks.real.rows import METHODS, OVERFITTING, Method, Settings, Sparsities, words
 from corp_deploy.cli import main as corp_deploy
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging
+from corp_deploy.families import traced_model
 from corp_deploy.families.model_cost import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.merging import Merging
 from ground.errors import BadInput
 from tests import tiny
 
@@ -191,13 +191,13 @@ def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not(
     dense = outputs(model, images, head)
     assert dense.patches_BNC is not None
     assert dense.patches_BNC.shape == (6, 16, 48)
-    family = family_of(model)
-    nothing = outputs(family.with_merging(model, Merging(schedule=(0, 0))), images, head)
+    nothing = outputs(traced_model.with_merging(model, Merging(schedule=(0, 0))), images, head)
     assert figures(nothing, dense)["patch_error"] < 1e-5
-    merged = figures(outputs(family.with_merging(model, Merging(schedule=(4, 4))), images, head), dense)
+    merged = figures(outputs(traced_model.with_merging(model, Merging(schedule=(4, 4))), images, head), dense)
     assert 0.0 < merged["patch_error"] < 2.0
     assert 0.0 <= merged["saliency_iou"] <= 1.0
-    dropped = figures(outputs(family.with_merging(model, Merging(schedule=(4, 4), how="drop")), images, head), dense)
+    dropping = traced_model.with_merging(model, Merging(schedule=(4, 4), how="drop"))
+    dropped = figures(outputs(dropping, images, head), dense)
     assert dropped["patch_error"] is None
     assert dropped["saliency_iou"] is None
     assert dropped["class_error"] > 0.0

@@ -13,10 +13,10 @@ from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import traced
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.attention_masks import SDPA, added_scores, unread_queries, values_product, visible_keys
 from corp_deploy.traced.programs.padding import padded
 from corp_deploy.traced.programs.program import Program, operation

@@ -23,9 +23,6 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.steps import SegmentStep
-from corp_deploy.families.traced_module import traced_state
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
@@ -37,6 +34,9 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.module import traced_state
+from corp_deploy.traced.models.narrowing import at_widths
+from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput

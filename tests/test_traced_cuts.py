@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from corp_deploy.families.traced_segments import layout_of
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.models.segments import layout_of
 from corp_deploy.traced.narrowing.narrow import narrow
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import size_, tell

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.families.traced_narrowing import at_widths
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Widths
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import Budget, ReductionRequest
@@ -32,6 +30,8 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
 from tests import tiny
@@ -114,8 +114,8 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
     save(replace(dense(), model=model), tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced").model
     assert torch.equal(outputs(loaded), outputs(model))
-    ports = family_of(loaded).input_spec(loaded).ports, family_of(loaded).output_ports(loaded)
-    proto = onnx_from_model(family_of(loaded).exportable(loaded), *ports, precision="fp32", metadata={})
+    ports = traced_model.input_spec(loaded).ports, traced_model.output_ports(loaded)
+    proto = onnx_from_model(traced_model.exportable(loaded), *ports, precision="fp32", metadata={})
     assert all(0 not in tensor.dims for tensor in proto.graph.initializer)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for count in (1, 5):
@@ -177,7 +177,7 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
 
 
 def test_what_can_go_whole_is_told() -> None:
-    sites = [site for site in sites_of(dense().model).every if isinstance(site, TracedSite)]
+    sites = sites_of(dense().model).every
     whole = {site.name for site in sites if site.whole_removal is not None}
     assert {MLP, VALUES} <= whole
     assert not any(site.name.endswith((".qk", ".stream")) for site in sites if site.whole_removal is not None)

@@ -14,14 +14,13 @@ from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.traced_model import traced
-from corp_deploy.families.traced_module import traced_state
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.module import traced_state
 from tests.traced_examples import images
 
 CODE = """
@@ -111,7 +110,6 @@ MODELS: Any = {
 def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
     """All that enters each layer that is heard, by the name of its weight."""
     site, heard = sites_of(model).every[0], dict[str, Tensor]()
-    assert isinstance(site, TracedSite), site
 
     def hear(name: str, x: Tensor) -> None:
         heard[name] = torch.cat((heard[name], x.double())) if name in heard else x.double()
@@ -156,7 +154,6 @@ def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
     opened = images_for_model(dense, tmp_path / "calibration.npy")
     moments = calibrate(Checkpoint(model=dense, architecture=architecture, lineage={}), opened, batch_size=8)
     site = sites_of(dense).every[0]
-    assert isinstance(site, TracedSite), site
     halves: Any = {"mlp_sparsity": 0.5, "conv_sparsity": 0.5, "residual_sparsity": 0.5, "ridge_rel": 1e-6}
     reduction = reduce(dense, moments, method_from_preset("best", **halves), widths={site.name: 6})
     cut = traced_state(reduction.model).cut

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from calib.input_set import InputSet
 from calib.inputs import run_model, tensors_by_name
 from corp_deploy.algebra.sparsity import Sparsity
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.families.traced_segments import TokenRows
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
@@ -27,6 +25,8 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.finding.cuts import along, between, cuts
+from corp_deploy.traced.models.segments import TokenRows
+from corp_deploy.traced.models.steps import SegmentStep
 from tests import encoders
 
 HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=4)

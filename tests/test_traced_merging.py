@@ -18,21 +18,21 @@ from torch.nn import functional as F
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.merging_cost import merging_record
-from corp_deploy.families.steps import Merge, StreamState
-from corp_deploy.families.token_merging import key_bias
-from corp_deploy.families.traced_layers import layered
-from corp_deploy.families.traced_module import TracedModule
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.steps import Merge, StreamState
+from corp_deploy.traced.models.token_merging import key_bias
 from export.graph.to_onnx import onnx_from_model
 from ground.errors import BadInput
-from tests import tiny, vit_forms
+from tests import timm_models, tiny
 
 SCHEDULE = (3, 4)
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -47,7 +47,7 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
 
 @cache
 def merged(form: str, **options: Any) -> nn.Module:
-    return traced_model.with_merging(vit_forms.checkpoint(form).model, Merging(schedule=SCHEDULE, **options))
+    return traced_model.with_merging(timm_models.checkpoint(form).model, Merging(schedule=SCHEDULE, **options))
 
 
 def outputs(model: nn.Module, count: int = 5, seed: int = 0) -> Tensor:
@@ -57,7 +57,7 @@ def outputs(model: nn.Module, count: int = 5, seed: int = 0) -> Tensor:
 
 
 def checkpoint_of(model: nn.Module, form: str) -> Checkpoint:
-    return Checkpoint(model=model, architecture=vit_forms.architecture(form), lineage={})
+    return Checkpoint(model=model, architecture=timm_models.architecture(form), lineage={})
 
 
 def merged_by_loops(x_NC: Tensor, sizes_N: list[float], protected: int, count: int) -> tuple[Tensor, list[float]]:
@@ -79,7 +79,7 @@ def merged_by_loops(x_NC: Tensor, sizes_N: list[float], protected: int, count: i
 
 
 def test_the_streams_are_those_of_a_loop_over_images_and_pairs() -> None:
-    vit: Any = vit_forms.checkpoint("registers").model
+    vit: Any = timm_models.checkpoint("registers").model
     expected = []
     with torch.no_grad():
         for image in torch.from_numpy(tiny.images(3)).split(1):
@@ -102,8 +102,8 @@ def test_the_streams_are_those_of_a_loop_over_images_and_pairs() -> None:
 @pytest.mark.parametrize("form", ["class token", "distilled"])
 def test_a_reduced_model_that_merges_is_written_and_read(form: str, tmp_path: Path) -> None:
     model = merged(form)
-    moments = calibrate(checkpoint_of(model, form), vit_forms.opened(model), batch_size=8, statistics=Statistics())
-    reduced = reduce(model, moments, vit_forms.method()).model
+    moments = calibrate(checkpoint_of(model, form), timm_models.opened(model), batch_size=8, statistics=Statistics())
+    reduced = reduce(model, moments, timm_models.method()).model
     save(checkpoint_of(reduced, form), tmp_path)
     again = load_checkpoint(tmp_path).model
     assert traced_model.merging_of(again) == Merging(schedule=SCHEDULE)
@@ -111,7 +111,7 @@ def test_a_reduced_model_that_merges_is_written_and_read(form: str, tmp_path: Pa
 
 
 def test_a_model_gives_all_its_tokens_back() -> None:
-    dense = vit_forms.checkpoint("mean").model
+    dense = timm_models.checkpoint("mean").model
     again = traced_model.with_merging(merged("mean"), None)
     assert traced_model.merging_of(again) is None
     torch.testing.assert_close(outputs(again), outputs(dense), rtol=1e-6, atol=1e-6)
@@ -134,9 +134,9 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(form: str, options: dict[str,
 @pytest.mark.parametrize(("options", "left"), [({}, 0.9), ({"how": "drop"}, 0.96)])
 def test_a_closed_loop_repairs_what_merging_changed(options: dict[str, Any], left: float) -> None:
     """At full width, on images of the fit: the dense model's outputs are nearer than without a repair."""
-    model, dense = merged("mean", **options), vit_forms.checkpoint("mean").model
-    full = vit_forms.method(mlp_sparsity=0.0, attention_sparsity=0.0)
-    repaired = reduce_traced(model, vit_forms.opened(model, 64, 1), full, loop=Loop()).model
+    model, dense = merged("mean", **options), timm_models.checkpoint("mean").model
+    full = timm_models.method(mlp_sparsity=0.0, attention_sparsity=0.0)
+    repaired = reduce_traced(model, timm_models.opened(model, 64, 1), full, loop=Loop()).model
     assert traced_model.merging_of(repaired) == traced_model.merging_of(model)
     expected = outputs(dense, 64, 1)
     before, after = (float((outputs(each, 64, 1) - expected).norm()) for each in (model, repaired))
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32),
         "blocks.1.attn adds to scores by where tokens stand or masks them",
     ),
-    "branches side by side": (lambda: vit_forms.checkpoint("one layer for all").model, "other branches carry"),
+    "branches side by side": (lambda: timm_models.checkpoint("one layer for all").model, "other branches carry"),
 }
 
 
@@ -226,7 +226,7 @@ def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options:
 
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:
-    model = vit_forms.checkpoint("class token").model
+    model = timm_models.checkpoint("class token").model
     with pytest.raises(BadInput, match="a schedule of 3 entries for 2 blocks"):
         traced_model.with_merging(model, Merging(schedule=(1, 1, 1)))
     with pytest.raises(BadInput, match="block 0 has 17 tokens, 1 of them protected"):

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.traced_model import traced, tracing
-from corp_deploy.families.traced_orders import reordered, scores, streams
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.orders import reordered, scores, streams
 from ground.errors import BadInput
-from tests import tiny, vit_forms
+from tests import timm_models, tiny
 from tests.traced_examples import PVT
 
 SWIN = Architecture(
@@ -22,7 +22,7 @@ def model_of(name: str) -> nn.Module:
     if name in ("pvt", "swin"):
         model = dense_from_architecture(PVT if name == "pvt" else SWIN)
     else:
-        architecture = vit_forms.architecture(name)
+        architecture = timm_models.architecture(name)
         model = traced(tiny.timm_model(architecture.name, **architecture.kwargs), architecture)
     tiny.enliven(model, 0)
     return model.requires_grad_(False)

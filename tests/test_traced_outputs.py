@@ -12,10 +12,9 @@ import timm
 import torch
 from torch import nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import answers, family_of, outputs_of, steps_to_outputs, with_outputs
-from corp_deploy.families.outputs import Outputs, outputs_from_text
-from corp_deploy.families.steps import StreamState
+from corp_deploy.families.family import answers, outputs_of, steps_to_outputs, with_outputs
 from corp_deploy.families.traced_model import traced
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -26,6 +25,8 @@ from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.outputs import Outputs, outputs_from_text
+from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
 from tests import tiny
 from tests.traced_examples import DENSENET, PVT, checkpoint_of, images
@@ -154,14 +155,12 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
     dense = traced(made, Architecture(name=name, kwargs={"img_size": 32}))
     model, pixels = with_outputs(dense, outputs_from_text(names)), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
-        walk = StreamState.of(family_of(model).embedded(model, pixels), None)
+        walk = StreamState.of(traced_model.embedded(model, pixels), None)
         for step in steps_to_outputs(model):
             walk = walk.behind(step)
         for got, wanted in zip(answers(model, walk, pixels), model(pixels), strict=True):
             torch.testing.assert_close(got, wanted)
-    assert [step.name for step in family_of(model).steps(model)] == [
-        step.name for step in family_of(dense).steps(dense)
-    ]
+    assert [step.name for step in traced_model.steps(model)] == [step.name for step in traced_model.steps(dense)]
 
 
 @pytest.mark.slow("graph")

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import listened, sites_of
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from tests import traced_models
 
 D, HEADS, TOKENS = traced_models.D, traced_models.HEADS, traced_models.TOKENS

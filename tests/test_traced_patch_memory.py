@@ -22,7 +22,6 @@ from corp_deploy.cli import main
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
@@ -31,6 +30,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.site import Site
 from ground.errors import BadInput
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels
 
@@ -117,9 +117,8 @@ def vars_of(site: PatchMoments) -> Mapping[str, Any]:
     return {name: getattr(site, name) for name in site.__slots__}
 
 
-def site_of(own: Checkpoint) -> TracedSite:
+def site_of(own: Checkpoint) -> Site:
     (site,) = [each for each in sites_of(own.model).every if each.size == CHANNELS]
-    assert isinstance(site, TracedSite)
     return site
 
 

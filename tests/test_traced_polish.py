@@ -15,9 +15,7 @@ from calib.input_set import InputSet
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import steps, tracing
-from corp_deploy.families.traced_module import traced_module
 from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton, Step
 from corp_deploy.polish.options import PolishOptions
@@ -29,6 +27,8 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.steps import SegmentStep
 from tests import tiny
 from tests.layer_fits import fit_layers_
 from tests.traced_examples import with_structure

@@ -19,12 +19,12 @@ from calib.moments import Moments
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.ineffective_options import CONVOLUTIONS, HONOURED
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import Tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.programs.program import sizes_at_one
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions

@@ -21,13 +21,12 @@ from torch import nn
 
 from benchmarks.real.record import Record
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.traced_model import sites, traced, tracing
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families.traced_model import sites_of, traced, tracing
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import inputs_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.tracing import trace
 
 from .alone import Row, alone
@@ -47,10 +46,10 @@ def measured(small: Small) -> Row:
     traced_at = time.process_time()
     found = own.analysis
     row |= {"trace_s": round(traced_at - began, 2), "find_s": round(time.process_time() - traced_at, 2)}
-    offered = sites(model)
+    offered = sites_of(model)
     row |= {
         "share": round(found.macs_within / max(found.macs, 1), 3),
-        "sites": dict(Counter(site.groups.kind for site in offered.every if isinstance(site, TracedSite))),
+        "sites": dict(Counter(site.groups.kind for site in offered.every)),
         "refused": dict(Counter(refusal.reason for refusal in offered.refused)),
         "unknown": found.unknown,
         "inputs": needed(own),
@@ -87,7 +86,7 @@ def _subject(small: Small, model: nn.Module, count: int, seed: int, scratch: Pat
     for name, many, of in (("fitted", count, 2 * seed + 1), ("judged", JUDGED, 2 * seed + 2)):
         np.savez(scratch / f"{name}-{seed}.npz", **drawn(model, many, of))  # type: ignore[arg-type]
     fitted, judged = (inputs_for_model(model, scratch / f"{name}-{seed}.npz") for name in ("fitted", "judged"))
-    has_pairs = any(isinstance(site, TracedPairs) for site in sites(model).every)
+    has_pairs = any(isinstance(site, TracedPairs) for site in sites_of(model).every)
     checkpoint = Checkpoint(model=model, architecture=_architecture(small), lineage={})
     moments = calibrate(checkpoint, fitted, batch_size=BATCH, statistics=Statistics(attention_system=has_pairs))
     return Subject(checkpoint=checkpoint, moments=moments, judged=judged)

@@ -16,10 +16,10 @@ from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, run_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model, texts_for_model
+from corp_deploy.traced.models.pairs import TracedPairs
 
 from .instances import Instance
 

@@ -23,10 +23,10 @@ import timm
 import torch
 from torch import nn
 
-from corp_deploy.families.traced_model import sites, tracing
-from corp_deploy.families.traced_module import traced_module
-from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families import timm_library
+from corp_deploy.families.traced_model import sites_of, tracing
 from corp_deploy.machine import versions
+from corp_deploy.traced.models.module import traced_module
 from ground.errors import BadInput
 from ground.files import write_text
 
@@ -64,7 +64,7 @@ def measured(name: str) -> Row:
     before, began = resident(), time.process_time()
     plain = built(name)
     row: Row = {"name": name, "class": type(plain).__name__, "build_s": round(time.process_time() - began, 2)}
-    model, began = traced_module(plain, None), time.process_time()
+    model, began = traced_module(plain, timm_library.facts), time.process_time()
     try:
         found_of = tracing(model)
         traced = time.process_time()
@@ -73,9 +73,9 @@ def measured(name: str) -> Row:
         return row | {"said": str(error)[:200]}
     row |= {"trace_s": round(traced - began, 2), "find_s": round(time.process_time() - traced, 2)}
     row |= {"grown_mib": round((peak() - before) / MIB), "share": round(found.macs_within / max(found.macs, 1), 3)}
-    offered = sites(model)
+    offered = sites_of(model)
     refused = Counter(each.reason for each in offered.refused)
-    kinds = Counter(each.groups.kind for each in offered.every if isinstance(each, TracedSite))
+    kinds = Counter(each.groups.kind for each in offered.every)
     return row | {"sites": kinds, "refused": refused, "unknown": found.unknown}
 
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
 from corp_deploy.families.family import example_of, listened, sites_of
-from corp_deploy.families.sites import calibration_taps
+from corp_deploy.traced.models.sites import calibration_taps
 from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
 
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.

@@ -12,15 +12,16 @@ from torch import nn
 
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.quality.timm_sites import first_widths
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count
-from corp_deploy.families.family import family_of, input_ports
+from corp_deploy.families.family import input_ports
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import HeadGeometry
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.narrowing import at_widths
 from perf.runners.module import DTYPES, Precision
 
 LAYER_SCALE = 0.3
@@ -78,7 +79,7 @@ class Form:
 
 def form(model: nn.Module, precision: Precision, geometry: HeadGeometry = "ragged") -> Form:
     """The model in evaluation mode, with zeros in its graph where the geometry is padded."""
-    exported, told = family_of(model).exportable(model, geometry=geometry), facts(model)
+    exported, told = traced_model.exportable(model, geometry=geometry), facts(model)
     if geometry == "padded":
         told = told | {"macs": count(exported, input_ports(model)).macs}
     return Form(module=exported.to(DTYPES[precision]), facts=told)

@@ -7,8 +7,9 @@ from benchmarks.gpu.load import LOADS, clock_s, held_images, sizes, timed_s
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from calib.collect import Collector
-from corp_deploy.families.family import family_of, listened, sites_of
-from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import listened, sites_of
+from corp_deploy.traced.models.sites import calibration_taps
 
 SPARSITY = 0.5
 
@@ -25,7 +26,7 @@ def reduced(name: str, where: str, setting: Setting) -> Row:
 
     size, device = sizes(setting), setting.device
     model = models.dense(name, setting)
-    depth = family_of(model).depth(model)
+    depth = traced_model.depth(model)
     blocks = depth if where == "cuda" else min(LOADS[name].cpu_blocks, depth)
     chosen, found = tuple(f"blocks.{index}." for index in range(blocks)), sites_of(model)
     sites = replace(found, every=tuple(site for site in found.every if site.name.startswith(chosen)))

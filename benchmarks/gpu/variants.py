@@ -19,8 +19,8 @@ from benchmarks.gpu.record import Record, Refused, Row, Task
 from benchmarks.gpu.setting import GEOMETRIES, Setting
 from benchmarks.gpu.subjects import Images, Mode, Subject, compile_blocks
 from benchmarks.real.rows import Schedules, Sparsities
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.planning.merging import merging_from_choice
@@ -69,7 +69,7 @@ def noise(shape: tuple[int, ...]) -> Images:
 
 
 def images_of(model: nn.Module, batch: int) -> Images:
-    return noise((batch, *family_of(model).input_spec(model).shape))
+    return noise((batch, *traced_model.input_spec(model).shape))
 
 
 def captured(
@@ -102,7 +102,7 @@ def merged(variant: Variant, setting: Setting) -> Race:
     narrower = {DENSE: dense}
     for how in ("merge", "drop"):
         chosen = merging_from_choice(MergingChoice(merge_tokens=tokens, merge_how=how), dense)
-        narrower[f"{how} {tokens} tokens in each block"] = family_of(dense).with_merging(dense, chosen)
+        narrower[f"{how} {tokens} tokens in each block"] = traced_model.with_merging(dense, chosen)
     narrower["square"] = models.reduced(dense, sparsity, "square", setting)
     forms = {name: models.form(module, setting.precision) for name, module in narrower.items()}
     return Race(

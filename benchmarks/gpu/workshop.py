@@ -14,13 +14,13 @@ from benchmarks.gpu.setting import Setting
 from calib.collect import collect
 from calib.moments import Moments
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import lineage_of_model, model_digest
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.sites import calibration_taps
 from perf.stats.shares import wilson
 
 Loop = Literal["open", "closed", "polished"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.polish.layers import walk_layers
 from corp_deploy.polish.linearised import counts
 from corp_deploy.polish.newton import Sublayer
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.traced.models.steps import SegmentStep
 
 JUDGED = 4  # times on the way that the held-out inputs are looked at; the best that was met stays
 

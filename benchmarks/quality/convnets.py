@@ -26,7 +26,6 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.model_cost import macs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import Widths
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
@@ -39,6 +38,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.views.speed import speed_record
 from examples.digits.images import load
 from perf.timing.laps import Plan

@@ -28,7 +28,6 @@ from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
 from calib.input_set import InputSet
 from calib.inputs import run_model
-from corp_deploy.families.modules import replaced
 from corp_deploy.machine import versions
 from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton
@@ -37,6 +36,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
+from corp_deploy.traced.models.modules import replaced
 from ground.errors import Missing
 from ground.files import write_json
 from perf.timing.environment import cpu_name

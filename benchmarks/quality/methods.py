@@ -30,13 +30,13 @@ from calib.collect import collect
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, lineage_for_moments
+from corp_deploy.traced.models.sites import calibration_taps
 from examples.digits.images import load
 
 SPARSITIES = (0.3, 0.5, 0.7, 0.75, 0.875)

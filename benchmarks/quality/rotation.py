@@ -25,8 +25,8 @@ from benchmarks.quality.timm_sites import Attention, attentions
 from calib.input_set import InputSet
 from calib.inputs import map_tensors, run_model
 from calib.moments import Moments
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -58,7 +58,7 @@ def heard(model: nn.Module, inputs: InputSet, rows: Hear, entering: Hear) -> Ten
     """The outputs where what each fused projection gives, and what enters each output projection, is heard; a tensor
     given back replaces it.
     """
-    running = family_of(model).exportable(model)
+    running = traced_model.exportable(model)
     for attention in attentions(model):
         first, last = (running.get_submodule(f"{attention.name}.{layer}") for layer in ("qkv", "proj"))
         first.register_forward_hook(lambda _, __, y, of=attention: rows(of, y))

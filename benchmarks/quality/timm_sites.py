@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.counting import count
-from corp_deploy.families.family import family_of, input_ports, sites_of
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedChannels
-from corp_deploy.families.traced_values import TracedValues
+from corp_deploy.families.family import input_ports, sites_of
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import TracedChannels
+from corp_deploy.traced.models.values import TracedValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,4 +64,4 @@ def first_widths(model: nn.Module) -> dict[str, int]:
 
 def graph_macs(model: nn.Module) -> int:
     """Multiply-adds of what is exported of it, the zeros beside padded heads among them."""
-    return count(family_of(model).exportable(model), input_ports(model)).macs
+    return count(traced_model.exportable(model), input_ports(model)).macs

@@ -27,7 +27,6 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.families.widths import Widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
@@ -35,6 +34,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
+from corp_deploy.traced.models.narrowing import at_widths
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import Missing

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.real.head import SaliencyHead
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import device
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.modules import device
 from perf.parity.measures import measures
 
 BATCH = 16
@@ -30,13 +30,12 @@ class Outputs:
 
 def _with_every_token(model: nn.Module) -> tuple[nn.Module, bool]:
     """The model with merged tokens given back to every patch, and whether every patch has one."""
-    family = family_of(model)
-    merging = family.merging_of(model)
+    merging = traced_model.merging_of(model)
     if merging is None or merging.unmerged:
         return model, True
     if merging.how == "drop":
         return model, False
-    return family.with_merging(model, replace(merging, unmerged=True)), True
+    return traced_model.with_merging(model, replace(merging, unmerged=True)), True
 
 
 def at_cpu(tensor: Tensor | None) -> Tensor | None:
@@ -45,7 +44,7 @@ def at_cpu(tensor: Tensor | None) -> Tensor | None:
 
 def normed(model: nn.Module, batches: Iterable[Tensor]) -> Iterator[Tensor]:
     """All tokens behind the last norm of one of timm's ViTs, dense or reduced, batch by batch."""
-    running, seen, where = family_of(model).exportable(model), list[Tensor](), device(model)
+    running, seen, where = traced_model.exportable(model), list[Tensor](), device(model)
     running.get_submodule("norm").register_forward_hook(lambda _, __, tokens: seen.append(tokens))
     for batch in batches:
         running(batch.to(where))

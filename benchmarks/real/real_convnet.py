@@ -28,12 +28,12 @@ from benchmarks.real.commands import run
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.record import Record
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.traced_narrowing import at_widths
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.dense_model import load_dense
+from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import Missing
 from ground.files import write_json
 from perf.parity.measures import measures

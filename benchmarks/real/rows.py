@@ -14,7 +14,8 @@ from typing import Literal
 
 from torch import nn
 
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.invocation.merging import MergingChoice
@@ -157,7 +158,7 @@ class Schedules:
     def left(self, text: str) -> float:
         """The share of the dense MACs that stays."""
         merging = merging_from_choice(MergingChoice(merge_tokens=text), self.model)
-        return macs(family_of(self.model).with_merging(self.model, merging)) / self.dense
+        return macs(traced_model.with_merging(self.model, merging)) / self.dense
 
     def of(self, which: Literal["each", "grow"], share: float) -> str:
         """Raises BadInput for a share that no such schedule reaches."""

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE as DINOV2
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, input_ports, output_ports
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
@@ -81,7 +82,7 @@ def subjects(count: int) -> Iterator[Subject]:
 def row(subject: Subject, precision: str, exact: NDArray[np.float32], folder: Path) -> dict[str, Any]:
     """One graph: its error against the model in torch, and its plan."""
     checkpoint, path = subject.checkpoint, folder / f"model.{precision}.onnx"
-    depth = family_of(checkpoint.model).depth(checkpoint.model)
+    depth = traced_model.depth(checkpoint.model)
     kept = tuple(f"blocks.{index}" for index in range(depth - KEPT_BLOCKS, depth)) if precision in MIXED else ()
     export_checkpoint(checkpoint, path, precision=precision, keep_fp32=kept)
     (port,) = output_ports(checkpoint.model)

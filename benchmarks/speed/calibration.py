@@ -37,8 +37,8 @@ from calib.memory import ChannelShape, HeadShape, Shape, bytes_needed, shapes_of
 from calib.sites import ChannelTaps, Site
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import example_of, input_ports, listened, sites_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import dense_from_architecture
+from corp_deploy.traced.models.sites import calibration_taps
 from perf.timing.environment import cpu_name
 
 VERSION = 2

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from benchmarks.speed.cpu_latency import halved
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.counting import count
-from corp_deploy.families.family import family_of, input_ports
+from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from export.engine.build import build_engine
 from export.engine.libraries import open_library
@@ -76,7 +77,7 @@ def built(path: Path, method: BuildOptions) -> tuple[EngineRecord, float]:
 def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
     model = model_of(name, variant)
     path = folder / f"{name}-{variant}.onnx"
-    exported = family_of(model).exportable(model, geometry="ragged" if variant == "ragged" else None)
+    exported = traced_model.exportable(model, geometry="ragged" if variant == "ragged" else None)
     save(onnx_from_model(exported, [image_port((3, 224, 224))], [LOGITS], precision="fp16", metadata={}), path)
     rows = []
     for sm in sms:

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
 from corp_deploy.demo.digits.images import load
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, image_spec, input_ports, output_ports
+from corp_deploy.families.family import image_spec, input_ports, output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.proof.candidates import candidate_from_path, outputs_at
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
@@ -58,7 +59,7 @@ def _crops(checkpoint: Checkpoint, count: int) -> NDArray[np.uint8]:
 def _write_folded(checkpoint: Checkpoint, path: Path, precision: str) -> None:
     """Folded in whatever type."""
     model, spec = checkpoint.model, image_spec(checkpoint.model)
-    made = takes_pixels(family_of(model).exportable(model), spec.shape, spec.normalisation)
+    made = takes_pixels(traced_model.exportable(model), spec.shape, spec.normalisation)
     port = Port(name=input_ports(model)[0].name, shape=spec.shape, dtype="uint8")
     proto = onnx_from_model(made.model, (port,), output_ports(model), precision=precision, metadata={}, norms=NORMS)
     onnx.save(proto, str(path))

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.family import family_of, input_ports, output_ports
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
 from corp_deploy.proof.half_products import HalfProducts
@@ -63,7 +64,7 @@ def made(architecture: Architecture, images: int, folder: Path) -> Path:
 
 def in_half(model: nn.Module) -> Run:
     """The dense model in FP16, as a proof runs it."""
-    half = typed_copy(family_of(model).exportable(model), "fp16")
+    half = typed_copy(traced_model.exportable(model), "fp16")
 
     def run(feeds: Feeds) -> Outputs:
         with torch.no_grad(), HalfProducts():  # type: ignore[no-untyped-call]

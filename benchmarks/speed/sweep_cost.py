@@ -24,7 +24,6 @@ from calib.moments import Moments
 from calib.store import save
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports, listened, sites_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.machine import versions
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.sweep import SweepContext, sweep
@@ -34,6 +33,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model, lineage_of_model
+from corp_deploy.traced.models.sites import calibration_taps
 from ground.files import write_json
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.875)

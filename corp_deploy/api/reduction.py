@@ -12,7 +12,6 @@ from torch import nn
 from calib.store import load as load_moments
 from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.traced_module import is_reduced
 from corp_deploy.invocation import reduction
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
@@ -21,6 +20,7 @@ from corp_deploy.planning.lineage import record_of_reduction
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import Checkpoint, on_device
+from corp_deploy.traced.models.module import is_reduced
 from ground.errors import BadInput
 from ground.gpu import require_device
 

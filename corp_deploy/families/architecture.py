@@ -8,7 +8,6 @@ from .preprocessing import Preprocessing
 
 OF_TORCHVISION = "torchvision:"
 """In front of the name of a model of torchvision's."""
-MOST_PARAMETERS = 20_000_000_000  # of a model that is built; checked before it has memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,16 @@
 """Encoders of BERT's kind as config.json of a model directory tells them, built to be traced."""
 
 import msgspec
-import torch
 from torch import nn
 
+from corp_deploy.traced.models.module import Facts, traced_module
+from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
-from .architecture import MOST_PARAMETERS, Architecture
-from .modules import parameters
+from .architecture import Architecture
 from .text_encoder import EncoderArchitecture, TextEncoder
 from .tokenizer import TextSpec, Tokenization
-from .traced_module import Facts, traced_module
 
 NAME = "bert"
 EMBEDDING = OutputPort(name="embedding", role="embedding")
@@ -45,9 +44,6 @@ def architecture_of(name: str, arguments: EncoderArguments) -> Architecture:
 def build(architecture: Architecture) -> nn.Module:
     """The encoder with its initial weights, in eval mode; its tokenizer is set by `load_extra_files_`."""
     arguments = arguments_of(architecture)
-    with torch.device("meta"):
-        count = parameters(TextEncoder(arguments.encoder))
-    if count > MOST_PARAMETERS:
-        raise BadInput(f"an encoder of {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    refuse_larger(lambda: TextEncoder(arguments.encoder), "an encoder")
     spec = TextSpec(tokenization=arguments.text, tokenizer_json="", vocabulary=arguments.encoder.vocabulary)
     return traced_module(TextEncoder(arguments.encoder), Facts(spec=spec, outputs=(EMBEDDING,), classes=0))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from corp_deploy.traced.models.module import TracedModule, facts_of, is_librarys, traced_state
 from ground.errors import BadInput
 
 from .architecture import Architecture
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import TracedModule, traced_state
 from .trusted_code import FAMILY, Code
 
 NAME = FAMILY
@@ -46,13 +46,14 @@ def build(architecture: Architecture) -> nn.Module:
         raise BadInput(f"{code.file}: {code.function}() gives a {type(model).__name__}, expected a torch.nn.Module")
     if (spec := images_of(model)) is not None:
         state = traced_state(model)
-        assert state.facts is not None, model
         settings = architecture.preprocessing.spread(spec.shape[0]).settings
-        state.facts = replace(state.facts, spec=replace(spec, config={**spec.config, **settings}))
+        state.facts = replace(facts_of(model), spec=replace(spec, config={**spec.config, **settings}))
     return model.eval().requires_grad_(False)
 
 
 def images_of(model: nn.Module) -> ImageSpec | None:
     """How a traced module takes images, where that isn't timm's to say; None of any other."""
-    facts = traced_state(model).facts if isinstance(model, TracedModule) else None
-    return facts.spec if facts is not None and isinstance(facts.spec, ImageSpec) else None
+    if not isinstance(model, TracedModule) or is_librarys(model):
+        return None
+    spec = facts_of(model).spec
+    return spec if isinstance(spec, ImageSpec) else None

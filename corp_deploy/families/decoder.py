@@ -1,18 +1,17 @@
 """Causal language models as config.json of a model directory tells them, built to be traced."""
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.array_inputs import ArraySpec
+from corp_deploy.traced.models.module import Facts, TracedModule, traced_module
+from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from .architecture import MOST_PARAMETERS, Architecture
-from .array_inputs import ArraySpec
-from .modules import parameters
+from .architecture import Architecture
 from .text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder
 from .tokenizer import SequenceSpec, Tokenization
-from .traced_module import Facts, TracedModule, traced_module
 
 NAME = "decoder"
 LOGITS = OutputPort(name="logits", role="token logits")
@@ -49,10 +48,7 @@ def architecture_of(name: str, arguments: DecoderArguments) -> Architecture:
 def build(architecture: Architecture) -> nn.Module:
     """The decoder with its initial weights, in eval mode; its tokenizer is set by `load_extra_files_`."""
     arguments = arguments_of(architecture)
-    with torch.device("meta"):
-        count = parameters(TextDecoder(arguments.decoder))
-    if count > MOST_PARAMETERS:
-        raise BadInput(f"a decoder of {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    refuse_larger(lambda: TextDecoder(arguments.decoder), "a decoder")
     return traced_decoder(TextDecoder(arguments.decoder), arguments.text)
 
 

@@ -15,7 +15,6 @@ from ground.errors import BadInput
 
 from .text_decoder import DecoderArchitecture
 
-_QKV = ("q", "k", "v")
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 
 

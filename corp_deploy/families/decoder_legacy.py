@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from corp_deploy.traced.finding.site import Index, Site
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.narrowing import first_groups
+from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
 from .architecture import Architecture
@@ -18,9 +21,6 @@ from .sequence_rotary import SequenceRotary
 from .text_decoder import DecoderArchitecture
 from .timm_legacy import require_widths
 from .traced_model import tracing
-from .traced_module import TracedModule
-from .traced_narrowing import first_groups
-from .traced_sites import names_of
 
 State = Mapping[str, Tensor]
 Entries = Mapping[str, Mapping[str, Any]]
@@ -67,6 +67,6 @@ def _kept(
 def _tables(name: str, freqs_HK: Tensor, tokens: int) -> Iterator[tuple[str, Tensor]]:
     """Sines and cosines, as the program folds them; one row where all heads keep the same planes."""
     own_HK = freqs_HK[:1] if bool((freqs_HK == freqs_HK[:1]).all()) else freqs_HK
-    tables = SequenceRotary(own_HK).of_length(tokens)
-    yield f"{name}.{_TURNING}", tables.sin_HNP
-    yield f"{name}.{_TURNING}_folded_1", tables.cos_HNP
+    sin_HNP, cos_HNP = SequenceRotary(own_HK).tables(tokens)
+    yield f"{name}.{_TURNING}", sin_HNP
+    yield f"{name}.{_TURNING}_folded_1", cos_HNP

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 
 from .decoder_checkpoint import state_to_transformers
 from .decoder_config import architecture_from_transformers
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
-from .sites import Sites
 from .text_decoder import DecoderArchitecture
-from .traced_pairs import TracedPairs
-from .traced_values import TracedValues
 from .widths import Width, Widths
 
 _HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}

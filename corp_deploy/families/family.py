@@ -3,51 +3,69 @@
 Builders alone spell their library's names. What is done at a site is the business of the kind of site.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from calib.inputs import Inputs
 from calib.weights import PartialTokenWeights, TokenWeights
+from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
-from ground.ports import OutputPort, Port
+from ground.ports import Port
 
 from . import (
     bert,
+    custom_modules,
     decoder,
     given_module,
+    hf_classes,
     timm_library,
+    torchvision_models,
     traced_model,
 )
 from .architecture import Architecture
-from .array_inputs import batch_of_ports
-from .modules import device
-from .outputs import Outputs
-from .protocols import Family, ImageSpec, InputSpec, Medium
-from .site import Site
-from .sites import Sites
-from .steps import Step, StreamState
+from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
-from .traced_module import TracedModule
+from .traced_model import answers as answers
+from .traced_model import has_uneven_heads as has_uneven_heads
+from .traced_model import known_numbers as known_numbers
+from .traced_model import layers_of as layers_of
+from .traced_model import listened as listened
+from .traced_model import output_ports as output_ports
+from .traced_model import sites_of as sites_of
+from .traced_model import steps_to_outputs as steps_to_outputs
 from .trusted_code import FAMILY
+
+Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
+
+
+def _of_library(architecture: Architecture) -> nn.Module:
+    """A model of transformers or of torchvision. Raises BadInput for any other name."""
+    for library in (hf_classes, torchvision_models):
+        if architecture.name.startswith(library.PREFIX):
+            model: nn.Module = library.build(architecture)
+            return model
+    raise BadInput(
+        f"family {architecture.family}: {architecture.name:.100} is built by no family of this name; write the model "
+        "again"
+    )
+
 
 _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
     bert.NAME: bert.build,
     timm_library.NAME: timm_library.build,
-    FAMILY: traced_model.build,
+    FAMILY: custom_modules.build,
     decoder.NAME: decoder.build,
     given_module.NAME: given_module.build,
-    traced_model.NAME: traced_model.build,
+    "traced": _of_library,
 }
 """By the name that config.json has of the family: what builds models that are traced."""
-
-
-def register(name: str, build: Callable[[Architecture], nn.Module]) -> None:
-    """Make what builds the models of a family known; a later one takes the place of an earlier one of the name."""
-    _BUILDERS[name] = build
 
 
 def dense_model(architecture: Architecture) -> nn.Module:
@@ -59,29 +77,9 @@ def dense_model(architecture: Architecture) -> nn.Module:
     return model if isinstance(model, TracedModule) else traced_model.traced(model, architecture)
 
 
-def family_of(model: nn.Module) -> Family:
-    """What tells of a model. Raises BadInput for one that was not traced."""
-    if isinstance(model, TracedModule):
-        return traced_model
-    raise BadInput(
-        f"model is {type(model).__name__}, expected one of corp_deploy.load, which traces it, or of "
-        "corp_deploy.sites(...)"
-    )
-
-
-def sites_of(model: nn.Module) -> Sites:
-    """The sites of a model of any family."""
-    return family_of(model).sites(model)
-
-
 def input_ports(model: nn.Module) -> tuple[Port, ...]:
     """What a model of any family takes, in the order in which it is called."""
-    return family_of(model).input_spec(model).ports
-
-
-def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """What a model of any family gives, in its order."""
-    return family_of(model).output_ports(model)
+    return traced_model.input_spec(model).ports
 
 
 def outputs_of(model: nn.Module) -> Outputs | None:
@@ -93,7 +91,7 @@ def gives_patches(model: nn.Module) -> bool:
     """Whether the last stream's patch tokens are what a model is for, as of one without classifier; which tokens
     outputs by name read its program tells.
     """
-    return outputs_of(model) is None and family_of(model).classes(model) == 0
+    return outputs_of(model) is None and traced_model.classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
@@ -108,38 +106,13 @@ def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
 
 def token_weights(model: nn.Module) -> TokenWeights:
     """How much each token of inputs counts, where there are as many."""
-    weights = partial(family_of(model).token_weights, model)
+    weights = partial(traced_model.token_weights, model)
 
     def of_some(inputs: Inputs) -> PartialTokenWeights | None:
         weight_BN = weights(inputs)
         return None if weight_BN is None else PartialTokenWeights(weight_BN=weight_BN)
 
     return of_some
-
-
-def listened(model: nn.Module) -> nn.Module:
-    """What to run for the sites of a model to be heard: its program."""
-    return traced_model.listened(model)
-
-
-def has_uneven_heads(model: nn.Module) -> bool:
-    """Whether queries and keys are of another width than values in any attention."""
-    return traced_model.has_uneven_heads(model)
-
-
-def layers_of(model: nn.Module, site: Site) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The linear layers and convolutions that have a site's weights, by name in the model."""
-    return dict(traced_model.layers_of(model, site))
-
-
-def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
-    """All steps of a model of any family, with outlets where outputs stand behind a layer."""
-    return traced_model.steps_to_outputs(model)
-
-
-def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
-    """The outputs of a model of any family for what is behind the last of these steps."""
-    return traced_model.answers(model, walk, inputs)
 
 
 def example_of(model: nn.Module) -> Inputs:
@@ -151,34 +124,29 @@ def example_of(model: nn.Module) -> Inputs:
 
 def image_spec(model: nn.Module) -> ImageSpec:
     """How images become the model's input. Raises BadInput for a model that takes something else."""
-    return cast(ImageSpec, _spec(model, "images"))
+    return _spec(model, ImageSpec)
 
 
 def text_spec(model: nn.Module) -> TextSpec:
     """How each text becomes the model's input. Raises BadInput for a model that takes something else."""
     if sequence_spec(model) is not None:
         raise BadInput("the model takes one text as sequences of tokens, not each text for itself")
-    return cast(TextSpec, _spec(model, "text"))
+    return _spec(model, TextSpec)
 
 
 def sequence_spec(model: nn.Module) -> SequenceSpec | None:
     """How one text becomes a decoder's inputs; None for a model that takes something else."""
-    spec = family_of(model).input_spec(model)
+    spec = traced_model.input_spec(model)
     return spec if isinstance(spec, SequenceSpec) else None
 
 
 def array_ports(model: nn.Module) -> tuple[Port, ...]:
     """What a model takes as arrays. Raises BadInput for a model that takes something else."""
-    return _spec(model, "arrays").ports
+    return _spec(model, ArraySpec).ports
 
 
-def known_numbers(model: nn.Module) -> Mapping[str, int]:
-    """Of ports of ids how many there are, where the model's program tells."""
-    return traced_model.known_numbers(model)
-
-
-def _spec(model: nn.Module, medium: Medium) -> InputSpec:
-    spec = family_of(model).input_spec(model)
-    if spec.medium != medium:
-        raise BadInput(f"the model takes {spec.medium}, not {medium}; give --{spec.medium}")
+def _spec(model: nn.Module, kind: type[Spec]) -> Spec:
+    spec = traced_model.input_spec(model)
+    if not isinstance(spec, kind):
+        raise BadInput(f"the model takes {spec.medium}, not {kind.medium}; give --{spec.medium}")
     return spec

@@ -11,15 +11,15 @@ import torch
 from msgspec import Meta
 from torch import nn
 
+from corp_deploy.traced.models.array_inputs import ArraySpec, parameters_of
+from corp_deploy.traced.models.module import Facts, TracedModule, traced_module, traced_state
 from ground.errors import BadInput
 from ground.ports import Port
 from ground.records import record_from_value
 
 from .architecture import Architecture
-from .array_inputs import ArraySpec, parameters_of
 from .module_facts import facts_of_images, facts_of_module, facts_with
 from .preprocessing import Preprocessing
-from .traced_module import Facts, TracedModule, traced_module, traced_state
 
 NAME = "memory"
 _GIVEN: ContextVar[nn.Module | None] = ContextVar("given", default=None)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from corp_deploy.traced.models.token_merging import HIDDEN, key_bias
+
 from .sequence_rotary import SequenceRotary
-from .token_merging import HIDDEN, key_bias
 
 
 def shared_by_heads(x: Tensor, heads: int) -> Tensor:

@@ -14,18 +14,18 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
+from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .architecture import MOST_PARAMETERS, Architecture
-from .array_inputs import ArraySpec, parameters_of
+from .architecture import Architecture
 from .hf_config import Sides, both
-from .module_facts import PREPARED, Spec, facts_with
-from .modules import parameters
+from .module_facts import PREPARED, facts_with
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization
-from .traced_module import traced_module
 
 PREFIX = "transformers:"
 LENGTH = 16_000
@@ -93,10 +93,7 @@ def build(architecture: Architecture) -> nn.Module:
     """
     where = architecture.name
     arguments = arguments_of(architecture.kwargs, where=where)
-    with torch.device("meta"):
-        count = parameters(_built(arguments, where))
-    if count > MOST_PARAMETERS:
-        raise BadInput(f"{where}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    refuse_larger(lambda: _built(arguments, where), where)
     with torch.device("cpu"):
         model = _built(arguments, where).eval()
         spec, names = _spec(model, arguments, architecture.preprocessing)
@@ -218,7 +215,7 @@ def _main_input(kind: Any) -> str:
     return str(kind.main_input_name)
 
 
-def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[Spec, tuple[str, ...]]:
+def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
     """What the model takes, and by which of its parameters."""
     config: Any = model.config
     main = _main_input(type(model))

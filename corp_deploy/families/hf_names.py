@@ -7,7 +7,7 @@ which both versions read. Legend: B batch, N tokens, C channels.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,61 +17,99 @@ from ground.errors import BadInput
 
 from .hf_config import VisionModel
 
-# Their path of a layer in a block, and timm's.
-_IN_BLOCK = {
-    "layernorm_before": "norm1",
-    "layernorm_after": "norm2",
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "layer_norm1": "norm1",
-    "layer_norm2": "norm2",
-    "attention.output.dense": "attn.proj",
-    "attention.o_proj": "attn.proj",
-    "self_attn.out_proj": "attn.proj",
-    "intermediate.dense": "mlp.fc1",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.weights_in": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-    "mlp.fc2": "mlp.fc2",
-    "mlp.weights_out": "mlp.fc2",
-    "mlp.down_proj": "mlp.fc2",
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """How a kind's tensors are named on disk, by timm's paths: layers of a `block`, the three of its `qkv`, and what
+    stands `around` the blocks. `layers`: what stands before a block's number.
+    """
+
+    layers: str
+    qkv: tuple[str, ...]
+    block: Mapping[str, str]
+    around: Mapping[str, str]
+
+
+_VIT = Spelling(
+    layers="encoder.layer",
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    block={
+        "norm1": "layernorm_before",
+        "norm2": "layernorm_after",
+        "attn.proj": "attention.output.dense",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+    },
+    around={
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "norm": "layernorm",
+        "cls_token": "embeddings.cls_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "dist_token": "embeddings.distillation_token",
+    },
+)
+_NORMS = {"norm1": "norm1", "norm2": "norm2"}
+_DINOV2 = replace(_VIT, block={**_VIT.block, **_NORMS, "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"})
+_GATED = {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
+_DINOV3 = Spelling(
+    layers="layer",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    block={**_NORMS, "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+    around={**_VIT.around, "patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"},
+)
+_CLIP = Spelling(
+    layers="encoder.layers",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    block={
+        "norm1": "layer_norm1",
+        "norm2": "layer_norm2",
+        "attn.proj": "self_attn.out_proj",
+        "mlp.fc1": "mlp.fc1",
+        "mlp.fc2": "mlp.fc2",
+    },
+    around={
+        "patch_embed.proj": "embeddings.patch_embedding",
+        "norm": "post_layernorm",
+        "norm_pre": "pre_layrnorm",
+        "cls_token": "embeddings.class_embedding",
+        "pos_embed": "embeddings.position_embedding.weight",
+        "attn_pool.latent": "head.probe",
+        "attn_pool.proj": "head.attention.out_proj",
+        "attn_pool.norm": "head.layernorm",
+        "attn_pool.mlp.fc1": "head.mlp.fc1",
+        "attn_pool.mlp.fc2": "head.mlp.fc2",
+    },
+)
+_EVERY = (_VIT, _DINOV2, _DINOV3, _CLIP)
+
+
+def is_of_clip(model: VisionModel) -> bool:
+    return model.config.model_type.endswith("_vision_model")
+
+
+def spelling_of(model: VisionModel) -> Spelling:
+    """As its class writes it."""
+    plain = _DINOV3 if model.config.has_rope else _DINOV2 if model.config.mlp_ratio is not None else _VIT
+    own = _CLIP if is_of_clip(model) else plain
+    return replace(own, block={**own.block, **_GATED}) if model.config.use_swiglu_ffn else own
+
+
+# What any of them calls a layer or a token: timm's path.
+_IN_BLOCK = {theirs: ours for block in (*(each.block for each in _EVERY), _GATED) for ours, theirs in block.items()}
 _SCALES = {"layer_scale1": "ls1.gamma", "layer_scale2": "ls2.gamma"}
 _SCALES_OF_EVA = {"layer_scale1": "gamma_1", "layer_scale2": "gamma_2"}
 # What is one layer of timm's: the paths of its rows, in order.
-_JOINED = {
-    "attn.qkv": (
-        ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ),
-    "mlp.fc1": (("mlp.gate_proj", "mlp.up_proj"),),
-}
+_JOINED = {"attn.qkv": tuple({each.qkv: None for each in _EVERY}), "mlp.fc1": (("mlp.gate_proj", "mlp.up_proj"),)}
 _ROWS = {path: target for target, spellings in _JOINED.items() for paths in spellings for path in paths}
+_AROUND = {theirs: ours for each in _EVERY for ours, theirs in each.around.items()}
+_TOKENS = {theirs: ours for theirs, ours in _AROUND.items() if ours in ("cls_token", "pos_embed", "attn_pool.latent")}
+_TOKENS["embeddings.register_tokens"] = "reg_token"
 _OUTSIDE = {
-    "embeddings.patch_embeddings.projection": "patch_embed.proj",
-    "embeddings.patch_embedding": "patch_embed.proj",
-    "embeddings.patch_embeddings": "patch_embed.proj",
-    "pre_layrnorm": "norm_pre",
-    "layernorm": "norm",
-    "norm": "norm",
-    "post_layernorm": "norm",
+    **{theirs: ours for theirs, ours in _AROUND.items() if theirs not in _TOKENS and ours != "dist_token"},
     "classifier": "head",
     "cls_classifier": "head",
     "distillation_classifier": "head_dist",
     "visual_projection": "head",
-    "head.attention.out_proj": "attn_pool.proj",
-    "head.layernorm": "attn_pool.norm",
-    "head.mlp.fc1": "attn_pool.mlp.fc1",
-    "head.mlp.fc2": "attn_pool.mlp.fc2",
-}
-_TOKENS = {
-    "embeddings.cls_token": "cls_token",
-    "embeddings.class_embedding": "cls_token",
-    "embeddings.register_tokens": "reg_token",
-    "embeddings.position_embeddings": "pos_embed",
-    "embeddings.position_embedding.weight": "pos_embed",
-    "head.probe": "attn_pool.latent",
 }
 # What such a directory may hold beside the tower: what training masks, poolers nobody reads here, and text towers.
 _BESIDE = (
@@ -179,9 +217,7 @@ def state_from_transformers(state: Mapping[str, Tensor], model: VisionModel, *, 
         match = _BLOCK.fullmatch(name)
         if name.startswith(_BESIDE) or (headless and name.startswith(_HEADS)):
             beside[name] = tensor
-        elif match and plain and match[2] == "mlp.up_proj":
-            mapped[f"blocks.{int(match[1])}.mlp.fc1.{match[3]}"] = tensor
-        elif match and match[2] in _ROWS and match[3] != "lambda1":
+        elif match and match[2] in _ROWS and match[3] != "lambda1" and not (plain and match[2] == "mlp.up_proj"):
             target = f"blocks.{int(match[1])}.{_ROWS[match[2]]}.{match[3]}"
             rows.setdefault(target, {})[match[2]] = tensor
         elif match and match[2] in _IN_BLOCK and match[3] != "lambda1":

@@ -18,56 +18,10 @@ from ground.errors import BadInput
 
 from .family import sites_of
 from .hf_config import VisionConfig, VisionModel
+from .hf_names import is_of_clip, spelling_of
 from .widths import Widths
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
-# By how a kind's tensors are named on disk: timm's path of a layer in a block, and theirs.
-_VIT = {
-    "norm1": "layernorm_before",
-    "norm2": "layernorm_after",
-    "attn.proj": "attention.output.dense",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-}
-_DINOV2 = _VIT | {"norm1": "norm1", "norm2": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-_GATED = {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
-_DINOV3 = {
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "attn.proj": "attention.o_proj",
-    "mlp.fc1": "mlp.up_proj",
-    "mlp.fc2": "mlp.down_proj",
-}
-_CLIP = {
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attn.proj": "self_attn.out_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_QKV = tuple(f"attention.attention.{name}" for name in ("query", "key", "value"))
-_QKV_OF_DINOV3 = tuple(f"attention.{name}_proj" for name in "qkv")
-_QKV_OF_CLIP = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_OUTSIDE = {
-    "patch_embed.proj": "embeddings.patch_embeddings.projection",
-    "norm": "layernorm",
-    "cls_token": "embeddings.cls_token",
-    "pos_embed": "embeddings.position_embeddings",
-    "dist_token": "embeddings.distillation_token",
-}
-_OUTSIDE_OF_DINOV3 = _OUTSIDE | {"patch_embed.proj": "embeddings.patch_embeddings", "norm": "norm"}
-_OUTSIDE_OF_CLIP = {
-    "patch_embed.proj": "embeddings.patch_embedding",
-    "norm": "post_layernorm",
-    "norm_pre": "pre_layrnorm",
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding.weight",
-    "attn_pool.latent": "head.probe",
-    "attn_pool.proj": "head.attention.out_proj",
-    "attn_pool.norm": "head.layernorm",
-    "attn_pool.mlp.fc1": "head.mlp.fc1",
-    "attn_pool.mlp.fc2": "head.mlp.fc2",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +51,6 @@ def own_config(config: Mapping[str, Any], model: VisionModel) -> dict[str, Any]:
 def written_again(beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of what a file has beside the model, what the class has too: a pooler and a mask token."""
     return {name: tensor for name, tensor in beside.items() if name.startswith(("pooler.", "embeddings.mask_token"))}
-
-
-def _of_clip(model: VisionModel) -> bool:
-    return model.config.model_type.endswith("_vision_model")
 
 
 def _ratio(hidden: int, config: VisionConfig) -> int | None:
@@ -183,22 +133,18 @@ def _attention(name: str, model: VisionModel, state: Mapping[str, Tensor], bias:
     tensors = {"weight": state[f"{name}.qkv.weight"]}
     if bias:
         tensors["bias"] = state.get(f"{name}.qkv.bias", torch.zeros(3 * rows))
-    paths = _QKV_OF_CLIP if _of_clip(model) else _QKV_OF_DINOV3 if model.config.has_rope else _QKV
     return {
         f"{path}.{kind}": _with_scale(part, factor if place == 0 else 1.0)
         for kind, tensor in tensors.items()
-        for place, (path, part) in enumerate(zip(paths, tensor.split(rows), strict=True))
+        for place, (path, part) in enumerate(zip(spelling_of(model).qkv, tensor.split(rows), strict=True))
     }
 
 
 def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bool) -> dict[str, Tensor]:
     """Everything of a block, by its names on disk."""
-    at, clip = f"blocks.{index}.", _of_clip(model)
-    plain = _DINOV3 if model.config.has_rope else _DINOV2 if model.config.mlp_ratio is not None else _VIT
-    names = _CLIP if clip else plain
-    names = names | _GATED if model.config.use_swiglu_ffn else names
+    at, spelling = f"blocks.{index}.", spelling_of(model)
     block = _attention(f"{at}attn", model, state, bias)
-    for path, theirs in names.items():
+    for path, theirs in spelling.block.items():
         width = state[f"{at}{path}.weight"].shape[0]
         block[f"{theirs}.weight"] = state[f"{at}{path}.weight"]
         block[f"{theirs}.bias"] = state.get(f"{at}{path}.bias", torch.zeros(width))
@@ -210,13 +156,12 @@ def _block(index: int, model: VisionModel, state: Mapping[str, Tensor], bias: bo
         for kind in ("weight", "bias"):
             parts = block[f"mlp.up_proj.{kind}"].chunk(2)
             block[f"mlp.gate_proj.{kind}"], block[f"mlp.up_proj.{kind}"] = parts
-    layers = "encoder.layers" if clip else "layer" if model.config.has_rope else "encoder.layer"
-    return {f"{layers}.{index}.{name}": tensor for name, tensor in block.items()}
+    return {f"{spelling.layers}.{index}.{name}": tensor for name, tensor in block.items()}
 
 
 def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What stands around the blocks and belongs to the tower, by its names on disk."""
-    names = _OUTSIDE_OF_CLIP if _of_clip(model) else _OUTSIDE_OF_DINOV3 if model.config.has_rope else _OUTSIDE
+    names = spelling_of(model).around
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         path, _, kind = name.rpartition(".")
@@ -236,7 +181,7 @@ def _outside(model: VisionModel, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _in_their_shapes(tensors: dict[str, Tensor], model: VisionModel) -> dict[str, Tensor]:
-    if _of_clip(model):
+    if is_of_clip(model):
         flat = {"embeddings.class_embedding": 0, "embeddings.position_embedding.weight": 0}
         shaped = {name: tensors[name][0] for name in flat if name in tensors}
         tensors |= {name: each.flatten() if name.endswith("class_embedding") else each for name, each in shaped.items()}
@@ -271,10 +216,10 @@ def saved(
     """
     # A bias of parts is one in a program.
     state = {name.replace("q_bias_folded", "qkv.bias"): each.detach().cpu() for name, each in vit.state_dict().items()}
-    if _of_clip(model) and sides[0] != sides[1]:
+    if is_of_clip(model) and sides[0] != sides[1]:
         raise BadInput(f"--save-as hf: images of {sides}, expected square ones for {model.architecture}; {INSTEAD}")
     refuse_unsayable(model, {site.name: site.width for site in sites_of(vit).every})
-    bias = _of_clip(model) or any(name.endswith(".attn.qkv.bias") for name in state)
+    bias = is_of_clip(model) or any(name.endswith(".attn.qkv.bias") for name in state)
     tower = {**unread, **_outside(model, state)}
     for index in range(model.config.num_hidden_layers):
         tower |= _block(index, model, state, bias)
@@ -300,7 +245,7 @@ def _changes(
         changes["intermediate_size"] = hidden
     if config.has_rope:
         changes |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), bias)
-    elif not _of_clip(model):
+    elif not is_of_clip(model):
         changes["qkv_bias"] = bias
     if head != config.hidden_size // config.num_attention_heads:
         changes["head_dim"] = head

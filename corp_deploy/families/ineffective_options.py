@@ -5,10 +5,10 @@ from types import MappingProxyType
 
 from torch import nn
 
+from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 
 from .family import sites_of
-from .sites import Sites
 
 MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
 WORDS: Mapping[str, str] = MappingProxyType(

@@ -5,11 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from .family import family_of, output_ports, outputs_of
+from corp_deploy.traced.models.inspection import fixed_shares as fixed_shares
+from corp_deploy.traced.models.inspection import stays_of, traced_rows
+
+from . import traced_model
+from .family import output_ports, outputs_of
 from .merging_cost import merging_record
 from .model_cost import counted, parameters
-from .traced_inspection import fixed_shares as fixed_shares
-from .traced_inspection import stays_of, traced_rows
 
 
 def _outputs(model: nn.Module, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -21,12 +23,12 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     """Sites with widths, parameters and MACs of one input and the reason where nothing can be reduced; the same figures
     of everything that is no site; totals, which are the sums of both.
     """
-    family, count = family_of(model), counted(model)
+    count = counted(model)
     merging = merging_record(model)
     sites, fixed = traced_rows(model, count.macs)
     return {
         "architecture": type(model).__name__,
-        "depth": family.depth(model),
+        "depth": traced_model.depth(model),
         "parameters": parameters(model),
         "macs": count.macs,
         "sites": sites,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, batch_size, run_model
+from corp_deploy.traced.models.token_merging import TokenMerge, alike, merges_in
 
-from .family import family_of
-from .token_merging import TokenMerge, alike, merges_in
+from . import traced_model
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
@@ -61,7 +61,7 @@ def margins_of(merge: TokenMerge, compared: Tensor, sizes_BN: Tensor | None) -> 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
     """The least margin of any choice on the way through the model, for each input [B]; None where nothing is merged."""
-    if family_of(model).merging_of(model) is None:
+    if traced_model.merging_of(model) is None:
         return None
     every = list[Tensor]()
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from .merging import How, Metric
+from corp_deploy.traced.models.merging import How, Metric
 
 COMPARED: Mapping[Metric, str] = {
     "ward": "what merging them changes in the residual stream",

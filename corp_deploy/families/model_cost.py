@@ -2,15 +2,15 @@
 
 from torch import nn
 
+from corp_deploy.traced.models.modules import parameters as parameters
+
 from . import traced_model
 from .counting import MacCounts, count
-from .family import family_of
-from .modules import parameters as parameters
 
 
 def counted(model: nn.Module) -> MacCounts:
     """The multiply-adds of one input by module, and the longest row of products."""
-    ports = family_of(model).input_spec(model).ports
+    ports = traced_model.input_spec(model).ports
     return count(traced_model.counted_form(model), ports)
 
 

@@ -11,18 +11,26 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from corp_deploy.traced.models.array_inputs import (
+    WRITE,
+    ArraySpec,
+    InputSpec,
+    batch_of_ports,
+    declared_ports,
+    listed,
+    parameters_of,
+    takes_by_place,
+)
+from corp_deploy.traced.models.module import Facts
+from corp_deploy.traced.models.module_calls import Calling, Output, outputs_of
+from corp_deploy.traced.models.modules import device
 from corp_deploy.traced.programs.module_copies import twin
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role, image_port
 
 from . import timm_library
-from .array_inputs import WRITE, ArraySpec, batch_of_ports, declared_ports, listed, parameters_of, takes_by_place
-from .module_calls import Calling, Output, outputs_of
-from .modules import device
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .tokenizer import SequenceSpec, TextSpec
-from .traced_module import Facts
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
 """Of images, those that most models are made for first."""
@@ -36,7 +44,6 @@ PREPARED = {
     "crop_mode": "center",
 }
 """As torchvision and timm train most classifiers of ImageNet."""
-Spec = ImageSpec | ArraySpec | TextSpec | SequenceSpec
 
 
 def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
@@ -66,7 +73,7 @@ def facts_of_images(
     return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
 
 
-def facts_with(model: nn.Module, spec: Spec, parameters: Sequence[str], role: Role | None = None) -> Facts:
+def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
     """What a module gives that takes the ports of `spec` by these parameters, or by its first ones where none are
     told; of this role, if one is said. Raises BadInput where it can't be run on them.
     """

@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
+from corp_deploy.traced.models.module import TracedModule, Tracing, facts_of, traced_module, traced_state, tracing
+from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
 from .module_facts import facts_of_images
 from .preprocessing import Preprocessing
-from .site import Site
-from .sites import Sites
-from .traced_facts import tracing
-from .traced_module import TracedModule, Tracing, traced_module, traced_state
-from .traced_pairs import TracedPairs
-from .traced_sites import names_of, traced_sites
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'
@@ -157,8 +156,8 @@ def by_layers(model: TracedModule, sites: Container[str], state: Mapping[str, Te
     """Weights of version 0.1 by the names of the model's own layers: in place of named attentions, which are among
     these sites, stood modules with `qkv` and `proj` there.
     """
-    facts, renamed = traced_state(model).facts, dict[str, str]()
-    if facts is None or facts.sites is None:
+    renamed = dict[str, str]()
+    if facts_of(model).sites is None:
         return state
     for name, groups in names_of(tracing(model)).items():
         path = name.removesuffix(".v")

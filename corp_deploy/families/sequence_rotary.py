@@ -56,21 +56,6 @@ def apply_rotary(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
     return torch.cat((one * cos_HNP - other * sin_HNP, other * cos_HNP + one * sin_HNP), dim=-1)
 
 
-class RotaryTables(nn.Module):
-    """Turns queries and keys of sequences of one length by sines and cosines [H,N,P]."""
-
-    sin_HNP: Tensor
-    cos_HNP: Tensor
-
-    def __init__(self, sin_HNP: Tensor, cos_HNP: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("sin_HNP", sin_HNP)
-        self.register_buffer("cos_HNP", cos_HNP)
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rotary(q, self.sin_HNP, self.cos_HNP), apply_rotary(k, self.sin_HNP, self.cos_HNP)
-
-
 class SequenceRotary(nn.Module):
     """Turns queries and keys of any sequence by frequencies [H,P] of planes, one row for all heads or each its own."""
 
@@ -87,16 +72,12 @@ class SequenceRotary(nn.Module):
         self.freqs_HP = exact_HP.to(self.freqs_HP.device)
         return self
 
-    @property
-    def planes(self) -> int:
-        return self.freqs_HP.shape[-1]
-
-    def of_length(self, tokens: int) -> RotaryTables:
-        """Turns sequences of this length by tables."""
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Sines and cosines of sequences of this length [H,N,P]."""
         place_N1 = torch.arange(tokens, dtype=torch.float32, device=self.freqs_HP.device).unsqueeze(1)
         angle_HNP = place_N1 * self.freqs_HP.unsqueeze(1)
-        return RotaryTables(angle_HNP.sin(), angle_HNP.cos())
+        return angle_HNP.sin(), angle_HNP.cos()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        both: tuple[Tensor, Tensor] = self.of_length(q.shape[-2]).to(q.dtype)(q, k)
-        return both
+        sin_HNP, cos_HNP = (each.to(q.dtype) for each in self.tables(q.shape[-2]))
+        return apply_rotary(q, sin_HNP, cos_HNP), apply_rotary(k, sin_HNP, cos_HNP)

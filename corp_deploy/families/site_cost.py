@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.traced.finding.shares import Layers
+from corp_deploy.traced.models.site import Currency, Site
 
 from . import traced_model
 from .family import sites_of
-from .site import Currency, Site
-from .traced_site import TracedSite
-from .widths import HeadGeometry, Width, Widths
+from .widths import Width, Widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +24,14 @@ class SiteCosts:
     layers: Layers
     biases: Mapping[str, int]
 
-    def of(self, site: Site, width: Width, geometry: HeadGeometry) -> int:
-        """At another width; `geometry` is that of heads whose widths differ."""
-        if self.currency == "macs":
-            return site.macs(width, geometry, 0)
-        return site.parameters(width, geometry)
+    def of(self, site: Site, width: Width) -> int:
+        """At another width."""
+        return (site.macs_now if self.currency == "macs" else site.parameters_now) * width // site.width
 
     def saved(self, sites: Iterable[Site], widths: Widths) -> float:
         """By these widths, exactly."""
-        found = [site for site in sites if isinstance(site, TracedSite) and site.name in widths]
-        left = {site.groups.key: site.size_of(widths[site.name]) / site.size for site in found}
+        found = [site for site in sites if site.name in widths]
+        left = {site.groups.key: widths[site.name] / site.size for site in found}
         added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
         return self.layers.saved(left) - sum(self.biases.get(name, 0) for name in added)
 
@@ -45,4 +42,4 @@ def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     biases = {name: own.program.tensor(name).numel() for name in own.added if currency == "params"}
     free = SiteCosts(currency=currency, now={}, layers=layers, biases=biases)
-    return replace(free, now={site.name: free.of(site, site.width, "ragged") for site in every})
+    return replace(free, now={site.name: free.of(site, site.width) for site in every})

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .head_attention import HeadAttention
 from .sequence_rotary import Rope, SequenceRotary
-from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
+from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Mlp, Rows, Width
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,20 +101,6 @@ class WordsAndPlaces(nn.Module):
         return x_BNC + self.position.weight[first : first + input_ids.shape[1]]
 
 
-class PlainMlp(nn.Module):
-    """fc1, activation, fc2."""
-
-    def __init__(self, architecture: DecoderArchitecture) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(architecture.width, architecture.hidden, bias=architecture.mlp_bias)
-        self.act = ACTIVATIONS[architecture.activation]()
-        self.fc2 = nn.Linear(architecture.hidden, architecture.width, bias=architecture.mlp_bias)
-
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.act(self.fc1(x_BNC)))
-        return out
-
-
 class GatedMlp(nn.Module):
     """down(activation(gate x) * (up x)) (SwiGLU and its like, arXiv 2002.05202)."""
 
@@ -150,7 +136,8 @@ class DecoderBlock(nn.Module):
             causal=True,
         )
         self.norm2 = _norm(architecture)
-        self.mlp = GatedMlp(architecture) if architecture.gated else PlainMlp(architecture)
+        sizes = architecture.width, architecture.hidden, architecture.activation
+        self.mlp = GatedMlp(architecture) if architecture.gated else Mlp(*sizes, bias=architecture.mlp_bias)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attn(self.norm1(x_BNC))

@@ -91,11 +91,11 @@ class Embeddings(nn.Module):
 class Mlp(nn.Module):
     """fc1, activation, fc2."""
 
-    def __init__(self, architecture: EncoderArchitecture) -> None:
+    def __init__(self, width: int, hidden: int, activation: str, *, bias: bool = True) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(architecture.width, architecture.hidden)
-        self.act = ACTIVATIONS[architecture.activation]()
-        self.fc2 = nn.Linear(architecture.hidden, architecture.width)
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.act = ACTIVATIONS[activation]()
+        self.fc2 = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         out: Tensor = self.fc2(self.act(self.fc1(x_BNC)))
@@ -108,16 +108,9 @@ class Block(nn.Module):
     def __init__(self, architecture: EncoderArchitecture) -> None:
         super().__init__()
         width, heads = architecture.width, architecture.heads
-        size = width // heads
-        self.attn = HeadAttention(
-            dim=width,
-            heads=heads,
-            head=size,
-            qkv_bias=True,
-            proj_bias=True,
-        )
+        self.attn = HeadAttention(dim=width, heads=heads, head=width // heads, qkv_bias=True, proj_bias=True)
         self.norm1 = nn.LayerNorm(width, eps=architecture.eps)
-        self.mlp = Mlp(architecture)
+        self.mlp = Mlp(width, architecture.hidden, architecture.activation)
         self.norm2 = nn.LayerNorm(width, eps=architecture.eps)
 
     def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:

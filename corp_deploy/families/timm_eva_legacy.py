@@ -15,12 +15,12 @@ from timm.models.eva import Eva, EvaAttention
 from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.module import TracedModule, traced_state
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 
 from .timm_legacy import require_widths
-from .traced_model import sites as sites_of
-from .traced_module import TracedModule, traced_state
-from .traced_pairs import TracedPairs
+from .traced_model import sites_of
 
 State = Mapping[str, Tensor]
 Entries = Mapping[str, Mapping[str, Any]]

@@ -19,10 +19,10 @@ from timm.models.tiny_vit import TinyVit
 from torch import Tensor, nn
 from torch.nn import functional
 
+from corp_deploy.traced.models.module import TracedModule, traced_state
 from ground.errors import BadInput
 
 from .timm_legacy import require_widths
-from .traced_module import TracedModule, traced_state
 
 State = Mapping[str, Tensor]
 Entries = Mapping[str, Mapping[str, Any]]

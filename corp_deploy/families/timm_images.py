@@ -6,7 +6,7 @@ name's tag for a model of grey ones, are never applied, and never written as the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import timm
 from torch import Tensor
@@ -29,7 +29,7 @@ class ImageSpec:
 
     shape: tuple[int, int, int]
     config: Mapping[str, Any]
-    medium: Literal["images"] = "images"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "images"
 
     @property
     def ports(self) -> tuple[Port, ...]:

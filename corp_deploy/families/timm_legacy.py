@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.traced.finding.site import Index, Site
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.narrowing import first_groups, with_groups
+from corp_deploy.traced.models.offered import names_of
 from ground.errors import BadInput
 
 from .timm_tables import constant, shared
 from .traced_model import tracing
-from .traced_module import TracedModule
-from .traced_narrowing import first_groups, with_groups
-from .traced_sites import names_of
 
 State = Mapping[str, Tensor]
 _ALIASES = (

@@ -16,13 +16,14 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from corp_deploy.traced.models.module import Facts
+from corp_deploy.traced.models.modules import MOST_PARAMETERS, parameters
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
-from .architecture import MOST_PARAMETERS, Architecture
-from .modules import parameters
+from .architecture import Architecture
 from .preprocessing import Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
@@ -151,6 +152,12 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
     if getattr(model, "global_pool", None) == "":
         return (OutputPort(name=LOGITS.name, role="token logits" if classes(model) else "feature map"),)
     return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
+
+
+def facts(model: nn.Module) -> Facts:
+    """As timm's configuration of the model says."""
+    spec = image_spec(model, configured_size(model))
+    return Facts(spec=spec, outputs=output_ports(model), classes=classes(model))
 
 
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -7,25 +7,36 @@ Legend: B images, N tokens, F of them in front of P places of a map, C channels.
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
+from corp_deploy.traced.models.outputs import Output, Outputs
 from corp_deploy.traced.programs.module_copies import without_memory
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
-from .maps import map_from_tokens, tokens_from_map
-from .outputs import Output, Outputs
-from .traced_module import Facts, TracedModule, traced_module, traced_state
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
 _KINDS = {"class": "class", "registers": "register"}
+
+
+def map_from_tokens(x_BNC: Tensor, grid: tuple[int, int]) -> Tensor:
+    """[B,N,C] -> [B,C,H,W]; an error unless N is H * W."""
+    height, width = grid
+    return x_BNC.reshape(x_BNC.shape[0], height, width, x_BNC.shape[-1]).permute(0, 3, 1, 2)
+
+
+def tokens_from_map(x_BCHW: Tensor) -> Tensor:
+    """[B,C,H,W] -> [B,N,C]."""
+    assert x_BCHW.ndim == 4, x_BCHW.shape
+    return x_BCHW.flatten(2).mT
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
     [B,HW,C]. Raises BadInput for what it hasn't got.
     """
     state = traced_state(model)
-    if state.facts is not None or state.cut is not None:
+    if not is_librarys(model):
         of = (
             "a reduced model: those are named where it is dense"
             if state.cut is not None
@@ -128,12 +139,8 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
     plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
     (own,) = timm_library.output_ports(model)
     ports = [OutputPort(name=each.name, role=own.role) if each.part is None else each.port for each in outputs.every]
-    facts = Facts(
-        spec=timm_library.image_spec(model, timm_library.configured_size(model)),
-        outputs=tuple(ports),
-        classes=timm_library.classes(model) if "logits" in outputs.names else 0,
-        named=outputs,
-    )
+    own_classes = timm_library.classes(model) if "logits" in outputs.names else 0
+    facts = replace(timm_library.facts(model), outputs=tuple(ports), classes=own_classes, named=outputs)
     return traced_module(plain, facts)
 
 

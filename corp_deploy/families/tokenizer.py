@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ class TextSpec:
     tokenization: Tokenization
     tokenizer_json: str
     vocabulary: int
-    medium: Literal["text"] = "text"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -102,7 +102,7 @@ class SequenceSpec:
     tokenization: Tokenization
     tokenizer_json: str
     vocabulary: int
-    medium: Literal["text"] = "text"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
 
     @property
     def ports(self) -> tuple[Port, ...]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp_deploy.traced.models.module import traced_module
+from corp_deploy.traced.models.modules import counts_of_batches, refuse_larger
 from ground.errors import BadInput
 
-from .architecture import MOST_PARAMETERS, OF_TORCHVISION, Architecture
+from .architecture import OF_TORCHVISION, Architecture
 from .module_facts import PREPARED, facts_with
-from .modules import counts_of_batches, parameters
 from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
-from .traced_module import traced_module
 
 PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]
@@ -123,10 +123,7 @@ def build(architecture: Architecture) -> nn.Module:
     """The model with its initial weights, on torch's default device. Raises BadInput where torchvision can't build it
     or it takes images of another size, and for more parameters than are built.
     """
-    with torch.device("meta"):
-        count = parameters(_built(architecture))
-    if count > MOST_PARAMETERS:
-        raise BadInput(f"{architecture.name}: {count:,} parameters; {MOST_PARAMETERS:,} at most are built")
+    refuse_larger(lambda: _built(architecture), architecture.name)
     model, size = _built(architecture).eval(), architecture.kwargs.get("img_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (3, int(height), int(width))

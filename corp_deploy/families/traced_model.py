@@ -1,4 +1,4 @@
-"""The family of all models that have none: their sites are found in the program that torch traces of them.
+"""What is told of a model: its sites are found in the program that torch traces of it.
 
 Their steps are the segments between the program's cuts. The first stream is the input itself, the last one the output
 where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
@@ -14,6 +14,22 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.traced.finding.attentions import blocks_of
+from corp_deploy.traced.models.array_inputs import is_mask
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.module import classes as classes
+from corp_deploy.traced.models.module import facts_of as facts_of
+from corp_deploy.traced.models.module import input_spec as input_spec
+from corp_deploy.traced.models.module import is_librarys, merging_module, traced_module, traced_state
+from corp_deploy.traced.models.module import output_ports as output_ports
+from corp_deploy.traced.models.module import tracing as tracing
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.narrowing import narrowed
+from corp_deploy.traced.models.offered import sites_by_segment
+from corp_deploy.traced.models.offered import sites_of as sites_of
+from corp_deploy.traced.models.segments import Layout, Segment, TokenRows, layout_of
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
 from corp_deploy.traced.programs.causal import spelled_out_
@@ -25,52 +41,17 @@ from corp_deploy.traced.programs.types import made_on_, with_one_type_
 from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
-from . import bert, custom_modules, decoder, hf_classes, timm_library, torchvision_models
+from . import timm_library
 from .architecture import Architecture
-from .array_inputs import is_mask
-from .merging import Merging
 from .module_facts import facts_of_module
-from .modules import replaced
-from .site import Site
-from .sites import Sites
-from .steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
-from .traced_facts import classes as classes
-from .traced_facts import facts_of as facts_of
-from .traced_facts import input_spec as input_spec
-from .traced_facts import output_ports as output_ports
-from .traced_facts import tracing as tracing
-from .traced_merging import Mergeable
-from .traced_module import merging_module, traced_module, traced_state
-from .traced_narrowing import narrowed
-from .traced_segments import Layout, Segment, TokenRows, layout_of
-from .traced_site import TracedSite
-from .traced_sites import names_of, traced_sites
 from .widths import HeadGeometry
 
-NAME = "traced"
 _WHOLE = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
     "can be followed from block to block; leave --polish out"
 )
-
-
-def build(architecture: Architecture) -> nn.Module:
-    """What a user's code makes, a decoder, an encoder of BERT's kind, or a model of transformers or of torchvision.
-    Raises BadInput for what these can't build, and for any other name.
-    """
-    if architecture.family == custom_modules.NAME:
-        return custom_modules.build(architecture)
-    if architecture.family == decoder.NAME:
-        return decoder.build(architecture)
-    if architecture.family == bert.NAME:
-        return bert.build(architecture)
-    for library in (hf_classes, torchvision_models):
-        if architecture.name.startswith(library.PREFIX):
-            model: nn.Module = library.build(architecture)
-            return model
-    raise BadInput(f"family {NAME}: {architecture.name:.100} is built by no family of this name; write the model again")
 
 
 def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
@@ -80,16 +61,9 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
     if architecture.family == "timm":
         if architecture.kwargs.get("img_size") is not None:
             timm_library.set_size_(model, architecture.kwargs["img_size"])
-        return traced_module(model, None)
+        return traced_module(model, timm_library.facts)
     model = model.float()  # statistics, repairs and rounding to other types start from float32
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
-
-
-def sites(model: nn.Module) -> Sites:
-    """What is found in the program, dense or already reduced, or of that what its user named."""
-    own, facts = tracing(model), traced_state(model).facts
-    own.offered[:] = own.offered or [traced_sites(own, None if facts is None else facts.sites)]
-    return own.offered[0]
 
 
 def listened(model: nn.Module) -> nn.Module:
@@ -108,24 +82,14 @@ def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
     return tensors_by_name(inputs)[masks[0]].float() if len(masks) == 1 else None
 
 
-def layers_of(model: nn.Module, site: Site) -> Iterator[tuple[str, Layer]]:
+def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
     """The layers that write or read a site's groups by name, as modules that share the model's own parameters."""
     own = tracing(model)
-    assert isinstance(site, TracedSite), site
     touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
-    for layer in layers(own.program):
-        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter):
-            yield layer.name, as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
-
-
-def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
-    """The names of the sites that stand in each segment, in order."""
-    own = tracing(model)
-    tensors = {
-        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
-    }
     return {
-        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
+        layer.name: as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
+        for layer in layers(own.program)
+        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter)
     }
 
 
@@ -223,7 +187,7 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 def depth(model: nn.Module) -> int:
     """Sums that add attentions to a stream, else sites."""
     found = blocks_of(tracing(model).program)
-    return len(sites(model).every) if isinstance(found, str) else len(found)
+    return len(sites_of(model).every) if isinstance(found, str) else len(found)
 
 
 def merging_of(model: nn.Module) -> Merging | None:
@@ -250,8 +214,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
         return replaced(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
-    facts = traced_state(model).facts
-    named = None if facts is None else facts.named
+    named = facts_of(model).named
     if merging is not None and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
             raise BadInput(
@@ -280,7 +243,7 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
     compute anew for every batch what is a constant: engines fuse attention with constants alone.
     """
-    is_own = traced_state(model).facts is None
+    is_own = is_librarys(model)
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
         return None
     has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
@@ -320,9 +283,9 @@ def extra_files(model: nn.Module) -> Mapping[str, str]:
 def load_extra_files_(model: nn.Module, directory: Path) -> None:
     """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
     state, spec = traced_state(model), input_spec(model)
-    if state.facts is not None and isinstance(spec, TextSpec | SequenceSpec):
+    if isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
-        state.facts = replace(state.facts, spec=replace(spec, tokenizer_json=content))
+        state.facts = replace(facts_of(model), spec=replace(spec, tokenizer_json=content))
 
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

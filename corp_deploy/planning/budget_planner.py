@@ -5,12 +5,13 @@ from typing import Literal
 
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.site import Currency
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.site import Currency
 from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
@@ -163,9 +164,8 @@ class BudgetPlanner:
 
 def _unmerged(dense: Checkpoint, currency: Currency) -> int:
     """The cost of the model were no tokens merged."""
-    family = family_of(dense.model)
-    merges = family.merging_of(dense.model) is not None
-    return dense_cost(family.with_merging(dense.model, None) if merges else dense.model, currency)
+    merges = traced_model.merging_of(dense.model) is not None
+    return dense_cost(traced_model.with_merging(dense.model, None) if merges else dense.model, currency)
 
 
 def budget_planner(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs, chunks, map_tensors
-from corp_deploy.families.family import answers, family_of, steps_to_outputs
-from corp_deploy.families.steps import SegmentStep, StreamState
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import answers, steps_to_outputs
+from corp_deploy.traced.models.steps import SegmentStep, StreamState
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30
@@ -53,9 +54,8 @@ def joined(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Tangent:
-    family = family_of(model)
-    x_BNC = family.embedded(model, inputs).detach().requires_grad_()
-    walk = StreamState.of(x_BNC, family.token_weights(model, inputs))
+    x_BNC = traced_model.embedded(model, inputs).detach().requires_grad_()
+    walk = StreamState.of(x_BNC, traced_model.token_weights(model, inputs))
     behind: dict[str, Tensor] = {}
     for step in steps_to_outputs(model):
         walk = walk.behind(step)
@@ -76,10 +76,10 @@ def _tangent(model: nn.Module, inputs: Inputs, generator: torch.Generator) -> Ta
 
 def tangents(model: nn.Module, inputs: Inputs) -> Iterator[Tangent]:
     """Of the inputs, a few at a time; to be called outside inference mode, for a model that is evaluated."""
-    tokens = len(family_of(model).token_kinds(model))
+    tokens = len(traced_model.token_kinds(model))
     if not tokens:
         with torch.no_grad():
-            tokens = family_of(model).embedded(model, next(chunks(inputs, 1))).shape[1]
+            tokens = traced_model.embedded(model, next(chunks(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
     for piece in chunks(inputs, max(1, PIECE_TOKENS // tokens)):
         with torch.enable_grad():

@@ -14,16 +14,15 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.site import Currency, Site
 from corp_deploy.families.site_cost import SiteCosts, site_costs
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.families.widths import Width, is_empty
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kind import ErrorCurve, Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.site import Currency, Site
 from ground.errors import BadInput
 
 from .probe import Probe, Trial
@@ -171,8 +170,8 @@ def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None =
 
 def _cost_curve(site: Site, errors: tuple[float, ...], costs: SiteCosts, method: Method) -> CostCurve:
     widths = kind_of(site).offers(site, method)
-    prices = tuple(costs.of(site, width, method.geometry) for width in widths)
-    tied = site.tied if method.geometry == "square" and isinstance(site, TracedSite) and len(widths) > 1 else ""
+    prices = tuple(costs.of(site, width) for width in widths)
+    tied = site.tied if method.geometry == "square" and len(widths) > 1 else ""
     return CostCurve(
         site=site.name, widths=widths, costs=prices, errors=errors, cost_now=costs.now[site.name], tied=tied
     )

@@ -10,7 +10,8 @@ from torch import nn
 from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
@@ -72,7 +73,7 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
 
 def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, request: ReductionRequest) -> WidthPlan:
     """With a sentence on the tokens that are merged, and on moments that were taken otherwise."""
-    merging = family_of(model).merging_of(model)
+    merging = traced_model.merging_of(model)
     note = merging_note(model, moments) if _fits_to_moments(planned, model, request) else ""
     words = ("" if merging is None else f"tokens {merging.describe()}", note)
     return replace(planned, decisions=(*planned.decisions, *filter(None, words)))

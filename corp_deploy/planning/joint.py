@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.merging import Merging
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate
@@ -98,7 +98,7 @@ class Joint:
             return None
         # Sums of first-order losses mistake large merges for cheap ones: what is taken must be good as measured. Of
         # those about as good the plain one that merges latest: on other images early and uneven merges lose more.
-        merged = [family_of(model).with_merging(model, merging) for merging in mergings]
+        merged = [traced_model.with_merging(model, merging) for merging in mergings]
         lost = [self.unfitted.effect_of(each) for each in merged]
         best = next(place for place, each in enumerate(lost) if each <= ABOUT**2 * min(lost))
         merging = mergings[best]
@@ -147,7 +147,7 @@ class Joint:
         probe, model = self.probe.fewer.fewer, self.probe.model
         if way.merging is not None:
             with torch.inference_mode(False), torch.no_grad():  # gradients go through it
-                merged = family_of(model).with_merging(model, way.merging)
+                merged = traced_model.with_merging(model, way.merging)
             probe = replace(probe, model=merged)
         errors = output_errors(probe, self.own)
         curves = [replace(curve, errors=errors[curve.site]) for curve in stage.curves]

@@ -5,7 +5,7 @@ from functools import partial
 
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.families.family import family_of
+from corp_deploy.families import traced_model
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch
 from ground.errors import BadInput
@@ -90,7 +90,7 @@ def joint_planner(
     """Learn what merging and narrower sites lose, and what they cost: one look at the images, and for latency a few
     dozen timings. Raises BadInput for a model that can't merge, and for budgets of parameters.
     """
-    if refusal := family_of(dense.model).merging_refusal(dense.model):
+    if refusal := traced_model.merging_refusal(dense.model):
         raise BadInput(f"--merge-tokens auto: {refusal}; leave it out")
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"

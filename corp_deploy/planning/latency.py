@@ -18,14 +18,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from corp_deploy.families.family import family_of, input_ports, output_ports, sites_of
-from corp_deploy.families.token_merging import TokenMerge
-from corp_deploy.families.traced_parts import STREAM, part_of, tokens_that_enter
-from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import input_ports, output_ports, sites_of
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
@@ -120,11 +121,11 @@ def grid_of_merge(name: str, merge: TokenMerge, inputs: Inputs, where: LatencyTa
 
 def grid_of_model(checkpoint: Checkpoint, where: LatencyTarget, scratch: Path) -> Grid:
     model = checkpoint.model
-    family, inputs, outputs = family_of(model), input_ports(model), output_ports(model)
+    inputs, outputs = input_ports(model), output_ports(model)
     return Grid(
         name=f"dense {checkpoint.architecture.name}",
         identity=_identity(checkpoint),
-        open_width=lambda _: _runner(family.exportable(model), inputs, outputs, where, scratch),
+        open_width=lambda _: _runner(traced_model.exportable(model), inputs, outputs, where, scratch),
         inputs=inputs,
         widths=(1,),
         batches=where.batches,
@@ -142,8 +143,8 @@ class SiteGrids:
     where: LatencyTarget
     scratch: Path
 
-    def _sizes(self, site: TracedSite) -> tuple[int, ...]:
-        return tuple(site.size_of(width) for width in kind_of(site).offers(site, self.method))
+    def _sizes(self, site: Site) -> tuple[int, ...]:
+        return tuple(kind_of(site).offers(site, self.method))
 
     @cached_property
     def shapes(self) -> dict[str, str]:
@@ -152,16 +153,14 @@ class SiteGrids:
         """
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
-            assert isinstance(site, TracedSite), site
             if len(self._sizes(site)) > 1:
                 outline = part_of(self.model, site, site.width).cost_signature
-                name = f"{site.cost_signature(self.method.geometry)}, as in {site.name}"
+                name = f"{site.cost_signature}, as in {site.name}"
                 shapes[site.name] = names.setdefault(outline, name)
         return shapes
 
     def grid(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
         own = sites_of(self.model).by_name[site]
-        assert isinstance(own, TracedSite), own
         part = part_of(self.model, own, own.width, tokens)
 
         def open_width(size: int) -> ModuleRunner | OnnxRunner:
@@ -204,7 +203,7 @@ def _runner(
 
 def _identity(checkpoint: Checkpoint) -> str:
     """Which whole model was measured: its weights and its layers."""
-    merging = family_of(checkpoint.model).merging_of(checkpoint.model) or ""
+    merging = traced_model.merging_of(checkpoint.model) or ""
     return f"{model_digest(checkpoint.model)} {checkpoint.model!r}{merging}"
 
 
@@ -220,14 +219,14 @@ def measure_tables(
     """
     model = checkpoint.model
     tokens, merges = tokens_that_enter(model), merges_of(model)
-    unmerged = replace(checkpoint, model=family_of(model).with_merging(model, None)) if merges else checkpoint
+    unmerged = replace(checkpoint, model=traced_model.with_merging(model, None)) if merges else checkpoint
     of_merges: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, watching() as (watch, gpu):
         how: dict[str, Any] = {"described": environment(gpu), "watch": watch}
         at = Path(scratch)
         of_sites = SiteGrids(model=unmerged.model, method=method, where=where, scratch=at)
         grids = dict[str, Grid]()
-        names = _names_at_tokens(of_sites.shapes, tokens, len(family_of(model).token_kinds(model)))
+        names = _names_at_tokens(of_sites.shapes, tokens, len(traced_model.token_kinds(model)))
         for site, at_tokens in names.items():
             for count, name in at_tokens.items():
                 grids[name] = grids.get(name) or of_sites.grid(name, site, count)
@@ -262,11 +261,9 @@ def curves_in_time(
     Raises BadInput for tables that were measured while other programs had the machine.
     """
     tables.refuse_disturbed()
-    sites = sites_of(checkpoint.model).by_name
     priced = []
     for curve in curves:
-        size_of = sites[curve.site].size_of
-        costs = tuple(round(1e6 * tables.latency_ms(curve.site, size_of(width), batch)) for width in curve.widths)
+        costs = tuple(round(1e6 * tables.latency_ms(curve.site, width, batch)) for width in curve.widths)
         least = min(costs)
         costs = tuple(cost - least for cost in costs)
         priced.append(replace(curve, costs=costs, cost_now=costs[-1]))

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.family import family_of
-from corp_deploy.families.token_merging import TokenMerge, Tokens, merges_in
-from corp_deploy.families.traced_merging import Mergeable
+from corp_deploy.families import traced_model
 from corp_deploy.families.traced_model import tracing
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, merges_in
 from perf.bench.latency_table import LatencyTable
 
 POINTS = 4
@@ -62,7 +62,7 @@ class MergeAlone(nn.Module):
 
 def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
     """Every merge of the model by name, with the tokens that enter it."""
-    tokens, merges = len(family_of(model).token_kinds(model)), {}
+    tokens, merges = len(traced_model.token_kinds(model)), {}
     for name, merge in merges_in(model).items():
         merges[name] = merge, tokens
         tokens -= merge.count

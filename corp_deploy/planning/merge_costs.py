@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from corp_deploy.families.merging import most_merged
 from corp_deploy.families.model_cost import counted
-from corp_deploy.families.traced_parts import macs_at_tokens
+from corp_deploy.traced.models.merging import most_merged
+from corp_deploy.traced.models.parts import macs_at_tokens
 
 from .latency_of_tokens import stream_channels
 from .merge_curves import Array, MergeCurves, merge_places

@@ -17,10 +17,10 @@ from torch import nn
 
 from calib.hooks import evaluating
 from calib.inputs import Inputs
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging, most_merged
-from corp_deploy.families.steps import Merge, SegmentStep, Unmerge
-from corp_deploy.families.token_merging import TokenMerge, Tokens, sources_of, unmerged
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.merging import Merging, most_merged
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerged
 
 from .curvature import Tangent, tangents
 
@@ -44,8 +44,8 @@ class MergePlace:
 
 def merge_places(model: nn.Module) -> list[MergePlace]:
     """Of every block, as a copy that merges has them. Raises BadInput for a model that can't merge tokens."""
-    family = family_of(model)
-    steps = list(family.steps(family.with_merging(model, Merging(schedule=(1,) * family.depth(model)))))
+    one_each = Merging(schedule=(1,) * traced_model.depth(model))
+    steps = list(traced_model.steps(traced_model.with_merging(model, one_each)))
     at = [place for place, step in enumerate(steps) if isinstance(step, Merge)]
     end = next((place for place, step in enumerate(steps) if isinstance(step, Unmerge)), len(steps))
     places = []
@@ -105,7 +105,7 @@ class MergeCurves:
 
 def merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:
     """By a few forward and backward passes over the inputs, and a few merges of every block's tokens."""
-    places, tokens = merge_places(model), len(family_of(model).token_kinds(model))
+    places, tokens = merge_places(model), len(traced_model.token_kinds(model))
     protected = places[0].protected
     amounts = amounts_tried(tokens, protected)
     lost_LT, energy = np.zeros((len(places), len(amounts))), 0.0

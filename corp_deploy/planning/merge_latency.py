@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import most_merged
-from corp_deploy.families.steps import SegmentStep
-from corp_deploy.families.token_merging import TokenMerge
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import most_merged
+from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.token_merging import TokenMerge
 from ground.ports import Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.timing.environment import environment
@@ -131,7 +132,7 @@ def measure_merge_latencies(
 def _parts(model: nn.Module) -> tuple[str, ...]:
     """A site for each step, that stands in no other."""
     every = [site.name for site in sites_of(model).every]
-    steps = [step for step in family_of(model).steps(model) if isinstance(step, SegmentStep)]
+    steps = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)
     own = ([name for name in step.sites if count[name] == 1 and name in every] for step in steps)
     return tuple(names[0] for names in own if names)
@@ -140,16 +141,13 @@ def _parts(model: nn.Module) -> tuple[str, ...]:
 def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
     """Of the layer of each part of the model at its own width and so many tokens."""
     sites = sites_of(dense.model).by_name
-    return {
-        name: round(1e6 * latencies.site_ms(name, sites[name].size_of(sites[name].width), tokens[name]))
-        for name in latencies.parts
-    }
+    return {name: round(1e6 * latencies.site_ms(name, sites[name].width, tokens[name])) for name in latencies.parts}
 
 
 def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:
     """Nanoseconds of one call, by layers and merges measured alone; what they can't explain of the model is fixed."""
     model = dense.model
-    all_tokens = len(family_of(model).token_kinds(model))
+    all_tokens = len(traced_model.token_kinds(model))
     left = [losses.tokens - int(amount) for amount in losses.amounts_G]
     behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(model)]
     at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in left]

@@ -8,8 +8,8 @@ from torch import nn
 
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.families.traced_parts import tokens_that_enter
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.parts import tokens_that_enter
 
 from .budget import dense_cost
 from .curves import CostCurve
@@ -48,11 +48,11 @@ def prices_in_macs(probe: Probe, curves: list[CostCurve], losses: MergeCurves) -
     """Counted, and by formula."""
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
-        costs, sites, geometry = site_costs(model, "macs"), sites_of(model).by_name, probe.method.geometry
+        costs, sites = site_costs(model, "macs"), sites_of(model).by_name
         repriced = [
             replace(
                 curve,
-                costs=tuple(costs.of(sites[curve.site], width, geometry) for width in curve.widths),
+                costs=tuple(costs.of(sites[curve.site], width) for width in curve.widths),
                 cost_now=costs.now[curve.site],
             )
             for curve in curves
@@ -77,9 +77,8 @@ def prices_by_latencies(
         merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
         repriced = list[CostCurve]()
         for curve in curves:
-            at, size_of = tokens[curve.site], sites[curve.site].size_of
-            sizes = [*map(size_of, curve.widths), size_of(sites[curve.site].width)]
-            costs = [round(1e6 * latencies.site_ms(curve.site, size, at)) for size in sizes]
+            at, widths = tokens[curve.site], [*curve.widths, sites[curve.site].width]
+            costs = [round(1e6 * latencies.site_ms(curve.site, width, at)) for width in widths]
             least = min(costs)
             *of_widths, cost_now = (cost - least for cost in costs)
             repriced.append(replace(curve, costs=tuple(of_widths), cost_now=cost_now))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from corp_deploy.families.family import family_of
-from corp_deploy.families.merging import Merging, capped, schedule_from_text
+from corp_deploy.families import traced_model
 from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging, capped, schedule_from_text
 from ground.errors import BadInput
 
 
@@ -25,9 +25,8 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
             "--merge-tokens auto chooses for a budget what each block merges away; give reduce --macs with it, or "
             "say how many tokens: 12 in each block, grow:36"
         )
-    family = family_of(model)
-    kinds = family.token_kinds(model)
-    schedule = schedule_from_text(text, family.depth(model))
+    kinds = traced_model.token_kinds(model)
+    schedule = schedule_from_text(text, traced_model.depth(model))
     if "," not in text:
         schedule = capped(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
     return merging_of_schedule(choice, schedule)
@@ -47,4 +46,4 @@ def merging_as_planned(checkpoint: Checkpoint, merging: Merging | None) -> Check
     """The checkpoint with a model that merges as a plan has settled; itself where the plan left that alone."""
     if merging is None:
         return checkpoint
-    return replace(checkpoint, model=family_of(checkpoint.model).with_merging(checkpoint.model, merging))
+    return replace(checkpoint, model=traced_model.with_merging(checkpoint.model, merging))

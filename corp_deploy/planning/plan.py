@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.values import TracedValues
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 

@@ -15,9 +15,8 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.inputs import Inputs, as_tuple, map_tensors, run_model, tensors_by_name
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.modules import device
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.reduction import pool
@@ -27,6 +26,8 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
+from corp_deploy.traced.models.merging import Merging
+from corp_deploy.traced.models.modules import device
 
 from .program_effects import effects_of_changes
 
@@ -99,7 +100,7 @@ class Probe:
         if self.loop is None or self.others is None:
             return self.narrowed(widths, merging=merging)
         with torch.inference_mode(False), torch.no_grad():
-            model = self.model if merging is None else family_of(self.model).with_merging(self.model, merging)
+            model = self.model if merging is None else traced_model.with_merging(self.model, merging)
             return reduce_by_closed_loop(model, self.others, self._ragged, widths=widths, loop=self.loop).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
@@ -108,7 +109,7 @@ class Probe:
             reduced = reduce(
                 self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations
             ).model
-            return reduced if merging is None else family_of(reduced).with_merging(reduced, merging)
+            return reduced if merging is None else traced_model.with_merging(reduced, merging)
 
     def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
         """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many

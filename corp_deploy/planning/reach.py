@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.ineffective_options import STREAMS
 from corp_deploy.families.inspection import fixed_shares
-from corp_deploy.families.site import Currency, Site
-from corp_deploy.families.traced_facts import tracing
-from corp_deploy.families.traced_site import TracedSite
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.traced.finding.shares import Layers
+from corp_deploy.traced.models.module import tracing
+from corp_deploy.traced.models.site import Currency, Site
 from ground.errors import BadInput
 
 from .budget import dense_cost
@@ -72,12 +72,11 @@ def _why_whole(site: Site, method: Method) -> str:
 
 def reach(model: nn.Module, method: Method, currency: Currency) -> Reach:
     """Of the sites that a budget with this method chooses among."""
-    family, shares = family_of(model), tracing(model).shares
-    merges = family.merging_of(model) is not None
+    shares = tracing(model).shares
+    merges = traced_model.merging_of(model) is not None
     total = dense_cost(model, currency)
     offered, whole = list[str](), dict[str, str]()
     for site in sites_of(model).every:
-        assert isinstance(site, TracedSite), site
         if len(kind_of(site).offers(site, method)) > 1:
             offered.append(site.groups.key)
         else:
@@ -89,7 +88,7 @@ def reach(model: nn.Module, method: Method, currency: Currency) -> Reach:
         keys=tuple(offered),
         whole_sites=whole,
         total=total,
-        whole=dense_cost(family.with_merging(model, None), currency) if merges else total,
+        whole=dense_cost(traced_model.with_merging(model, None), currency) if merges else total,
     )
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from calib.active import ACTIVE_EPS
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.model import uniform_widths
@@ -55,7 +56,7 @@ def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint,
     it. Raises BadInput for a schedule that is none of its blocks.
     """
     dense = dense if request.merging.is_auto else merging_checkpoint(dense, request.merging)
-    merging = family_of(dense.model).merging_of(dense.model)
+    merging = traced_model.merging_of(dense.model)
     if request.merging.is_auto or merging is not None:  # tokens merge behind attentions
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from corp_deploy.families.family import family_of, sites_of
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.hf_saved import INSTEAD
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ from .request import ReductionRequest
 
 def _unsayable(dense: Checkpoint, request: ReductionRequest) -> str:
     """Why no configuration can say what is asked for, or nothing, as far as the options tell."""
-    if request.merging.schedule is not None or family_of(dense.model).merging_of(dense.model) is not None:
+    if request.merging.schedule is not None or traced_model.merging_of(dense.model) is not None:
         return "no class of transformers merges tokens"
     if request.budget is not None or request.within is not None:
         return (

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from corp_deploy.families.merging import most_merged
+from corp_deploy.traced.models.merging import most_merged
 
 from .merge_costs import MergeCosts
 from .merge_curves import Array, MergeCurves

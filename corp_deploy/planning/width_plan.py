@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.merging import Merging
 from corp_deploy.families.widths import Widths, is_empty
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.method import Method
+from corp_deploy.traced.models.merging import Merging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

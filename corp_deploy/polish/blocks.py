@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from calib.distributed import Ranks
 from calib.input_set import InputSet
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.steps import StreamState
-from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import embedded
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.models.token_merging import Tokens
 
 from .arithmetic import reduced_precision
 from .descent import Descent

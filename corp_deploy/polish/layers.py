@@ -8,11 +8,12 @@ from collections.abc import Callable
 from torch import nn
 
 from calib.input_set import InputSet
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
-from corp_deploy.families.traced_segments import TokenRows
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import is_empty
 from corp_deploy.reduction.streams import Pair, embedded
+from corp_deploy.traced.models.segments import TokenRows
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
 
 from .newton import AlternatingFit, Newton
 from .parts import Parts
@@ -46,7 +47,7 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> list[str]:
     segments.
     """
     narrower = set(reduced_sites(dense, model))
-    return [step.name for step in family_of(model).steps(model) if not narrower.isdisjoint(_sites(step))]
+    return [step.name for step in traced_model.steps(model) if not narrower.isdisjoint(_sites(step))]
 
 
 def _sites(step: Step) -> tuple[str, ...]:
@@ -57,9 +58,9 @@ def walk_layers(dense: nn.Module, model: nn.Module, pairs: list[Pair], fit: Fit)
     """Take both streams through both models, and `fit` each branch or segment of the reduced one that has a narrower
     site, in place; the dense stream is behind it then, the reduced one before it.
     """
-    family, fitted = family_of(dense), set(fitted_steps(dense, model))
-    before = (step for step in family.steps(dense) if not isinstance(step, Merge | Unmerge))
-    for step in family.steps(model):
+    fitted = set(fitted_steps(dense, model))
+    before = (step for step in traced_model.steps(dense) if not isinstance(step, Merge | Unmerge))
+    for step in traced_model.steps(model):
         if isinstance(step, Merge | Unmerge):  # the dense stream is never merged
             for pair in pairs:
                 pair.advance(step)

@@ -18,10 +18,10 @@ from torch import Tensor
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.reduction.branch_sums import StreamEnergy
 from corp_deploy.reduction.correct import STRENGTHS
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.traced.models.steps import SegmentStep
 
 from .descent import Descent, Position, StepBudget
 from .linearised import counts

@@ -6,8 +6,8 @@ Legend: B inputs, N tokens, M source tokens, C channels, K blocks.
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.token_merging import Tokens
 from corp_deploy.reduction.streams import mean_of_sources
+from corp_deploy.traced.models.token_merging import Tokens
 
 from .teacher import TeacherBatch
 from .walk import joined_answers, streams

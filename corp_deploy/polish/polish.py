@@ -11,12 +11,13 @@ from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from corp_deploy.families.family import family_of, sites_of
-from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.steps import SegmentStep
-from corp_deploy.families.traced_site import TracedStream
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.store.inputs import model_digest
+from corp_deploy.traced.models.modules import device, replaced
+from corp_deploy.traced.models.site import TracedStream
+from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 
 from .blocks import polish_blocks_
@@ -72,7 +73,7 @@ class WholeModel:
 def _teacher(subject: Subject) -> AnyTeacher:
     """Of views where there are any: texts have none."""
     dense, fitted, options = subject.dense, subject.inputs.fitted, subject.options
-    if options.views and family_of(dense).input_spec(dense).medium == "images":
+    if options.views and traced_model.input_spec(dense).medium == "images":
         return AugmentedTeacher(dense, fitted, seed=options.seed, cache_bytes=options.cache_bytes)
     return Teacher(dense, fitted, cache_bytes=options.cache_bytes)
 
@@ -116,7 +117,7 @@ def _refuse_whole_blocks(dense: nn.Module, reduced: nn.Module, options: PolishOp
     """Raise BadInput where a site to be fitted stands in no segment, and where the segments are others than the dense
     model's.
     """
-    steps = family_of(reduced).steps(reduced)
+    steps = traced_model.steps(reduced)
     walked = {name for step in steps if isinstance(step, SegmentStep) for name in step.sites}
     opaque = [name for name in reduced_sites(dense, reduced) if name not in walked]
     if opaque and options.how != "model":
@@ -183,9 +184,9 @@ def polished(
     _refuse_narrower_streams(dense, reduced)
     _refuse_whole_blocks(dense, reduced, options)
     _refuse_unsolved(dense, reduced, options)
-    inputs, family = parted(images, options.held_out_every, groups_B, judges), family_of(dense)
+    inputs = parted(images, options.held_out_every, groups_B, judges)
     # What a merged token should be is told by the tokens that it stands for.
-    dense = dense if family.merging_of(dense) is None else family.with_merging(dense, None)
+    dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
     read = tokens_to_fit(reduced, reads)
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replaced(reduced, {}).eval()

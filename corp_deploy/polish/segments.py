@@ -18,16 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from corp_deploy.algebra.gauss_newton import Residuals
 from corp_deploy.algebra.tangents import RunTangent, with_one
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.site import Site
-from corp_deploy.families.steps import SegmentStep
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_segments import Segment, TokenRows
-from corp_deploy.families.traced_site import TracedSite, TracedStream
 from corp_deploy.reduction.streams import Pair
 from corp_deploy.reduction.traced_streams import Values, run
 from corp_deploy.reduction.traced_targets import rows_of
 from corp_deploy.traced.finding.cuts import needed
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.segments import Segment, TokenRows
+from corp_deploy.traced.models.site import Site, TracedStream
+from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
@@ -72,7 +71,6 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
 
 
 def _touched(site: Site) -> set[str]:
-    assert isinstance(site, TracedSite), site
     return {span.name for span in (*site.groups.writers, *site.groups.readers)}
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, chunks, concatenated, map_tensors, tensors_by_name, to_device
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import device
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.modules import device
 from ground.errors import BadInput
 
 from .draws import Draw
@@ -94,9 +94,8 @@ def joined_lessons(lessons: Sequence[TeacherBatch]) -> TeacherBatch:
 @torch.no_grad()
 def lesson_on(model: nn.Module, inputs: Inputs) -> TeacherBatch:
     """What the dense model makes of these inputs, which are where it is."""
-    family = family_of(model)
-    entering_BNC = family.embedded(model, inputs)
-    weights_BN = family.token_weights(model, inputs)
+    entering_BNC = traced_model.embedded(model, inputs)
+    weights_BN = traced_model.token_weights(model, inputs)
     walked = streams(model, entering_BNC, weights_BN)
     behind = tuple(tokens.x for tokens in walked)
     outputs = joined_answers(model, walked[-1], inputs)

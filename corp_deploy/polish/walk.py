@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from calib.inputs import Inputs
-from corp_deploy.families.family import answers, family_of
-from corp_deploy.families.steps import SegmentStep, Step, StreamState
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import answers
+from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState
+from corp_deploy.traced.models.token_merging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def _grouped(steps: Iterable[Step]) -> Iterator[tuple[str, list[Step]]]:
 
 def blocks(model: nn.Module) -> tuple[Block, ...]:
     """The model's steps, those of one block together; what is no segment goes with the block before it."""
-    return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(family_of(model).steps(model)))
+    return tuple(Block(name=name, steps=tuple(group)) for name, group in _grouped(traced_model.steps(model)))
 
 
 def streams(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> tuple[Tokens, ...]:

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.merge_margins import merge_margins
 from corp_deploy.families.model_cost import counted
 from corp_deploy.families.norm_types import NORMS
@@ -179,7 +180,7 @@ def merges_of(
     """How near each input is to other merged tokens, and the model's own error in those types of sixteen bits that
     steps to come are held in; None for a model that merges none.
     """
-    if family_of(checkpoint.model).merging_of(checkpoint.model) is None:
+    if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
     for start in range(0, batch_size(feeds), batch):
@@ -198,7 +199,7 @@ def _own_noise(
     """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
     and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
     """
-    exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
+    exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
     half = _rounding(exportable, float_type, feeds, batch)
 
     def run(part: Feeds) -> Outputs:

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.store.checkpoint import CONFIG, Checkpoint
@@ -37,10 +38,9 @@ def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArr
 
 def graph_of(checkpoint: Checkpoint, precision: str) -> onnx.ModelProto:
     """The model's graph in memory."""
-    family = family_of(checkpoint.model)
     return onnx_from_model(
-        family.exportable(checkpoint.model),
-        family.input_spec(checkpoint.model).ports,
+        traced_model.exportable(checkpoint.model),
+        traced_model.input_spec(checkpoint.model).ports,
         output_ports(checkpoint.model),
         precision=precision,
         metadata={},

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corp_deploy.families.family import family_of, image_spec
-from corp_deploy.families.protocols import ImageSpec
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec
+from corp_deploy.families.timm_images import ImageSpec
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.graph_input import GraphInput, graph_ports
 from ground.errors import BadInput
@@ -49,7 +50,7 @@ NO_PIXELS = Pixels()
 def pixels_of(checkpoint: Checkpoint) -> Pixels:
     """Those that the images of a model are made of."""
     model = checkpoint.model
-    of_images = family_of(model).input_spec(model).medium == "images"
+    of_images = traced_model.input_spec(model).medium == "images"
     return Pixels(spec=image_spec(model) if of_images else None)
 
 

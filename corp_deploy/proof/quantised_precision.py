@@ -9,7 +9,8 @@ from pathlib import Path
 import onnx
 from torch import nn
 
-from corp_deploy.families.family import family_of, input_ports, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised
 from export.graph.quantised import layers
@@ -110,7 +111,7 @@ def _fitting(made_of: Quantiser, patterns: Sequence[str]) -> tuple[str, ...]:
 
 def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
     """By output twice what plain rounding does to the dense model, as `verify` judges it."""
-    exportable, ports = family_of(dense.model).exportable(dense.model), output_ports(dense.model)
+    exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:
         inputs = input_ports(dense.model)

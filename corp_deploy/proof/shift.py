@@ -7,11 +7,12 @@ from torch import Tensor
 
 from calib.collect import collect
 from calib.moments import Moments
-from corp_deploy.families.family import family_of, listened, sites_of, token_weights
-from corp_deploy.families.sites import calibration_taps
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import listened, sites_of, token_weights
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import merging_of_moments
+from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, input_noun, rows_of, single_array
 from perf.parity import structure
@@ -35,7 +36,7 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     if count < PARTS:
         return None
     merging = merging_of_moments(moments.lineage)
-    model = dense.model if merging is None else family_of(dense.model).with_merging(dense.model, merging)
+    model = dense.model if merging is None else traced_model.with_merging(dense.model, merging)
     sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
     each = count // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}

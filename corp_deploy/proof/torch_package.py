@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.fingerprints import Fingerprints
-from corp_deploy.families.family import family_of, input_ports, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.running import RunOptions
@@ -65,8 +66,8 @@ def compile_package(
     """
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Missing("AOTInductor needs a C++ compiler and found none: install g++, or name one in CXX")
-    family, dtype = family_of(checkpoint.model), DTYPES[precision]
-    module = _Borders(copy.deepcopy(family.exportable(checkpoint.model)).to(dtype), dtype).eval()
+    dtype = DTYPES[precision]
+    module = _Borders(copy.deepcopy(traced_model.exportable(checkpoint.model)).to(dtype), dtype).eval()
     rows = random_feeds(input_ports(checkpoint.model), 1 if single else 2, seed=0).values()
     inputs = tuple(map(torch.from_numpy, rows))
     batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)

@@ -17,12 +17,13 @@ from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.sites import Site
 from calib.snapshots import Snapshots
-from corp_deploy.families.family import example_of, family_of, listened, sites_of, token_weights
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import example_of, listened, sites_of, token_weights
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
-from corp_deploy.families.modules import device as device_of
-from corp_deploy.families.sites import calibration_taps
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
+from corp_deploy.traced.models.modules import device as device_of
+from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 
 from .kept_dims import narrower
@@ -160,7 +161,7 @@ def calibrate(
         )
 
     # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
-    pixels = family_of(there.model).input_spec(there.model).medium == "images"
+    pixels = traced_model.input_spec(there.model).medium == "images"
     if saved is not None or device != "cpu" or not pixels:
         return take()
     with _watched_range(hooked_modules) as ranges:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
+from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 
 from .kind import Kind
@@ -48,7 +48,7 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
     def counts(kind: Kind) -> bool:
         return by_site or asks_nothing or bool(kind.sparsity(method))
 
-    refused = {name: each.reason for each in sites.refused for name, kind in each.sites.items() if counts(KINDS[kind])}
+    refused = {each.name: each.reason for each in sites.refused if counts(KINDS[each.kind])}
     reduced, left = list[str](), list[str]()
     for site in sites.every:
         kind = kind_of(site)

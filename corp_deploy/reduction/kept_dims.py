@@ -14,9 +14,9 @@ from calib.sites import Site
 from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.traced_pairs import TracedPairs
 from corp_deploy.families.widths import aligned_widths
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
 
 from .method import method_from_preset

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from corp_deploy.families.site import Site
-from corp_deploy.families.traced_site import TracedSite
+from corp_deploy.traced.models.site import Site
 
 from .kind import Kind
 from .traced_kind import TracedKind
@@ -13,10 +12,10 @@ from .traced_values_kind import TracedValuesKind
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "traced channels": TracedKind[TracedSite]("channels"),
-        "traced convolutions": TracedKind[TracedSite]("convolutions"),
+        "traced channels": TracedKind[Site]("channels"),
+        "traced convolutions": TracedKind[Site]("convolutions"),
         "traced queries and keys": TracedPairsKind(),
-        "traced streams": TracedKind[TracedSite]("streams"),
+        "traced streams": TracedKind[Site]("streams"),
         "traced values": TracedValuesKind(),
     }
 )

@@ -12,10 +12,10 @@ from torch import nn
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device, replaced
-from corp_deploy.families.site import Site
-from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Width, Widths
+from corp_deploy.traced.models.modules import device, replaced
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Sites
 from ground.effort import Stopwatch, measured
 
 from . import pool

@@ -14,8 +14,8 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.site import Site
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.site import Site
 
 from .kinds import kind_of
 from .method import Method
@@ -76,7 +76,7 @@ def _half_of(site: Site, moments: Moments) -> int:
     """About half of an MLP's channels; 0 of all else, and where the moments don't hold it."""
     is_held = all(each.name in moments.sites for each in site.listening())
     width = kind_of(site).uniform(site, _METHOD) if is_held and kind_of(site).sparsity(_METHOD) else None
-    return 0 if width is None else site.size_of(width)
+    return width or 0
 
 
 def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from calib.hooks import evaluating
 from calib.inputs import Inputs
-from corp_deploy.families.family import answers, example_of, family_of, gives_patches, steps_to_outputs
-from corp_deploy.families.steps import StreamState
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
+from corp_deploy.traced.models.steps import StreamState
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -30,8 +31,7 @@ def random_stream(like_1NC: Tensor) -> Tensor:
 
 
 def _walked(model: nn.Module, inputs: Inputs) -> StreamState:
-    family = family_of(model)
-    walk = StreamState.of(family.embedded(model, inputs), family.token_weights(model, inputs))
+    walk = StreamState.of(traced_model.embedded(model, inputs), traced_model.token_weights(model, inputs))
     for step in steps_to_outputs(model):
         walk = walk.behind(step)
     return walk
@@ -89,7 +89,7 @@ def _counted(kind: str, numbers: Sequence[int], kinds: Sequence[str]) -> str:
 
 def named(model: nn.Module, read: Tensor | None) -> str:
     """Tokens in words: `class token`, `196 patch tokens`, `all 257 tokens`."""
-    kinds = family_of(model).token_kinds(model)
+    kinds = traced_model.token_kinds(model)
     if read is None:
         return f"all {len(kinds)} tokens"
     numbers = read.tolist()

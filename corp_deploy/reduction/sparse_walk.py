@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, tensors_by_name, to_device
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.steps import StreamState
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.steps import StreamState
+from corp_deploy.traced.models.token_merging import Tokens
 
 from .streams import CPU_TOKENS, embedded
 
@@ -100,7 +100,7 @@ def runs_of(model: nn.Module) -> list[Run]:
     """The steps of a model; of what was made of a traced one its parts."""
     if isinstance(model, nn.Sequential):
         return [partial(_onward, part) for part in model]
-    return [lambda walk, step=step: walk.behind(step) for step in family_of(model).steps(model)]  # type: ignore[misc]
+    return [lambda walk, step=step: walk.behind(step) for step in traced_model.steps(model)]  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.algebra.sparsity import Rule, Sparsity
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import replaced
-from corp_deploy.families.traced_layers import layered, relayered
-from corp_deploy.families.traced_orders import reordered, scores, streams
+from corp_deploy.families import traced_model
 from corp_deploy.traced.finding.site import Site
+from corp_deploy.traced.models.layers import layered, relayered
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.orders import reordered, scores, streams
 from ground.errors import BadInput
 
 from .branch_sums import refuse_nonfinite
@@ -202,12 +202,12 @@ def sparsified(
     own = replaced(before, {})
     orders = list[tuple[Site, Tensor]]()
     every = list(sparse_places_of_program(reduced, own, traced, how.kinds, orders))
-    if family_of(reduced).merging_of(reduced) is not None:
+    if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         runs = zip(runs_of(before), runs_of(own), strict=True)
         steps = [StepPair(reduced=one, sparse=other) for one, other in runs]
-        weights = partial(family_of(reduced).token_weights, reduced)
+        weights = partial(traced_model.token_weights, reduced)
         pairs = list(pairs_of(before, inputs, batch_size, weights))
         places, left = _chosen(every, how, pairs[0].sparse, [step.sparse for step in steps])
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, to_device
-from corp_deploy.families.family import family_of
-from corp_deploy.families.modules import device
-from corp_deploy.families.steps import Merge, SegmentStep, Step, Unmerge
-from corp_deploy.families.token_merging import Tokens
+from corp_deploy.families import traced_model
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
+from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
 HELD_OUT_EVERY = 4
@@ -175,11 +175,10 @@ class Streams:
 
 def entering_first(model: nn.Module) -> Callable[[Inputs], Embedded]:
     """What makes of a batch the first residual stream, where the model is."""
-    family = family_of(model)
 
     def enter(batch: Inputs) -> Embedded:
         here = to_device(batch, device(model))
-        return family.embedded(model, here), family.token_weights(model, here)
+        return traced_model.embedded(model, here), traced_model.token_weights(model, here)
 
     return enter
 

@@ -19,14 +19,14 @@ from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.whole_heads import recovered
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import token_weights, tracing
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_site import TracedChannels, TracedSite
-from corp_deploy.families.traced_units import Units
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.units import Units
+from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
@@ -90,7 +90,7 @@ class FoldedRead:
 class TracedFold:
     """A site with merged units; `program` is its own with the means."""
 
-    site: TracedSite
+    site: Site
     units: Units
     kept_K: Tensor
     program: Program
@@ -158,7 +158,7 @@ class TracedFold:
         )
 
 
-def merges(site: TracedSite, method: Method) -> bool:
+def merges(site: Site, method: Method) -> bool:
     """Whether the method merges units of the site."""
     kind = kind_of(site)
     if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
@@ -166,7 +166,7 @@ def merges(site: TracedSite, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def folded(site: TracedSite, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
+def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
     assert isinstance(width, int), (site.name, width)
     is_of_heads = isinstance(site, TracedValues)
@@ -295,7 +295,7 @@ def merged_sites(
     own, where = tracing(model), device(model)
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
-    sites = [site for site in sites_of(model).every if isinstance(site, TracedSite) and site.name in widths]
+    sites = [site for site in sites_of(model).every if site.name in widths]
     with measured(watch, "select"):
         folds = {
             site.name: folded(site, reads_of(site, moments, where), method, widths[site.name])

@@ -14,10 +14,10 @@ from calib.moments import Moments
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
-from corp_deploy.families.traced_pairs import Side
-from corp_deploy.families.traced_site import TracedChannels, TracedSite
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.pairs import Side
+from corp_deploy.traced.models.site import Site, TracedChannels
 from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program
@@ -39,7 +39,7 @@ from .traced_reads import (
     swapped,
 )
 
-OfSite = TypeVar("OfSite", bound=TracedSite)
+OfSite = TypeVar("OfSite", bound=Site)
 Part = Literal["channels", "convolutions", "values", "streams"]
 _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2col", "streams": "im2col"}
 """The repair whose ridge halves of the images choose; the others stay as published."""
@@ -249,7 +249,7 @@ class TracedKind(Generic[OfSite]):
         return [ErrorCurve(errors=tuple(map(order.error_at, widths)), alone=widths, places=tuple(range(len(widths))))]
 
 
-def _parts(site: TracedSite, reads: tuple[ReaderStats, ...]) -> Tensor | None:
+def _parts(site: Site, reads: tuple[ReaderStats, ...]) -> Tensor | None:
     part_G = site.groups.part_G
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 

@@ -22,7 +22,7 @@ from calib.sites import PatchTaps, Role
 from calib.sums import SiteSums
 from calib.weights import Weights, weights_of
 from corp_deploy.algebra.regression_sums import Gram, RegressionSums
-from corp_deploy.families.traced_pairs import TracedPairs
+from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import Called, Layer, as_module
 
 from .branch_sums import StreamEnergy, refuse_nonfinite

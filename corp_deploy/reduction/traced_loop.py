@@ -19,16 +19,16 @@ from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.regression_sums import RegressionSums
-from corp_deploy.families.modules import device
 from corp_deploy.families.traced_model import token_weights, tracing
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_narrowing import narrowed, provable
-from corp_deploy.families.traced_pairs import TracedPairs
-from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.traced_sites import names_of, traced_sites
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.narrowing import narrowed, provable
+from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.models.pairs import TracedPairs
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, groups_of, layers
 from ground.errors import BadInput
@@ -178,7 +178,7 @@ class _Making:
                 on_progress(len(self.new), len(self.new) + len(self.steps))
         segment.advance_(self.pieces, with_dense=self.loop is not None)
 
-    def _readers(self, site: TracedSite) -> list[Called]:
+    def _readers(self, site: Site) -> list[Called]:
         """Layers that are fitted behind a site, in order of the program."""
         if isinstance(site, TracedPairs):
             return [layer for every in self.called.values() for layer in every if layer.node.name == site.behind]
@@ -260,7 +260,7 @@ class _Making:
 
         return fold.reduced(judged_folds(fold.every(), self.method, show), self.method, None)
 
-    def _align(self, segment: Segment, sites: Sequence[TracedSite]) -> LoopFit | None:
+    def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
         """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
         spans = (span for site in sites for span in site.groups.writers)
         writers = [layer for span in spans for layer in self.called.get(span.name, ())]

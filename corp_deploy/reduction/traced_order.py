@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from corp_deploy.families.sites import Sites
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_narrowing import first_groups
-from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.traced_sites import names_of
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import Widths
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.narrowing import first_groups
+from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Sites
+from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.narrow import narrow
 
 from .kinds import kind_of
@@ -29,26 +29,23 @@ class Step:
     any of these are summed over first.
     """
 
-    site: TracedSite
+    site: Site
     width: int
     method: Method
     place: int
-    beside: tuple[TracedSite, ...] = ()
+    beside: tuple[Site, ...] = ()
 
 
 def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
     """Of all sites asked for."""
     order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
-    every = [site for site in sites.every if isinstance(site, TracedSite)]
+    every = list(sites.every)
     steps = [step for site in every if site.name in widths for step in _steps(site, every, widths, method, order)]
     return sorted(steps, key=lambda step: (step.place, not step.beside))
 
 
-def _steps(
-    site: TracedSite, every: list[TracedSite], widths: Widths, method: Method, order: Mapping[str, int]
-) -> Iterator[Step]:
+def _steps(site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]) -> Iterator[Step]:
     width, place = widths[site.name], _place(site, order)
-    assert isinstance(width, int), (site.name, width)
     left, dims_alone = _heads_left(site, method), replace(method, heads_sparsity=None)
     most = site.width // site.parts * left
     if left < site.parts:
@@ -60,11 +57,11 @@ def _steps(
         yield Step(site=site, width=width, method=dims_alone, place=place)
 
 
-def _place(site: TracedSite, order: Mapping[str, int]) -> int:
+def _place(site: Site, order: Mapping[str, int]) -> int:
     return min(order[span.reader] for span in site.groups.listening)
 
 
-def _heads_left(site: TracedSite, method: Method) -> int:
+def _heads_left(site: Site, method: Method) -> int:
     kind = kind_of(site)
     if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
         return kind.heads_left(site, method)
@@ -80,10 +77,8 @@ def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Meth
     return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
 
 
-def _first(site: object, width: object, method: Method) -> TracedReduced:
+def _first(site: Site, width: int, method: Method) -> TracedReduced:
     """The first groups of the first parts."""
-    assert isinstance(site, TracedSite), site
-    assert isinstance(width, int), (site.name, width)
     left = _heads_left(site, method)
     kept = first_groups(site.groups, width, parts=left)
     beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}

@@ -14,8 +14,8 @@ from torch import Tensor
 from calib.combination import subtracted
 from calib.moments import HeadMoments, Moments
 from corp_deploy.algebra import queries_keys, scores
-from corp_deploy.families.traced_pairs import Side, TracedPairs
 from corp_deploy.families.widths import aligned_width, aligned_widths
+from corp_deploy.traced.models.pairs import Side, TracedPairs
 
 from .head_modules import qk_report, rotated_qk
 from .heads import QkAtSite, qk_at_site

@@ -6,9 +6,9 @@ Legend: B random streams, N tokens of a stream, C channels, P places behind the 
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.families.traced_module import Tracing
-from corp_deploy.families.traced_segments import layout_of, without_padding
 from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
+from corp_deploy.traced.models.module import Tracing
+from corp_deploy.traced.models.segments import layout_of, without_padding
 from corp_deploy.traced.programs.batch import IN_FRONT, batch_of
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers

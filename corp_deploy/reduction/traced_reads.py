@@ -31,7 +31,7 @@ from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.algebra.swap import swap
-from corp_deploy.families.traced_site import Portion, SiteReader, TracedSite
+from corp_deploy.traced.models.site import Portion, Site, SiteReader
 from ground.errors import BadInput
 
 from .partial_patches import fitted, target_of, without_patches
@@ -136,7 +136,7 @@ class ReaderStats:
         return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
-def reads_of(site: TracedSite, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
+def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
     """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
     where the moments were taken without one.
     """

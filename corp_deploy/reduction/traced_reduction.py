@@ -6,8 +6,8 @@ import numpy as np
 from torch import nn
 
 from calib.input_set import InputSet
-from corp_deploy.families.traced_narrowing import narrowed, provable
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.narrowing import narrowed, provable
 
 from .rescaling import rescaled
 from .traced_kind import TracedReduced, tensors_of

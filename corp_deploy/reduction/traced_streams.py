@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from calib.input_set import InputSet
 from calib.inputs import Inputs, tensors_by_name, to_device
-from corp_deploy.families.traced_merged_program import MergedProgram
-from corp_deploy.families.traced_merging import Mergeable
-from corp_deploy.families.traced_module import Tracing
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.models.mergeable import Mergeable
+from corp_deploy.traced.models.merged_program import MergedProgram
+from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
 from corp_deploy.traced.programs.program import Program, changes_in_place, number_of, operation
 from corp_deploy.traced.programs.readers import every_layer, with_tensors

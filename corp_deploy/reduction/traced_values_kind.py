@@ -15,10 +15,10 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patch_elimination import eliminate_channels
 from corp_deploy.algebra.patches import columns
-from corp_deploy.families.traced_site import TracedSite
-from corp_deploy.families.traced_values import TracedValues
 from corp_deploy.families.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site import Index
+from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.values import TracedValues
 
 from .head_modules import rotated_values, value_report
 from .heads import values_at_site
@@ -238,7 +238,7 @@ def _square(site: TracedValues, size: int) -> int:
     return heads * (dense if size == _head(site) else min(size, dense))
 
 
-def beside_heads(site: TracedSite, kept_M: Tensor) -> dict[str, Index]:
+def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
     """The groups of other sites that are of these heads."""
     assert isinstance(site, TracedValues), site.name
     others = site.with_heads()

@@ -12,7 +12,8 @@ from calib.fingerprints import no_ids
 from calib.images import Images
 from calib.split import Split, split_of
 from calib.store import load as load_moments
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_from_choice
 from corp_deploy.proof.heads import opened_heads
@@ -96,7 +97,7 @@ def _read_proof(recipe: Recipe, model: nn.Module, proving: Images, mistakes: Rec
 
 
 def _read_class_names(path: Path, model: nn.Module) -> None:
-    names, classes = class_names(path), family_of(model).classes(model)
+    names, classes = class_names(path), traced_model.classes(model)
     require_labels(names, where=str(path))
     if not classes:
         raise BadInput(f"{path}: labels name classes, and the model tells none apart; leave them out")
@@ -139,7 +140,7 @@ def read_inputs(
         _read_reduction(recipe, dense, mistakes)
     if "export.dense" in names and recipe.export.keep_fp32:
         with mistakes.at("[export]"):
-            kept_modules(family_of(model).exportable(model), recipe.export.keep_fp32)
+            kept_modules(traced_model.exportable(model), recipe.export.keep_fp32)
     calibration = _calibration_images(recipe, model, mistakes) if "calibration.images" in labels else None
     proves = bool(names & PROVING)
     proving = _proof_images(recipe, model, calibration, mistakes) if proves else None

@@ -107,11 +107,12 @@ def again(recipe: Recipe, root: Path) -> Invocation:
 
 
 def _new(request: ToShip, root: Path) -> Recipe:
-    from corp_deploy.families.family import family_of, output_ports
+    from corp_deploy.families import traced_model
+    from corp_deploy.families.family import output_ports
     from corp_deploy.store.inputs import images_for_model
 
     model = request.source.opened().model
-    if (takes := family_of(model).input_spec(model).medium) != "images":
+    if (takes := traced_model.input_spec(model).medium) != "images":
         raise BadInput(
             f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
             "calibrate, reduce, export, verify, bench, gate"

@@ -15,19 +15,20 @@ from msgspec.structs import asdict
 from safetensors.torch import save_file
 from torch import nn
 
+from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.decoder import NAME as DECODER
 from corp_deploy.families.decoder_legacy import as_decoders
-from corp_deploy.families.family import dense_model, family_of, outputs_of, with_outputs
-from corp_deploy.families.modules import device as device_of
-from corp_deploy.families.modules import replaced
+from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.named_layers import by_layers
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_eva_legacy import as_timms_eva, is_eva
 from corp_deploy.families.timm_hierarchies_legacy import as_timms, is_hierarchy
 from corp_deploy.families.timm_legacy import as_program, is_of_widths
-from corp_deploy.families.traced_module import TracedModule
-from corp_deploy.families.traced_narrowing import as_recorded, program_record, sites_record
+from corp_deploy.traced.models.module import TracedModule
+from corp_deploy.traced.models.modules import device as device_of
+from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.records import record_from_value
@@ -108,7 +109,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = _apart(checkpoint.model.state_dict())
-    beside = family_of(checkpoint.model).extra_files(checkpoint.model)
+    beside = traced_model.extra_files(checkpoint.model)
     with replacing_files(directory, (WEIGHTS, *beside, CONFIG)) as (weights, *others, config):
         save_file(state, weights, metadata={"format": "pt"})
         for path, content in zip(others, beside.values(), strict=True):
@@ -128,9 +129,8 @@ def _apart(state: State) -> dict[str, torch.Tensor]:
 
 def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     """What config.json says."""
-    family = family_of(checkpoint.model)
-    spec = family.input_spec(checkpoint.model)
-    merging, outputs = family.merging_of(checkpoint.model), outputs_of(checkpoint.model)
+    spec = traced_model.input_spec(checkpoint.model)
+    merging, outputs = traced_model.merging_of(checkpoint.model), outputs_of(checkpoint.model)
     program = program_record(checkpoint.model)
     return {
         "kind": KIND,
@@ -162,7 +162,7 @@ def _resized(model: nn.Module, config: ModelConfig, where: str) -> nn.Module:
 
 def _merging(model: nn.Module, entry: MergingEntry, where: str) -> nn.Module:
     try:
-        return family_of(model).with_merging(model, entry.merging)
+        return traced_model.with_merging(model, entry.merging)
     except BadInput as error:
         raise BadInput(f"{where}: merging: {error}; {REMEDY}") from None
 
@@ -240,7 +240,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
-    family_of(model).load_extra_files_(model, directory)
+    traced_model.load_extra_files_(model, directory)
     require_sparse(model, config.sparsity, where)
     return Checkpoint(
         model=model.eval(), architecture=architecture, lineage=config.lineage, sparsity=dict(config.sparsity)

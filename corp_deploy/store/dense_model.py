@@ -21,8 +21,8 @@ from corp_deploy.families import (
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
-from corp_deploy.families.outputs import Outputs
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.records import record_from_value
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from corp_deploy.families.family import family_of, image_spec
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.pixels import takes_pixels
 from ground.errors import BadInput
@@ -34,7 +35,7 @@ def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, 
     """What the graph takes. Raises BadInput for uint8 of a model that takes no images, or is not known to normalise
     them.
     """
-    spec = family_of(checkpoint.model).input_spec(checkpoint.model)
+    spec = traced_model.input_spec(checkpoint.model)
     if graph_input == "float32":
         return spec.ports
     if spec.medium != "images" or len(spec.ports) != 1:
@@ -57,7 +58,7 @@ def export_form(
     Raises BadInput as graph_ports does.
     """
     ports = graph_ports(checkpoint, graph_input)
-    model = family_of(checkpoint.model).exportable(checkpoint.model, geometry=geometry)
+    model = traced_model.exportable(checkpoint.model, geometry=geometry)
     if graph_input == "float32":
         return ExportForm(model=model, inputs=ports)
     normalisation = image_spec(checkpoint.model).normalisation

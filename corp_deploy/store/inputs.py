@@ -21,10 +21,10 @@ from calib.rows import Rows
 from calib.sources import Normalise
 from calib.texts import Texts, open_texts
 from calib.token_ids import SUFFIX, Sequences, open_ids, sequences_of
-from corp_deploy.families.family import array_ports, family_of, image_spec, known_numbers, sequence_spec, text_spec
-from corp_deploy.families.merging import Merging
-from corp_deploy.families.protocols import ImageSpec
-from corp_deploy.families.timm_images import fitting, image_spec_of_note
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
+from corp_deploy.families.timm_images import ImageSpec, fitting, image_spec_of_note
+from corp_deploy.traced.models.merging import Merging
 from ground.arrays import array_from_file
 from ground.errors import BadInput
 from ground.files import text_from_file
@@ -154,7 +154,7 @@ def inputs_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> InputSet:
     """Open what the model takes: images, texts, or arrays. Raises BadInput as these do."""
-    match family_of(model).input_spec(model).medium:
+    match traced_model.input_spec(model).medium:
         case "images":
             return images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
         case "text":
@@ -165,7 +165,7 @@ def inputs_for_model(
 
 def text_or_images(model: nn.Module) -> str:
     """What a model takes, and the option that gives it."""
-    medium = family_of(model).input_spec(model).medium
+    medium = traced_model.input_spec(model).medium
     return f"{medium}: give --{medium}"
 
 
@@ -182,7 +182,7 @@ def _refuse_rgb(path: Path, spec: ImageSpec) -> None:
 
 def preprocessing_text(model: nn.Module) -> str:
     """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
-    return json.dumps(family_of(model).input_spec(model).as_json(), sort_keys=True)
+    return json.dumps(traced_model.input_spec(model).as_json(), sort_keys=True)
 
 
 def fitting_text(text: str) -> str:
@@ -212,7 +212,7 @@ def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def merging_text(model: nn.Module) -> str:
     """How the model merges tokens as one text, to be kept and compared; empty for one that merges none."""
-    merging = family_of(model).merging_of(model)
+    merging = traced_model.merging_of(model)
     return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
 
 
@@ -243,7 +243,7 @@ def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | 
 
 def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
     """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
-    classes = family_of(model).classes(model)
+    classes = traced_model.classes(model)
     if not classes:
         raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")
     try:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families import given_module, hf_classes, timm_library, torchvision_models
+from corp_deploy.families import given_module, hf_classes, timm_library, torchvision_models, traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.array_inputs import ports_of
-from corp_deploy.families.family import family_of, image_spec, input_ports
+from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_arguments import arguments_beside
+from corp_deploy.traced.models.array_inputs import ports_of
 from ground.errors import BadInput
 from ground.quantity import quoted
 from ground.records import record_from_value
@@ -99,7 +99,7 @@ def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 def _require_same(model: nn.Module, built: nn.Module) -> None:
     """Raise BadInput where both answer otherwise: what a module was made with can't all be read off it."""
-    if family_of(built).input_spec(built).medium != "images":
+    if traced_model.input_spec(built).medium != "images":
         return
     images_NCHW = torch.randn(IMAGES, *image_spec(built).shape, generator=torch.Generator().manual_seed(0))
     where = next(model.parameters())

@@ -9,7 +9,8 @@ from typing import Any
 
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
-from corp_deploy.families.family import family_of, output_ports
+from corp_deploy.families import traced_model
+from corp_deploy.families.family import output_ports
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.widths import HeadGeometry
@@ -37,17 +38,16 @@ CARRIED = ("dense", "moments", "images", "preset")
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
     """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
-    family = family_of(checkpoint.model)
-    widths = {site.name: site.as_metadata() for site in family.sites(checkpoint.model).every}
+    widths = {site.name: site.as_metadata() for site in traced_model.sites_of(checkpoint.model).every}
     facts = {
         "version": __version__,
         "architecture": checkpoint.architecture.name,
         "model_sha256": model_digest(checkpoint.model),
         "parameters": parameters(checkpoint.model),
         "macs": macs(checkpoint.model),
-        "depth": family.depth(checkpoint.model),
+        "depth": traced_model.depth(checkpoint.model),
         "widths": widths,
-        "preprocessing": family.input_spec(checkpoint.model).as_json(),
+        "preprocessing": traced_model.input_spec(checkpoint.model).as_json(),
         "lineage": {key: value for key, value in checkpoint.lineage.items() if key in CARRIED}
         | ids_of_lineage(checkpoint.lineage),
         **({SPARSITY: dict(checkpoint.sparsity)} if checkpoint.sparsity else {}),

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import msgspec
 from safetensors.torch import save_file
 
-from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved
+from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved, traced_model
 from corp_deploy.families.bert_checkpoint import MODEL_TYPES
 from corp_deploy.families.decoder_files import require_decoder_files
-from corp_deploy.families.family import family_of, image_spec
+from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
 from corp_deploy.families.sentence_files import FILES, require_sentence_files
-from corp_deploy.families.sites import Sites
 from corp_deploy.families.widths import Widths
+from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.files import write_json
 from ground.records import record_from_value
@@ -71,7 +71,7 @@ class Tower:
         hf_saved.refuse_unsayable(self.model, {**sites.widths, **widths})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
-        if family_of(checkpoint.model).merging_of(checkpoint.model) is not None:
+        if traced_model.merging_of(checkpoint.model) is not None:
             raise BadInput(f"--save-as hf: {self.model.architecture} merges no tokens; {hf_saved.INSTEAD}")
         _, height, width = image_spec(checkpoint.model).shape
         return hf_saved.saved(checkpoint.model, self.model, self.config, (height, width), checkpoint.unread)
@@ -149,7 +149,7 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved, Mapping[str, str]]
     """
     origin = origin_of(checkpoint)
     files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}
-    return origin.saved(checkpoint), {**files, **family_of(checkpoint.model).extra_files(checkpoint.model)}
+    return origin.saved(checkpoint), {**files, **traced_model.extra_files(checkpoint.model)}
 
 
 def write_transformers(form: Saved, files: Mapping[str, str], directory: Path) -> None:

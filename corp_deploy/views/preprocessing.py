@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from corp_deploy.families.family import family_of
+from corp_deploy.families import traced_model
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.transformers_files import ORIGIN
 
@@ -18,7 +18,7 @@ def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
     """The preprocessing with its source, and which weights were taken, as JSON values."""
     origin = _origin(checkpoint)
     return {
-        "preprocessing": family_of(checkpoint.model).input_spec(checkpoint.model).as_json(),
+        "preprocessing": traced_model.input_spec(checkpoint.model).as_json(),
         "preprocessing_source": origin.pop("preprocessing", "the model's directory"),
         "weights": origin,
     }
@@ -27,4 +27,4 @@ def preprocessing_record(checkpoint: Checkpoint) -> dict[str, Any]:
 def preprocessing_line(checkpoint: Checkpoint) -> str:
     """The preprocessing in one line."""
     source = _origin(checkpoint).get("preprocessing", "the model's directory")
-    return f"preprocessing: {family_of(checkpoint.model).input_spec(checkpoint.model).as_line()}; from {source}"
+    return f"preprocessing: {traced_model.input_spec(checkpoint.model).as_line()}; from {source}"

@@ -11,12 +11,12 @@ from corp_deploy.traced.narrowing.whole_removal import filled_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
-from .traced_merging import Mergeable, at_tokens
-from .traced_model import input_spec, output_ports, sites, sites_by_segment, tracing
-from .traced_module import Tracing
-from .traced_narrowing import at_widths
-from .traced_segments import cost_signature_of
-from .traced_site import TracedSite
+from .mergeable import Mergeable, at_tokens
+from .module import Tracing, input_spec, output_ports, tracing
+from .narrowing import at_widths
+from .offered import sites_by_segment, sites_of
+from .segments import cost_signature_of
+from .site import Site
 
 STREAM = OutputPort(name="stream", role="feature map")
 
@@ -40,7 +40,7 @@ def tokens_that_enter(model: nn.Module) -> dict[str, int]:
     for segment, inside in sites_by_segment(model).items():
         entering = int(sizes_at_one(segment.before)[1]) if segment.start.is_merged else all_tokens
         tokens = dict.fromkeys(inside, entering) | tokens
-    return {site.name: tokens.get(site.name, all_tokens) for site in sites(model).every}
+    return {site.name: tokens.get(site.name, all_tokens) for site in sites_of(model).every}
 
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
@@ -62,7 +62,7 @@ def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[i
     return [last - gone * slope + gone * (gone - 1) // 2 * bend for gone in (all_tokens - count for count in tokens)]
 
 
-def part_of(model: nn.Module, site: TracedSite, width: int, tokens: int | None = None) -> Part:
+def part_of(model: nn.Module, site: Site, width: int, tokens: int | None = None) -> Part:
     """From the first segment that the site stands in to the last one, all else whole; the model where no segments are
     known. The site has the first groups of each of its parts. `tokens`: that enter, None for all. Raises BadInput where
     it can't be narrower, and where it needs all tokens.

@@ -15,8 +15,8 @@ from corp_deploy.traced.programs.program import SAME, Program, operation
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR
 from ground.errors import BadInput
 
-from .traced_facts import tracing
-from .traced_narrowing import narrowed
+from .module import tracing
+from .narrowing import narrowed
 
 
 def streams(model: nn.Module) -> tuple[Site, ...]:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,34 @@ WRITE = (
 )
 
 
+class InputSpec(Protocol):
+    """What a model takes, whatever library built it: its ports, and how raw data becomes them."""
+
+    medium: ClassVar[Literal["images", "text", "arrays"]]
+
+    @property
+    def ports(self) -> tuple[Port, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first port, behind the batch."""
+        ...
+
+    def as_line(self) -> str:
+        """The preparation for people."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """The preparation as plain JSON values, in one order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
     """What a module takes, by the names of its parameters."""
 
     ports: tuple[Port, ...]
-    medium: Literal["arrays"] = "arrays"
+    medium: ClassVar[Literal["images", "text", "arrays"]] = "arrays"
 
     @property
     def shape(self) -> tuple[int, ...]:

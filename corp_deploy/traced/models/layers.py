@@ -16,12 +16,11 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import BatchFirst, Layer, layers, listening
 from ground.errors import BadInput
 
+from .mergeable import Mergeable
+from .merged_program import CutState
+from .module import Tracing, tracing
+from .narrowing import narrowed
 from .token_merging import Tokens
-from .traced_facts import tracing
-from .traced_merged_program import CutState
-from .traced_merging import Mergeable
-from .traced_module import Tracing
-from .traced_narrowing import narrowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

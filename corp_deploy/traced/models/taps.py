@@ -21,8 +21,8 @@ from corp_deploy.traced.programs.attention_masks import (
 )
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
-from .traced_heads import BothHeads, Heads
-from .traced_module import Tracing
+from .heads import BothHeads, Heads
+from .module import Tracing
 
 
 class _TokenTap(Tap):

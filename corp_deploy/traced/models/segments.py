@@ -19,8 +19,8 @@ from corp_deploy.traced.finding.cuts import along, between, cuts, needed, output
 from corp_deploy.traced.finding.sites import Found, common_path
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 
+from .merged_program import CutState, MergedProgram
 from .token_merging import Tokens
-from .traced_merged_program import CutState, MergedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

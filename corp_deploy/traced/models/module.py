@@ -3,7 +3,7 @@ the names of its own weights.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -23,19 +23,18 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening, with_biases_
 from corp_deploy.traced.programs.sizes import size_
 from corp_deploy.traced.programs.tracing import trace
+from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 
-from .array_inputs import ArraySpec, batch_of_ports
+from .array_inputs import InputSpec, batch_of_ports
+from .mergeable import Mergeable, mergeable, merged_graph
+from .merged_program import MergedProgram
 from .merging import Merging
 from .module_calls import Calling, by_ports
 from .modules import device
 from .outputs import Outputs
+from .segments import CutOutputs, Segment, given_at_cuts, segments
 from .sites import Sites
-from .timm_images import ImageSpec
-from .tokenizer import SequenceSpec, TextSpec
-from .traced_merged_program import MergedProgram
-from .traced_merging import Mergeable, mergeable, merged_graph
-from .traced_segments import CutOutputs, Segment, given_at_cuts, segments
 
 EXAMPLES = 2
 """In the batch that a model is traced with."""
@@ -50,7 +49,7 @@ class Facts:
     nobody says.
     """
 
-    spec: ImageSpec | ArraySpec | TextSpec | SequenceSpec
+    spec: InputSpec
     outputs: tuple[OutputPort, ...]
     classes: int
     calling: Calling | None = None
@@ -187,13 +186,14 @@ class Tracing:
 
 @dataclass(slots=True, kw_only=True)
 class TracedState:
-    """What is known of a traced module. `plain`: its own class. `facts`: None where timm's configuration of the model
-    tells them. `cut`: None of a dense model. `tracing`: once its sites were asked for; no copy shares it. `merging`:
-    how tokens are merged, and `unmerged`, what it would run with all of them; None of one that merges nothing.
+    """What is known of a traced module. `plain`: its own class. `facts`: or what tells them of a dense model that runs,
+    and is exported, as its library has it. `cut`: None of a dense model. `tracing`: once its sites were asked for; no
+    copy shares it. `merging`: how tokens are merged, and `unmerged`, what it would run with all of them; None of one
+    that merges nothing.
     """
 
     plain: type[nn.Module]
-    facts: Facts | None
+    facts: Facts | Callable[[nn.Module], Facts]
     cut: Cut | None
     tracing: Tracing | None = None
     merging: Merging | None = None
@@ -224,9 +224,13 @@ class TracedModule(nn.Module):
 
 
 def traced_state(model: nn.Module) -> TracedState:
-    """Of a traced module."""
-    assert isinstance(model, TracedModule), type(model)
-    return model.known_to_corp_deploy
+    """Of a traced module. Raises BadInput for one that was not traced."""
+    if isinstance(model, TracedModule):
+        return model.known_to_corp_deploy
+    raise BadInput(
+        f"model is {type(model).__name__}, expected one of corp_deploy.load, which traces it, or of "
+        "corp_deploy.sites(...)"
+    )
 
 
 def is_reduced(model: nn.Module) -> bool:
@@ -234,8 +238,35 @@ def is_reduced(model: nn.Module) -> bool:
     return traced_state(model).cut is not None
 
 
-def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut: Cut | None) -> TracedModule:
-    calling = None if facts is None else facts.calling
+def facts_of(model: nn.Module) -> Facts:
+    """All that is known beside the program."""
+    facts = traced_state(model).facts
+    return facts if isinstance(facts, Facts) else facts(model)
+
+
+def is_librarys(model: nn.Module) -> bool:
+    """Whether it is a dense model that runs, and is exported, as its library has it."""
+    return not isinstance(traced_state(model).facts, Facts)
+
+
+def input_spec(model: nn.Module) -> InputSpec:
+    return facts_of(model).spec
+
+
+def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+    """What a model gives, in its order."""
+    return facts_of(model).outputs
+
+
+def classes(model: nn.Module) -> int:
+    """How many classes its output tells apart; 0 for one that is none of logits."""
+    return facts_of(model).classes
+
+
+def _wearing(
+    model: nn.Module, plain: type[nn.Module], facts: Facts | Callable[[nn.Module], Facts], cut: Cut | None
+) -> TracedModule:
+    calling = facts.calling if isinstance(facts, Facts) else None
     own = {} if calling is None else {"forward": by_ports(plain, calling)}
     kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), own)
     new = kind.__new__(kind)
@@ -244,7 +275,7 @@ def _wearing(model: nn.Module, plain: type[nn.Module], facts: Facts | None, cut:
     return new
 
 
-def traced_module(model: nn.Module, facts: Facts | None) -> TracedModule:
+def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts]) -> TracedModule:
     """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
     plain = traced_state(model).plain if isinstance(model, TracedModule) else type(model)
     return _wearing(model.eval(), plain, facts, None)
@@ -264,30 +295,30 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: Cut | N
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
     """A narrowed module that shares its weights with one, but merges tokens so, or none."""
-    state = traced_state(model)
-    assert state.facts is not None, model
-    own = tracing_of(model, state.facts.spec.ports)
+    state, own = traced_state(model), tracing(model)
     all_tokens = _all_tokens(model)
     graph = all_tokens if merging is None else merged_graph(own.program, own.added, merging)
-    new = narrowed_module(graph, state.plain.__name__, state.facts, state.cut)
+    new = narrowed_module(graph, state.plain.__name__, facts_of(model), state.cut)
     if merging is not None:
         traced_state(new).merging, traced_state(new).unmerged = merging, all_tokens.graph
     return new
 
 
-def tracing_of(model: nn.Module, ports: Sequence[Port]) -> Tracing:
-    """The program of a batch of these inputs, made once. Raises BadInput where the module can't be traced."""
+def tracing(model: nn.Module) -> Tracing:
+    """The model's program and what is found there, made once. Raises BadInput where the module can't be traced."""
     state = traced_state(model)
     if state.tracing is None:
+        facts = facts_of(model)
+        ports = facts.spec.ports
         with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
             inputs = batch_of_ports(ports, EXAMPLES, device(model))
             program = trace(model, inputs) if state.cut is None else _again(model, ports, state.cut)
-            added, facts = with_biases_(program), state.facts
+            added = with_biases_(program)
             state.tracing = Tracing(
                 program=program,
                 added=added,
-                biasless=frozenset(added if facts is not None and facts.biasless else ()),
-                multiple=1 if facts is None else facts.multiple,
+                biasless=frozenset(added if facts.biasless else ()),
+                multiple=facts.multiple,
                 merging=state.merging,
             )
     return state.tracing
@@ -298,7 +329,7 @@ def _all_tokens(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
-def _again(model: nn.Module, ports: Sequence[Port], cut: Cut) -> Program:
+def _again(model: nn.Module, ports: tuple[Port, ...], cut: Cut) -> Program:
     """The program of a narrowed module: a copy of what it runs, with the sizes of any batch."""
     graph = _all_tokens(model)
     size_(graph, batch_of_ports(ports, EXAMPLES, device(model)), any_batch=cut.any_batch)

@@ -13,13 +13,12 @@ from torch import Tensor
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
-from corp_deploy.traced.programs.readers import Layer, as_module, layers
 from corp_deploy.traced.programs.subprogram import Subprogram, between
 
-from .traced_heads import BothHeads, Heads, both_heads
-from .traced_module import Tracing
-from .traced_site import TracedSite
-from .traced_taps import taps_of
+from .heads import BothHeads, Heads, both_heads
+from .module import Tracing
+from .site import Site
+from .taps import taps_of
 
 Mixing = Literal["free", "planes", "none"]
 _EXACT = 1e-5
@@ -64,7 +63,7 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TracedPairs(TracedSite):
+class TracedPairs(Site):
     """Of one attention: its queries and keys, as `both` arranges them, which nodes of names `sources` give to
     `product`; `behind`: the name of the node that reads what its heads give, where that is a layer.
     """
@@ -79,13 +78,6 @@ class TracedPairs(TracedSite):
     @property
     def tied(self) -> str:
         return self.groups.name if self.both.complete else ""
-
-    @property
-    def last(self) -> Layer:
-        """One that makes queries or keys, where that is one."""
-        called = list(layers(self.program))
-        own = next((each for each in called if each.weight == self.groups.writers[0].name), called[0])
-        return as_module(self.program, own)
 
     @property
     def groups_HP(self) -> Tensor:

@@ -4,7 +4,6 @@ Sites are found in the traced program; a site tells where to listen, what it cos
 down. What is done to a site is no business of it (see reduction/kinds.py).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,18 +11,15 @@ from torch import nn
 from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 
 from .site import Site
-from .widths import Width, is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A place that can't be reduced, why, and the sites that are lost there with their kinds: itself, or all of a
-    block.
-    """
+    """A site that can't be reduced, and why."""
 
     name: str
     reason: str
-    sites: Mapping[str, str]
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +32,10 @@ class Sites:
     @property
     def kinds(self) -> frozenset[str]:
         """Of all places, those refused too."""
-        refused = (kind for refusal in self.refused for kind in refusal.sites.values())
-        return frozenset({*(site.kind for site in self.every), *refused})
+        return frozenset({*(site.kind for site in self.every), *(refusal.kind for refusal in self.refused)})
 
     @property
-    def widths(self) -> dict[str, Width]:
+    def widths(self) -> dict[str, int]:
         return {site.name: site.width for site in self.every}
 
     @property
@@ -51,7 +46,7 @@ class Sites:
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
     """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    listened = [site for site in sites.every if not is_empty(site.width)]
+    listened = [site for site in sites.every if site.width]
     if all(site.name in order for site in listened):
         listened.sort(key=lambda site: order[site.name])
     taps = [tap for site in listened for tap in site.listening()]

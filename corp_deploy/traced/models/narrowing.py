@@ -20,11 +20,19 @@ from corp_deploy.traced.programs.vocabulary import vocabularies
 from ground.errors import BadInput
 
 from .array_inputs import random_batch
+from .module import (
+    EXAMPLES,
+    Cut,
+    TracedModule,
+    Tracing,
+    facts_of,
+    merging_module,
+    narrowed_module,
+    traced_state,
+    tracing,
+)
 from .modules import device
-from .traced_facts import facts_of, tracing
-from .traced_module import EXAMPLES, Cut, TracedModule, Tracing, merging_module, narrowed_module, traced_state
-from .traced_sites import names_of, whole_removal
-from .widths import Widths
+from .offered import names_of, whole_removal
 
 VERSIONS = ("torch", "timm")
 """Of what builds and traces a model."""
@@ -91,14 +99,13 @@ def _is_emptied(own: Tracing, name: str) -> bool:
     return name in parameters and not parameters[name].numel()
 
 
-def at_widths(model: nn.Module, widths: Widths) -> nn.Module:
+def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     """The model with the first groups of each part of these sites, as many as the widths say, and nothing repaired.
     Raises BadInput where one can't be as narrow.
     """
     own, sites = tracing(model), names_of(tracing(model))
     kept = dict[str, Index]()
     for name, width in widths.items():
-        assert isinstance(width, int), (name, width)
         kept[name] = first_groups(sites[name], width)
     new, unreduced = with_groups(model, kept, own.added)
     for name in kept:

@@ -13,10 +13,10 @@ from corp_deploy.traced.programs.readers import without_biases_
 from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
+from .merged_nodes import MergedNodes, PositionDependent
+from .merged_program import MergedProgram
+from .merges import Merges, by_node, sized
 from .merging import Merging, capped, tokens_after
-from .traced_merged_nodes import MergedNodes, PositionDependent
-from .traced_merged_program import MergedProgram
-from .traced_merges import Merges, by_node, sized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

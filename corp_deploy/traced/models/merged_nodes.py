@@ -3,6 +3,8 @@
 Legend: B inputs, N tokens.
 """
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,6 @@ from corp_deploy.traced.finding.call import call_of
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, added_scores
 from corp_deploy.traced.programs.folding import NUMBERS
 from corp_deploy.traced.programs.program import SAME, SHAPED, Program, module_of, number_of, operation, sizes_at_one
-
-from .traced_token_sizes import at_any_batch, changed_axes, resized
 
 _ARRANGED = frozenset(
     ("permute", "transpose", "t", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "getitem", "stack")
@@ -93,7 +93,7 @@ class MergedNodes:
         new = self.nodes[node]
         new.args, new.kwargs = fx.map_arg((args, kwargs), lambda each: self.nodes[each])
         self.values[node] = value
-        axes = frozenset(changed_axes(sizes_at_one(node), tuple(value.shape))) if isinstance(value, Tensor) else None
+        axes = frozenset(_changed_axes(sizes_at_one(node), tuple(value.shape))) if isinstance(value, Tensor) else None
         if axes is None or axes:
             self.units[node] = unit if is_left else (unit[0] - self.protected, unit[1] - self.protected)
             self.axes[node] = axes or frozenset()
@@ -153,10 +153,10 @@ class MergedNodes:
         old, new = sizes_at_one(source), tuple(self.value(source).shape)
         if operation(node) in ("squeeze", "unsqueeze", "flatten", "ravel"):
             return node.args, node.kwargs
-        new_shape = resized(old, new, sizes_at_one(node), unit)
+        new_shape = _resized(old, new, sizes_at_one(node), unit)
         if new_shape is None:
             raise PositionDependent(node, f"lays tokens out by where they stand: {_ANY}")
-        sizes = at_any_batch(node, new_shape)
+        sizes = _at_any_batch(node, new_shape)
         if sizes is None:
             raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
@@ -241,3 +241,47 @@ def _masks_nothing(program: Program, node: fx.Node) -> bool:
 
 def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+# Sizes of what nodes give where an axis that counts tokens has become shorter.
+
+
+def _changed_axes(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[int]:
+    assert len(old) == len(new), (old, new)
+    return (dim for dim, (one, other) in enumerate(zip(old, new, strict=True)) if one != other)
+
+
+def _resized(
+    old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
+) -> list[int] | None:
+    """What a reshaping from sizes, which are others now, gives now; None where it takes tokens apart."""
+    result = list(shape)
+    for entering, leaving in _alike(old, shape):
+        before, now = (math.prod(sizes[at] for at in entering) for sizes in (old, new))
+        if before == now:
+            continue
+        multiples = [at for at in leaving if shape[at] % unit[0] == 0]
+        if len(multiples) != 1 or before * unit[1] != now * unit[0]:
+            return None
+        result[multiples[0]] = shape[multiples[0]] // unit[0] * unit[1]
+    return result
+
+
+def _alike(old: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Axes of two shapes of the same elements, as few at a time as have the same product."""
+    one, other = 0, 0
+    while one < len(old) or other < len(shape):
+        entering, leaving = list(range(one, min(one + 1, len(old)))), list(range(other, min(other + 1, len(shape))))
+        while (left := math.prod(old[at] for at in entering)) != (right := math.prod(shape[at] for at in leaving)):
+            if left < right:
+                entering.append(one + len(entering))
+            else:
+                leaving.append(other + len(leaving))
+        one, other = one + len(entering), other + len(leaving)
+        yield entering, leaving
+
+
+def _at_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
+    """To be reshaped to: these at a batch of 1, at any other what is left."""
+    counted = [at for at, size in enumerate(node.meta["sizes"]) if not isinstance(size, int)]
+    return None if len(counted) > 1 else [-1 if at in counted else size for at, size in enumerate(sizes)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
 from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.finding.site import Span
@@ -17,13 +17,14 @@ from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import module_of, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
 
+from .module import Tracing, facts_of, tracing
+from .pairs import TracedPairs, pairs
+from .segments import Segment
+from .site import Site, SiteReader, TracedChannels, TracedConvolutions, TracedStream
 from .sites import Refusal, Sites
-from .traced_module import Tracing
-from .traced_pairs import TracedPairs, pairs
-from .traced_site import SiteReader, TracedChannels, TracedConvolutions, TracedSite, TracedStream
-from .traced_values import TracedValues, values
+from .values import TracedValues, values
 
-_CLASSES: dict[str, type[TracedSite]] = {
+_CLASSES: dict[str, type[Site]] = {
     "channels": TracedChannels,
     "gated channels": TracedChannels,
     "convolution channels": TracedConvolutions,
@@ -36,25 +37,25 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
-    every, refused = list[TracedSite](), list[Refusal]()
+    every, refused = list[Site](), list[Refusal]()
     named = names_of(tracing)
     for name, groups in named.items():
         kind = _CLASSES[groups.kind]
         if kind is TracedPairs:
-            site: TracedSite | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
+            site: Site | str = pairs(tracing, name, groups, _behind(tracing, named, groups))
         else:
             site = _site(tracing, named, name, kind)
-        if isinstance(site, TracedSite):
+        if isinstance(site, Site):
             every.append(site)
         else:
-            refused.append(Refusal(name=name, reason=site, sites={name: kind.kind}))
+            refused.append(Refusal(name=name, reason=site, kind=kind.kind))
     return Sites(
         every=tuple(each for each in _beside_queries(every) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
     )
 
 
-def _beside_queries(every: list[TracedSite]) -> Iterator[TracedSite]:
+def _beside_queries(every: list[Site]) -> Iterator[Site]:
     """Values know how wide the queries of their heads are, where those can go too."""
     pairs = {each.groups.name: each for each in every if isinstance(each, TracedPairs)}
     for each in every:
@@ -88,7 +89,7 @@ def names_of(tracing: Tracing) -> dict[str, Groups]:
     return named
 
 
-def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[TracedSite]) -> TracedSite | str:
+def _site(tracing: Tracing, named: Mapping[str, Groups], name: str, kind: type[Site]) -> Site | str:
     groups = named[name]
     if not tracing.program.any_batch:
         return "its program is for one batch size alone, so that no statistics can be taken"
@@ -187,3 +188,21 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
         use=tracing.uses[str(weight.target)].index(node.name),
         merge=tracing.merge_before(source.name),
     )
+
+
+def sites_of(model: nn.Module) -> Sites:
+    """What is found in the program, dense or already reduced, or of that what its user named."""
+    own = tracing(model)
+    own.offered[:] = own.offered or [traced_sites(own, facts_of(model).sites)]
+    return own.offered[0]
+
+
+def sites_by_segment(model: nn.Module) -> dict[Segment, tuple[str, ...]]:
+    """The names of the sites that stand in each segment, in order."""
+    own = tracing(model)
+    tensors = {
+        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
+    }
+    return {
+        each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments
+    }

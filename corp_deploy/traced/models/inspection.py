@@ -11,10 +11,10 @@ from torch import nn
 from corp_deploy.traced.finding.shares import Layers
 from corp_deploy.traced.finding.site import Site as Groups
 
+from .module import tracing
 from .modules import parameters
+from .offered import names_of, sites_of
 from .site import Currency
-from .traced_model import sites, tracing
-from .traced_sites import names_of
 
 ELSEWHERE = "all else"
 ROUNDED = 1e-3
@@ -25,7 +25,7 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     """A row for every site that is offered, reducible or not, with what goes with it, and one for all else; `macs` of
     the model.
     """
-    found, offered = tracing(model), sites(model)
+    found, offered = tracing(model), sites_of(model)
     shares = found.shares
     by_name = {site.name: site for site in offered.every}
     reasons = {refusal.name: refusal.reason for refusal in offered.refused}
@@ -96,7 +96,7 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
     own, named = tracing(model), names_of(tracing(model))
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name, reason in {**whole, **{each.name: each.reason for each in sites(model).refused}}.items():
+    for name, reason in {**whole, **{each.name: each.reason for each in sites_of(model).refused}}.items():
         reasons[reason].append(name)
     of_sites = [
         (f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}", _alone(layers, named, names), reason)

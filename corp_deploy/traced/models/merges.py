@@ -20,10 +20,10 @@ from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.sizes import size_
 from ground.errors import BadInput
 
+from .merged_nodes import MergedNodes, PositionDependent
+from .merged_program import MergedProgram
 from .merging import Merging
 from .token_merging import TokenMerge, key_bias, unmerged
-from .traced_merged_nodes import MergedNodes, PositionDependent
-from .traced_merged_program import MergedProgram
 
 
 @dataclass(slots=True, kw_only=True)

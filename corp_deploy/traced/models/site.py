@@ -3,9 +3,8 @@
 Legend: G groups, M places of a group among a layer's inputs, X weights that write a group.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from corp_deploy.traced.finding.site import Site as Groups
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import Layer, weight_with_gain
-from ground.errors import BadInput
 
-from .traced_units import Units, channel_units
-from .widths import HeadGeometry, Width
+from .units import Units, channel_units
+
+Currency = Literal["macs", "params"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,8 +99,8 @@ class SiteReader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TracedSite:
-    """Groups that can be removed, in an opaque traced model. `macs_now`, `parameters_now`: what goes with all.
+class Site:
+    """A place whose width can be reduced: groups that can be removed. `macs_now`, `parameters_now`: what goes with all.
     `whole_removal`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
     nobody says.
     """
@@ -115,10 +114,6 @@ class TracedSite:
     parameters_now: int
     whole_removal: WholeRemoval | None = None
     multiple: int = 1
-
-    @property
-    def reason(self) -> str:
-        return ""
 
     @property
     def width(self) -> int:
@@ -138,23 +133,6 @@ class TracedSite:
         """What sites have in common that are as wide as each other where heads are square, or nothing."""
         return ""
 
-    @property
-    def last(self) -> Layer:
-        return self.readings[-1].layer
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """None is the site's own."""
-        return ()
-
-    def entering(self, tokens: int) -> tuple[int, ...]:
-        """Not known of a site by itself: see traced_parts.py."""
-        raise BadInput(f"{self.name}: a site of a traced model is no layer that tokens enter")
-
-    def size_of(self, width: Width) -> int:
-        assert isinstance(width, int), (self.name, width)
-        return width
-
     def listening(self) -> tuple[ChannelTaps | PatchTaps, ...]:
         """To every layer that reads the groups."""
         return tuple(each.tap for each in self.readings)
@@ -163,28 +141,14 @@ class TracedSite:
         of_parts = f", {self.width // self.parts} in each of {self.parts}" if self.parts > 1 else ""
         return f"{self.groups.kind} {self.width}{of_parts}"
 
-    def cost_signature(self, geometry: HeadGeometry) -> str:
+    @property
+    def cost_signature(self) -> str:
+        """What two sites that cost the same have in common, for people."""
         return f"{self.groups.kind} of {self.width}"
 
-    def macs(self, width: Width, geometry: HeadGeometry, tokens: int) -> int:
-        return self.macs_now * self.size_of(width) // self.width
-
-    def parameters(self, width: Width, geometry: HeadGeometry) -> int:
-        return self.parameters_now * self.size_of(width) // self.width
-
-    def as_json(self) -> dict[str, Any]:
-        return {"groups": self.width}
-
     def as_metadata(self) -> dict[str, int]:
+        """The widths that a graph carries."""
         return {"groups": self.width}
-
-    def recorded(self, entry: Mapping[str, Any]) -> dict[str, nn.Module]:
-        """None: a narrowed program is made of all sites at once."""
-        return {}
-
-    def of_layer(self, layer: nn.Module) -> "TracedSite":
-        """Itself, since no layer is the site's own."""
-        return self
 
     def writing_GX(self) -> Tensor:
         """The rows of weights that write each group, norms behind them among them, float64; of no biases."""
@@ -201,7 +165,7 @@ def _rows(weight: Tensor, span: Span) -> Tensor:
     return flat[places].flatten(1)
 
 
-class TracedChannels(TracedSite):
+class TracedChannels(Site):
     """Between layers of which none is a convolution of several places; plain or gated."""
 
     kind: ClassVar[str] = "traced channels"
@@ -219,13 +183,13 @@ def _is_by_place(reading: SiteReader) -> bool:
     return is_one and not reading.is_squeeze
 
 
-class TracedConvolutions(TracedSite):
+class TracedConvolutions(Site):
     """Of maps."""
 
     kind: ClassVar[str] = "traced convolutions"
 
 
-class TracedStream(TracedSite):
+class TracedStream(Site):
     """That several layers write and add up, or one between blocks without a shortcut (arXiv 1801.04381)."""
 
     kind: ClassVar[str] = "traced streams"

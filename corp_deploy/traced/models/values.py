@@ -21,15 +21,15 @@ from corp_deploy.traced.narrowing.rows import Rows, moved_from, rows_of
 from corp_deploy.traced.programs.program import operation
 from corp_deploy.traced.programs.readers import layers
 
-from .traced_module import Tracing
-from .traced_site import SiteReader, TracedSite
-from .traced_units import Units, head_units
+from .module import Tracing
+from .site import Site, SiteReader
+from .units import Units, head_units
 
 _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TracedValues(TracedSite):
+class TracedValues(Site):
     """Of one attention; `groups_HV` are the site's groups by head, `queries` how wide a head's queries are, where those
     can be as wide as values. `beside_queries`: where those can be narrowed at all; `queries_mixed`: what mixes them, so
     that they can't.

@@ -1,0 +1,100 @@
+"""timm's models of every form as graphs and engines: torch's outputs at any batch, attention fused as in the dense
+model.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from corp_deploy.families.family import output_ports, sites_of
+from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.model import reduce
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.onnx_file import export_checkpoint
+from tests import timm_models
+from tests.graphs import audited, built, needs_rtx, require_as_torch
+from tests.small_models import outputs
+from tests.timm_models import EVAS, HIERARCHIES, VITS, method, opened, pixels
+
+SHALLOW: dict[str, dict[str, Any]] = {
+    **{form: {} for form in HIERARCHIES}, "windows": {"depths": (2, 1)}, "cosines": {"depths": (1, 1)},
+    "q/k norm, groups": {"depth": 1, "num_kv_heads": 1},
+}  # fmt: skip
+"""A block of each sort: a shifted one, padding."""
+HALF = ("packed gate", "gate apart", "q/k norm", "side by side", "halves turned, registers")
+"""Forms that are exported in half precision, too."""
+PLAIN = ("mean", "maximum", "mean and maximum", "no classes", "registers", "any image size", "layer scale")
+"""Forms whose graph has nothing that another's has not; the other tests of graphs have them too."""
+GRAPHS: dict[str, dict[str, float]] = {
+    **{form: {"fp32": 1e-4} | ({"fp16": 2e-2} if form in HALF else {})
+       for form in (*VITS, "halves turned, registers", "q/k norm, groups") if form not in PLAIN},
+    "hiera": {"fp16": 5e-3}, "maxvit_tf": {"fp32": 1e-5}, "tiny_vit": {"fp32": 1e-5}, "windows": {"fp16": 5e-3},
+    "cosines": {"fp32": 1e-5}, "networks": {"fp16": 2e-2}, "talking heads": {"fp32": 1e-4},
+}  # fmt: skip
+"""By precision how far from torch's outputs."""
+COMPUTED = {"Sin", "Cos", "If", "Range", "Tile", "Loop"}
+
+
+@cache
+def dense(form: str) -> Checkpoint:
+    return timm_models.checkpoint(form, **SHALLOW.get(form, {"depth": 1}))
+
+
+@cache
+def reduced(form: str) -> Checkpoint:
+    """Half of everything."""
+    model, asked = dense(form).model, method(geometry="square" if form == "cosines" else "padded")
+    taken = calibrate(dense(form), opened(model, 8), batch_size=8)
+    return replace(dense(form), model=reduce(model, taken, asked).model)
+
+
+@pytest.mark.slow("graph")
+@pytest.mark.parametrize("form", GRAPHS)
+def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
+    """Angles are constants of the graph."""
+    model = reduced(form).model
+
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        images = pixels(model, count, seed=count)
+        return images.numpy(), outputs(model, images).numpy()
+
+    for precision, bound in GRAPHS[form].items():
+        path = tmp_path / f"{precision}.onnx"
+        export_checkpoint(reduced(form), path, precision=precision)
+        require_as_torch(path, asked, bound)
+        graph = onnx.load(str(path)).graph
+        assert form not in EVAS or not COMPUTED & {node.op_type for node in graph.node}
+        assert [port.name for port in output_ports(model)] == [each.name for each in graph.output]
+
+
+@pytest.mark.slow("graph", "engine")
+@needs_rtx
+@pytest.mark.parametrize(
+    "form", ["packed gate", "gate apart", "residual post-norm", "side by side", "neighbours turned, packed gate"]
+)
+def test_attention_stays_fused(form: str, tmp_path: Path) -> None:
+    export_checkpoint(reduced(form), tmp_path / "m.onnx", precision="fp16")
+    every = sites_of(reduced(form).model).every
+    attentions = {site.name.removesuffix(".v") for site in every if site.name.endswith(".v")}
+    assert set(built(tmp_path / "m.onnx", "1:2:4").fused_attention_sites or ()) == attentions
+
+
+@pytest.mark.slow("graph", "engine")
+@needs_rtx
+@pytest.mark.parametrize("form", ["windows", "tables", "hiera"])
+def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(form: str, tmp_path: Path) -> None:
+    """In mask units, of pooled queries, and of all tokens."""
+    for name, each in (("dense", dense(form)), ("half", reduced(form))):
+        export_checkpoint(each, tmp_path / f"{name}.onnx", precision="fp16")
+    audit = audited(tmp_path / "dense.onnx", tmp_path / "half.onnx")
+    assert audit.passed
+    every = sites_of(dense(form).model).every
+    attentions = {site.name.removesuffix(".v") for site in every if site.name.endswith(".v")}
+    assert {name.removesuffix(".softmax") for name in audit.dense.fusion.fused_sites} == attentions
+    assert set(audit.reduced.fusion.fused_sites) == set(audit.dense.fusion.fused_sites)
