@@ -4,6 +4,7 @@ A Gram of wide activations is one product over all tokens of a forward pass, cut
 TERMS terms: that leaves it good to 2e-6 of its scale where all terms have one sign, and to 1e-7 elsewhere. What is kept
 per image (q and k) is a product of its own for each image, of at most CHUNK terms. So sums over parts add up exactly;
 which images shared a product, and which kernel made it, moves a wide Gram by float32 rounding, all else by float64's.
+Activations of a bfloat16 forward pass stay bfloat16 on a GPU, whose products of those are exact in float32.
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """
@@ -29,10 +30,14 @@ MARGIN = 0.9
 Kernel = Literal["blas", "onednn"]
 
 
-def _products_of_tokens(x_BNF: Tensor) -> tuple[Tensor, ...]:
-    """All tokens [n,F] float32, in the fewest equal parts of at most TERMS."""
-    x_nF = x_BNF.flatten(0, 1).float()
+def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
+    """Tokens [n,F] in the fewest equal parts of at most TERMS."""
     return x_nF.chunk(math.ceil(len(x_nF) / TERMS))
+
+
+def _products_of_tokens(x_BNF: Tensor) -> tuple[Tensor, ...]:
+    """All tokens [n,F] float32, in parts."""
+    return _parts(x_BNF.flatten(0, 1).float())
 
 
 def _add_gram_by_blas_(total_FF: Tensor, x_BNF: Tensor) -> None:
@@ -86,15 +91,14 @@ def kernel_for(width: int) -> Kernel:
 
 
 def _add_gram_on_gpu_(total_FF: Tensor, x_BNF: Tensor) -> None:
-    """Several images per launch, as many as need no more memory than x itself."""
-    width = x_BNF.shape[-1]
-    group = max(1, x_BNF.numel() // (3 * GPU_ROWS * width))
-    for x_GNF in torch.split(x_BNF, group):
-        for x_GnF in torch.split(x_GNF.float(), CHUNK, dim=1):
-            for start in range(0, width, GPU_ROWS):
-                stop = start + GPU_ROWS
-                product_GRF = torch.bmm(x_GnF[:, :, start:stop].mT, x_GnF[:, :, start:])
-                total_FF[start:stop, start:].add_(product_GRF.sum(0, dtype=torch.float64))
+    x_XF = x_BNF.flatten(0, 1)
+    exact = x_XF.dtype == torch.bfloat16 and x_XF.is_cuda
+    for x_nF in _parts(x_XF if exact else x_XF.float()):
+        for start in range(0, len(total_FF), GPU_ROWS):
+            stop = start + GPU_ROWS
+            left_Rn, right_nF = x_nF[:, start:stop].T, x_nF[:, start:]
+            product_RF = torch.mm(left_Rn, right_nF, out_dtype=torch.float32) if exact else left_Rn @ right_nF
+            total_FF[start:stop, start:].add_(product_RF)
 
 
 def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
@@ -124,6 +128,10 @@ def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:
 
 def add_active_(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
     """Adds the number of entries with |x| > eps, or the weights of their tokens; below 2^24 float32 counts exactly."""
+    if x_BNF.device.type != "cpu":
+        above_BNF = x_BNF.abs() > eps
+        total_F.add_((above_BNF if weight_BN is None else above_BNF * weight_BN[..., None]).sum((0, 1)))
+        return
     above_NF = torch.empty(x_BNF.shape[1:], dtype=torch.float32, device=x_BNF.device)
     for index, x_NF in enumerate(x_BNF):
         torch.abs(x_NF.float(), out=above_NF)

@@ -22,6 +22,7 @@ from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
+from calib.products import add_gram_, mirror_
 from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
 from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
@@ -59,6 +60,25 @@ def product_tflops(precision: Precision, side: int, device: str) -> float:
             torch.mm(a, b)
             taken_s.append(clock_s(device) - begun_s)
     return 2 * side**3 / statistics.median(taken_s[3:]) / 1e12
+
+
+def gram_errors(setting: Setting) -> Row:
+    """How far sums of products are from float64's, of the mean diagonal, for values of bfloat16 in either type: those
+    with a mean of three deviations, whose terms have one sign, are the worst.
+    """
+    shape = (4, 65, 128) if setting.small else (50, 257, 5120)
+    errors = {}
+    for mean in (0.0, 3.0):
+        x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)).add_(mean).bfloat16().to(setting.device)
+        x_nF = x_BNF.flatten(0, 1).double()
+        wanted_FF = x_nF.T @ x_nF
+        for held in (x_BNF, x_BNF.float()):
+            total_FF = torch.zeros_like(wanted_FF)
+            add_gram_(total_FF, held)
+            mirror_(total_FF)
+            away = (total_FF - wanted_FF).abs().max() / wanted_FF.diagonal().mean()
+            errors[f"{held.dtype}, mean {mean:g}".removeprefix("torch.")] = float(away)
+    return {"row": "Gram", "shape": list(shape), "errors": errors}
 
 
 def work_flops(model: nn.Module, device: str) -> tuple[int, int]:
@@ -138,11 +158,11 @@ def tasks(setting: Setting, record: Record) -> list[Task]:
         seconds = 0.5 if setting.small else LOADS[name].reduction_s[where]
         return Task(key=f"reduce {name} {where}", estimate_s=seconds, run=partial(reduced, name, where, setting))
 
-    made = [calibration(largest, "float32")]
+    made = [Task(key="Gram", estimate_s=1.0, run=partial(gram_errors, setting)), calibration(largest, "bfloat16")]
     if setting.device == "cuda":
         made.append(reduction(largest, "cuda"))
-    made.append(calibration(largest, "bfloat16"))
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16")
+    made.append(calibration(largest, "float32"))
+    precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     made += [calibration(name, precision) for precision in precisions for name in smaller]
     made.append(reduction(largest, "cpu"))
     if setting.everything or setting.small:

@@ -22,6 +22,7 @@ from perf.runners.module import DTYPES
 from perf.timing.watch import Watch
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+GOALS_SPARSITY = 0.5
 BATCHES = (1, 8, 16, 32, 64, 256)
 
 
@@ -47,12 +48,11 @@ class Case:
 
 @dataclass(slots=True)
 class Shelf:
-    """Forms in use: every dense model, and what runs of the latest model, way of calling and sparsity."""
+    """Every dense model, and what runs of it; of sparsities other than the goals', only the latest."""
 
     setting: Setting
     dense: dict[str, nn.Module] = field(default_factory=dict)
-    latest: tuple[str, bool, float] | None = None
-    forms: dict[str, models.Form] = field(default_factory=dict)
+    kept: dict[tuple[str, bool, float], dict[str, models.Form]] = field(default_factory=dict)
 
     @property
     def compiler(self) -> str:
@@ -63,16 +63,18 @@ class Shelf:
         if case.model not in self.dense:
             self.dense[case.model] = models.dense(case.model, self.setting)
         dense, precision, compiled = self.dense[case.model], self.setting.precision, case.mode == "compiled"
-        if self.latest != (case.model, compiled, case.sparsity):
-            self.latest, self.forms = (case.model, compiled, case.sparsity), {}
-        missing = [each for each in case.geometries if each not in self.forms]
-        new = {} if self.forms else {DENSE: models.form(dense, precision)}
+        at = case.model, compiled, case.sparsity
+        if at not in self.kept:
+            self.kept = {key: forms for key, forms in self.kept.items() if key[2] == GOALS_SPARSITY and not key[1]}
+        kept = self.kept.setdefault(at, {})
+        missing = [each for each in case.geometries if each not in kept]
+        new = {} if kept else {DENSE: models.form(dense, precision)}
         new |= models.forms(dense, case.sparsity, missing, precision, self.setting)
         if compiled:
             for form in new.values():
                 compile_blocks(form.module, self.compiler)
-        self.forms |= new
-        return {name: self.forms[name] for name in (DENSE, *case.geometries)}
+        kept |= new
+        return {name: kept[name] for name in (DENSE, *case.geometries)}
 
 
 def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
@@ -97,32 +99,31 @@ def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
     }
 
 
-def attention(name: str, setting: Setting, batch: int, sparsity: float) -> Row:
-    """The row that says which attention kernel each geometry of a model runs."""
-    dense, precision = models.dense(name, setting), setting.precision
-    forms = {DENSE: models.form(dense, precision), **models.forms(dense, sparsity, GEOMETRIES, precision, setting)}
+def attention(name: str, shelf: Shelf, batch: int) -> Row:
+    """The row that says which attention kernel each geometry of a model runs, at the goals' sparsity."""
+    setting = shelf.setting
+    forms = shelf.forms_of(Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=batch))
     shape = batch, 3, setting.image_size, setting.image_size
-    images = torch.randn(shape, device=setting.device, dtype=DTYPES[precision])
+    images = torch.randn(shape, device=setting.device, dtype=DTYPES[setting.precision])
     found = {each: {**form.facts, **profiled(form.module, images)} for each, form in forms.items()}
-    return {"row": "attention", "model": name, "batch": batch, "sparsity": sparsity, "kernels": found}
+    return {"row": "attention", "model": name, "batch": batch, "sparsity": GOALS_SPARSITY, "kernels": found}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Those that the goals judge first, then the neighbourhood of these; with `everything` all others at the end."""
     if setting.small:
-        yield from (Case(model=name, mode="graph", sparsity=0.5, batch=2) for name in setting.models)
-        yield Case(model="DeiT-T", mode="compiled", sparsity=0.5, batch=1, geometries=("padded",))
+        yield from (Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=2) for name in setting.models)
+        yield Case(model="DeiT-T", mode="compiled", sparsity=GOALS_SPARSITY, batch=1, geometries=("padded",))
         return
-    yield Case(model="DeiT-H", mode="graph", sparsity=0.5, batch=16)
-    yield from (Case(model=name, mode="graph", sparsity=0.5, batch=1) for name in reversed(setting.models))
-    for name in ("DeiT-H", "DeiT-B", "DeiT-S", "DeiT-L", "DeiT-T"):
-        yield from (Case(model=name, mode="graph", sparsity=0.5, batch=batch) for batch in (16, 64, 8, 32))
+    yield Case(model="DeiT-H", mode="graph", sparsity=GOALS_SPARSITY, batch=16)
+    yield from (Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=1) for name in reversed(setting.models))
+    for batch in (16, 64, 256, 8, 32):
+        yield from (Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=batch) for name in setting.models)
     for sparsity in (0.3, 0.7, 0.1, 0.2, 0.4, 0.6):
         for name, batch in (("DeiT-H", 16), ("DeiT-B", 16), ("DeiT-B", 1)):
             yield Case(model=name, mode="graph", sparsity=sparsity, batch=batch)
-    yield Case(model="DeiT-S", mode="compiled", sparsity=0.5, batch=1, geometries=("padded",))
-    yield Case(model="DeiT-S", mode="eager", sparsity=0.5, batch=1)
-    yield from (Case(model=name, mode="graph", sparsity=0.5, batch=256) for name in setting.models)
+    yield Case(model="DeiT-S", mode="compiled", sparsity=GOALS_SPARSITY, batch=1, geometries=("padded",))
+    yield Case(model="DeiT-S", mode="eager", sparsity=GOALS_SPARSITY, batch=1)
     if setting.everything:
         modes: tuple[Mode, ...] = ("graph", "compiled")
         for mode, sparsity, name, batch in product(modes, SPARSITIES, setting.models, BATCHES):
@@ -139,7 +140,7 @@ def tasks(setting: Setting, record: Record, watch: Watch) -> list[Task]:
         return Task(
             key=f"attention {name}",
             estimate_s=0.0 if setting.small else 1.0,
-            run=lambda: attention(name, setting, batch, 0.5),
+            run=lambda: attention(name, shelf, batch),
         )
 
     def case_task(case: Case) -> Task:

@@ -103,4 +103,5 @@ def raced(subjects: Mapping[str, Subject], images: Images, macs: Mapping[str, in
         "dropped_rounds": len({block.round for block in blocks if block.dropped is not None}),
         "subjects": {name: subject_figures(blocks, name, len(images), macs) for name in bounds},
         "refused": refused,
+        "memory": {name: subject.memory(images) for name, subject in subjects.items()},
     }

@@ -7,6 +7,7 @@ makes again whatever is not done.
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -152,6 +153,7 @@ def made(task: Task, clock: Callable[[], float]) -> Row:
     except Refused as error:
         row = {"key": task.key, "status": "refused", "reason": reason_of(error)}
     except Exception as error:
+        traceback.print_exc()
         row = {"key": task.key, "status": "oom" if is_out_of_memory(error) else "failed", "reason": reason_of(error)}
     return row | {"row_seconds": clock() - started, "at": datetime.now(UTC).isoformat(timespec="seconds")}
 

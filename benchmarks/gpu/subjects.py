@@ -61,6 +61,17 @@ class Subject:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             return self._call(torch.from_numpy(images).to(self.device)).cpu()
 
+    def memory(self, images: Images) -> dict[str, int] | None:
+        """Bytes of the weights and, at their most, of what one call allocates; None on a CPU."""
+        if self.device != "cuda":
+            return None
+        held = {each.data_ptr(): each.nbytes for each in (*self.module.parameters(), *self.module.buffers())}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.plain(images)
+        return {"weights_bytes": sum(held.values()), "call_bytes": torch.cuda.max_memory_allocated() - before}
+
     def _call(self, images: Tensor) -> Tensor:
         layout = torch.channels_last if self.channels_last else torch.preserve_format
         logits: Tensor = self.module(images.to(DTYPES[self.precision], memory_format=layout))
