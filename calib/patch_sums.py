@@ -16,7 +16,7 @@ from ground.errors import BadInput
 from .moments import SiteMoments
 from .patch_moments import PatchMoments
 from .patches import grid_of, padded, patches_of_rows
-from .products import CPU_ROWS, TERMS, Kernel, add_gram_, mirror_
+from .products import CPU_ROWS, TERMS, Kernel, add_gram_
 from .sites import PatchTaps, Role
 from .totals import on_host, totals_of, zeros
 from .weights import Weights
@@ -165,9 +165,6 @@ class PatchSums:
         self.map_tokens, self.tokens = map_tokens, tokens
 
     def moments(self) -> PatchMoments:
-        for name in ("gram_GUU", "map_gram_GCC"):
-            for total_UU in self.totals[name]:
-                mirror_(total_UU)
         channels_GR = None if self.site.channels_GR is None else self.site.channels_GR.cpu()
         return PatchMoments(
             taps=self.site.places, tokens=self.tokens, map_tokens=self.map_tokens, eps=self.eps,

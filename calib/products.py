@@ -102,7 +102,7 @@ def _add_gram_on_gpu_(total_FF: Tensor, x_BNF: Tensor) -> None:
 
 
 def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
-    """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror_` fills the rest.
+    """Adds the sum of x x^T to the blocks of total_FF on and above its diagonal; `mirror_` makes the rest.
 
     Block row i starts at its diagonal block, which saves almost half the multiplications of the whole product.
     `kernel` is the CPU's, the faster one unless given; a GPU has one of its own.
@@ -114,11 +114,13 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
 
 
 def mirror_(total_FF: Tensor) -> None:
-    """Copies what lies above the diagonal blocks of `add_gram_` below them, in place."""
+    """Copies what lies above the diagonal of the last two dims below it, in place: kernels round both sides apart."""
     rows = CPU_ROWS if total_FF.device.type == "cpu" else GPU_ROWS
-    for start in range(0, len(total_FF), rows):
+    for start in range(0, total_FF.shape[-1], rows):
         stop = start + rows
-        total_FF[stop:, start:stop] = total_FF[start:stop, stop:].T
+        total_FF[..., stop:, start:stop] = total_FF[..., start:stop, stop:].mT
+        block_RR = total_FF[..., start:stop, start:stop]
+        block_RR.copy_(block_RR.triu() + block_RR.triu(1).mT)
 
 
 def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:

@@ -2,40 +2,42 @@
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ground.errors import BadInput
-from ground.files import regular_file, replacing
+from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
 from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
+from .packed import UPPER, stored, stored_name, unpacked
 from .patch_moments import PatchMoments
+from .tensor_file import Entry, entries_of_file, write
 
 KIND = "calib.moments"
-VERSION = 1
+VERSION = 2
+OLDEST = 1  # read as well: all sums whole
 HEADER = "calib"
 IMAGE_IDS, IMAGE_HASHES, GROUP_IDS = "image_ids", "image_hashes", "group_ids"
 HALF = "half:"  # before the names of the tensors that are of one half of the images
 _REMEDY = "run calibrate again"
+_DTYPES = {torch.float64: "F64", torch.int64: "I64"}
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().data).hexdigest()
+    return hashlib.sha256(tensor.numpy().data).hexdigest()
 
 
 def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `site/field`, and what is no tensor."""
+    """Tensors by the names that they are stored by, and what is no tensor."""
     tensors = {prefix + IMAGE_IDS: moments.image_ids}
     if len(moments.image_hashes):
         tensors[prefix + IMAGE_HASHES] = moments.image_hashes
@@ -45,7 +47,7 @@ def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[s
         for field in fields(site):
             value = getattr(site, field.name)
             if isinstance(value, Tensor):
-                tensors[f"{prefix}{name}/{field.name}"] = value.contiguous()
+                tensors[stored_name(f"{prefix}{name}/{field.name}", value)] = value
             elif value is not None:
                 sites[name][field.name] = value
     return tensors, {"images": moments.images, "order": list(sites), "sites": sites}
@@ -57,20 +59,32 @@ def _signed(header: dict[str, Any]) -> str:
     return json.dumps(header | {"header_sha256": digest}, sort_keys=True)
 
 
+def _entry(name: str, value: Tensor) -> tuple[Entry, str]:
+    """Of a tensor, and its digest; its stored form is made again when it is written, so that no two are held."""
+    form = stored(name, value)
+    entry = Entry(
+        dtype=_DTYPES[form.dtype],
+        shape=tuple(form.shape),
+        size=form.nbytes,
+        pieces=lambda: [stored(name, value).numpy().data],
+    )
+    return entry, _sha256(form)
+
+
 def save(moments: Moments, path: Path) -> None:
     """Writes `path`, whole or not at all; the same moments give the same bytes."""
     tensors, header = _flat(moments)
     if moments.half is not None:
         of_half, header["half"] = _flat(moments.half, HALF)
         tensors |= {GROUP_IDS: moments.group_ids, **of_half}
+    entries = {name: _entry(name, tensor) for name, tensor in tensors.items()}
     header |= {
         "kind": KIND,
         "version": VERSION,
         "lineage": dict(moments.lineage),
-        "sha256": {name: _sha256(tensor) for name, tensor in tensors.items()},
+        "sha256": {name: digest for name, (_, digest) in entries.items()},
     }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={HEADER: _signed(header)})
+    write(path, {name: entry for name, (entry, _) in entries.items()}, {HEADER: _signed(header)})
 
 
 class _Channels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="mlp"):
@@ -140,15 +154,18 @@ def _opened(path: Path) -> Any:
 def _read_header(path: Path, remedy: str = _REMEDY) -> _Header:
     with _opened(path) as file:
         text = (file.metadata() or {}).get(HEADER, "{}")
-    header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=remedy)
+    header = record_from_text(
+        text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, oldest=OLDEST, remedy=remedy
+    )
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
         raise BadInput(f"{path}: its header does not match its checksum; the file is damaged: {_REMEDY}")
     return record_from_value(header, _Header, where=f"{path}: its header", remedy=_REMEDY)
 
 
-def _read_tensor(path: Path, file: Any, name: str, expected: str) -> Tensor:
+def _read_tensor(path: Path, file: Any, stored_as: str, expected: str) -> Tensor:
+    name = stored_as.removesuffix(UPPER)
     try:
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(stored_as)
     except SafetensorError as error:
         raise BadInput(f"{path}: {name[:100]} is not in it ({error!s:.100}); the file is damaged: {_REMEDY}") from None
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -182,7 +199,8 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
                 for name, expected in self._digests.items()
                 if name.rpartition("/")[0] == self._prefix + site
             }
-        return _moments_from_tensors(entry, tensors, f"{self._path}: {site}")
+        where = f"{self._path}: {site}"
+        return _moments_from_tensors(entry, unpacked(tensors, where, _REMEDY), where)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own.order)
@@ -226,18 +244,6 @@ def load(path: Path, *, remedy: str = _REMEDY) -> Moments:
     return replace(moments, group_ids=groups, half=_moments(path, header, header.half, prefix=HALF))
 
 
-_COPIED = 2**22  # bytes at once
-_LENGTH = struct.Struct("<Q")  # of the header of a safetensors file, which its tensors follow
-
-
-def _layout(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file that has been opened before, and where its tensors begin."""
-    with path.open("rb") as file:
-        (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        layout: dict[str, Any] = json.loads(file.read(size))
-    return layout, _LENGTH.size + size
-
-
 def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
     """The header of all parts' sites, in the order of the parts."""
     first, *others = [_read_header(path) for path in parts]
@@ -263,31 +269,7 @@ def join(parts: Sequence[Path], path: Path) -> None:
     no tensor is held. Raises BadInput for a part that is damaged, or of other images.
     """
     header = _joined_header(parts)
-    layout: dict[str, Any] = {"__metadata__": {HEADER: _signed(header)}}
-    copies, end = list[tuple[Path, int, int]](), 0
+    entries = dict[str, Entry]()
     for part in parts:
-        entries, start = _layout(part)
-        for name, entry in entries.items():
-            if name == "__metadata__" or name in layout:
-                continue
-            first, last = entry["data_offsets"]
-            layout[name] = {**entry, "data_offsets": [end, end + last - first]}
-            copies.append((part, start + first, last - first))
-            end += last - first
-    text = json.dumps(layout).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary, temporary.open("wb") as written:
-        written.write(_LENGTH.pack(len(text)) + text)
-        for part, start, size in copies:
-            with part.open("rb") as read:
-                read.seek(start)
-                _copy(read, written, size)
-
-
-def _copy(read: IO[bytes], written: IO[bytes], size: int) -> None:
-    while size:
-        piece = read.read(min(size, _COPIED))
-        if not piece:
-            raise BadInput(f"{read.name}: cut off; {_REMEDY}")
-        written.write(piece)
-        size -= len(piece)
+        entries |= {name: entry for name, entry in entries_of_file(part).items() if name not in entries}
+    write(path, entries, {HEADER: _signed(header)})

@@ -14,7 +14,7 @@ from .causal import add_system_, add_target_, gram_of_planes, inputs_apart, sums
 from .keys import centred_keys, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
 from .patch_sums import PatchSums
-from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, mirror_, upper_triangle
+from .products import Kernel, add_active_, add_gram_, add_sum_, grams_of_heads, upper_triangle
 from .sites import Role
 from .totals import on_host, totals_of, zeros
 from .weights import Weights, token_count, weighted, weighted_by_root, weights_of
@@ -80,7 +80,6 @@ class ChannelSums:
         self.tokens = tokens
 
     def moments(self) -> ChannelMoments:
-        mirror_(self.totals["gram_FF"])
         return ChannelMoments(tokens=self.tokens, eps=self.eps, **on_host(self.totals))
 
 
@@ -249,7 +248,6 @@ class HeadSums:
         self.images, self.tokens = images, tokens
 
     def moments(self) -> HeadMoments:
-        mirror_(self.totals["zz_CC"])
         kept_HK = None if self.kept_HK is None else self.kept_HK.cpu()
         return HeadMoments(images=self.images, tokens=self.tokens, kept_HK=kept_HK, **on_host(self.totals))
 

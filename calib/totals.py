@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from .moments import SiteMoments
+from .packed import SYMMETRIC
+from .products import mirror_
 
 
 def zeros(*shape: int, device: torch.device) -> Tensor:
@@ -24,5 +26,7 @@ def totals_of(moments: SiteMoments, device: torch.device) -> dict[str, Tensor]:
 
 
 def on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same on the CPU; what is there already is not copied."""
+    """The same on the CPU, symmetric ones mirrored in place; what is there already is not copied."""
+    for name in SYMMETRIC & totals.keys():
+        mirror_(totals[name])
     return {name: total.cpu() for name, total in totals.items()}

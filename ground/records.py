@@ -105,12 +105,12 @@ def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     return value
 
 
-def _refuse_kind(head: Head, *, kind: str, version: int, where: str, remedy: str) -> None:
+def _refuse_kind(head: Head, *, kind: str, version: int, oldest: int, where: str, remedy: str) -> None:
     """A version is a whole number: nothing is guessed from a record without one."""
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
         raise BadInput(f"{where}: expected {article} {kind} record, got {str(head.kind)[:100]!r}")
-    if type(head.version) is int and head.version == version:
+    if type(head.version) is int and oldest <= head.version <= version:
         return
     newer = type(head.version) is int and head.version > version
     written = f"{kind} record of version {str(head.version)[:100]}{', written by a newer corp-deploy' if newer else ''}"
@@ -119,9 +119,17 @@ def _refuse_kind(head: Head, *, kind: str, version: int, where: str, remedy: str
 
 
 def record_from_bytes(
-    data: bytes, record: type[T], *, where: str, kind: str | None = None, version: int = 1, remedy: str = MAKE_AGAIN
+    data: bytes,
+    record: type[T],
+    *,
+    where: str,
+    kind: str | None = None,
+    version: int = 1,
+    oldest: int | None = None,
+    remedy: str = MAKE_AGAIN,
 ) -> T:
-    """The value that a JSON text holds; of any kind and version where none is given.
+    """The value that a JSON text holds; of any kind and version where none is given, of `oldest` and those up to
+    `version` where both are.
 
     Raises BadInput for what is no JSON, too large or too deep, another kind or version, and for the first entry of
     another type, naming `where` and the entry.
@@ -131,16 +139,23 @@ def record_from_bytes(
     _refuse_depth(data, where)
     if kind is not None:
         head = _read(data, Head, where=where, remedy=remedy)
-        _refuse_kind(head, kind=kind, version=version, where=where, remedy=remedy)
+        _refuse_kind(head, kind=kind, version=version, oldest=oldest or version, where=where, remedy=remedy)
     return _read(data, record, where=where, remedy=remedy)
 
 
 def record_from_text(
-    text: str, record: type[T], *, where: str, kind: str | None = None, version: int = 1, remedy: str = MAKE_AGAIN
+    text: str,
+    record: type[T],
+    *,
+    where: str,
+    kind: str | None = None,
+    version: int = 1,
+    oldest: int | None = None,
+    remedy: str = MAKE_AGAIN,
 ) -> T:
     """As record_from_bytes, of a text that a header or an option carries."""
     data = text.encode("utf-8", "backslashreplace")
-    return record_from_bytes(data, record, where=where, kind=kind, version=version, remedy=remedy)
+    return record_from_bytes(data, record, where=where, kind=kind, version=version, oldest=oldest, remedy=remedy)
 
 
 def record_from_file(
@@ -171,7 +186,7 @@ def record_from_value(
     """As record_from_bytes, of JSON values that are read already."""
     if kind is not None:
         head = record_from_value(value, Head, where=where, remedy=remedy)
-        _refuse_kind(head, kind=kind, version=version, where=where, remedy=remedy)
+        _refuse_kind(head, kind=kind, version=version, oldest=version, where=where, remedy=remedy)
     try:
         return msgspec.convert(value, record, dec_hook=_figure)
     except msgspec.ValidationError as error:

@@ -509,7 +509,7 @@ HEADER_CHANGES: dict[str, tuple[object, ...]] = {
     "sites/blocks.0.mlp.fc2/eps": (None, "x"),
     "sites/blocks.0.mlp.fc2/more": (3,),
     "sha256/image_ids": (None, 3, "0" * 64),
-    "sha256/blocks.0.mlp.fc2~1gram_FF": (None, 3, "0" * 64),
+    "sha256/blocks.0.mlp.fc2~1gram_FF:upper": (None, 3, "0" * 64),
     "lineage/model": (3, {}),
 }
 

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from calib import store
 from calib.combination import merge
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
-from calib.store import load, save
+from calib.packed import SYMMETRIC
+from calib.store import join, load, save
+from calib.totals import on_host
 from ground.errors import BadInput
 
 
@@ -20,16 +24,21 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def gram(*shape: int, seed: int) -> Tensor:
+    half = random(*shape, seed=seed)
+    return half + half.mT
+
+
 def mlp(seed: int = 0) -> ChannelMoments:
     return ChannelMoments(
-        tokens=7, eps=0.01, sum_F=random(4, seed=seed), gram_FF=random(4, 4, seed=seed), active_F=torch.ones(4).double()
+        tokens=7, eps=0.01, sum_F=random(4, seed=seed), gram_FF=gram(4, 4, seed=seed), active_F=torch.ones(4).double()
     )
 
 
 def attention(seed: int = 0, *, system: bool = False) -> HeadMoments:
-    squares = {name: random(2, 3, 3, seed=seed) for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD")}
+    squares = {name: gram(2, 3, 3, seed=seed) for name in ("qq_HDD", "kk_HDD", "kk_centred_HDD")}
     rows = {name: random(2, 3, seed=seed) for name in ("q_sum_HD", "k_sum_HD", "energy_HD")}
-    outputs = {"z_sum_C": random(6, seed=seed), "zz_CC": random(6, 6, seed=seed)}
+    outputs = {"z_sum_C": random(6, seed=seed), "zz_CC": gram(6, 6, seed=seed)}
     system_HTT = random(2, 6, 6, seed=seed) if system else None
     return HeadMoments(images=2, tokens=7, system_HTT=system_HTT, **squares, **rows, **outputs)
 
@@ -60,6 +69,105 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
     assert (got.images, got.lineage, got.image_ids.tolist()) == (2, expected.lineage, [1, 2])
 
 
+def test_sums_that_are_symmetric_are_stored_as_triangles(saved: Path) -> None:
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(saved).items()}
+    assert (shapes["blocks.0.mlp/gram_FF:upper"], shapes["blocks.0.attn/kk_HDD:upper"]) == ([10], [2, 6])
+    assert shapes["blocks.0.attn/system_HTT"] == [2, 6, 6]  # of keys and queries
+    assert "blocks.0.mlp/gram_FF" not in shapes
+
+
+@pytest.mark.parametrize("field", sorted(SYMMETRIC))
+def test_collectors_make_those_sums_symmetric_whatever_a_kernel_left(field: str) -> None:
+    total_DD = on_host({field: random(2, 5, 5, seed=0)})[field]
+    assert torch.equal(total_DD, total_DD.mT)
+    assert torch.equal(total_DD.triu(), random(2, 5, 5, seed=0).triu())
+
+
+def last_bit_differs(x_FF: Tensor) -> Tensor:
+    x_FF[3, 1] = x_FF[3, 1].nextafter(torch.tensor(9.0, dtype=torch.float64))
+    return x_FF
+
+
+def signs_of_zero_differ(x_FF: Tensor) -> Tensor:
+    x_FF[3, 1], x_FF[1, 3] = 0.0, -0.0
+    return x_FF
+
+
+@pytest.mark.parametrize("change", [last_bit_differs, signs_of_zero_differ])
+def test_a_sum_that_is_not_symmetric_to_the_bit_stays_whole(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    site = replace(mlp(), gram_FF=change(mlp().gram_FF))
+    save(replace(moments(), sites={"blocks.0.mlp": site}), tmp_path / "m.safetensors")
+    got = load(tmp_path / "m.safetensors").sites["blocks.0.mlp"]
+    assert isinstance(got, ChannelMoments)
+    assert torch.equal(got.gram_FF.view(torch.int64), site.gram_FF.view(torch.int64))
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Tensor]], object], *, version: int = store.VERSION) -> None:
+    """The same file with other tensors, whose digests are right."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["calib"])
+    change(tensors)
+    del header["header_sha256"]
+    header |= {"version": version, "sha256": {name: store._sha256(each) for name, each in tensors.items()}}
+    save_file(tensors, path, metadata={"calib": store._signed(header)})
+
+
+def as_version_1(tensors: dict[str, Tensor]) -> None:
+    """All sums whole."""
+    for name in [name for name in tensors if name.endswith(":upper")]:
+        site, _, field = name.removesuffix(":upper").rpartition("/")
+        del tensors[name]
+        tensors[f"{site}/{field}"] = getattr(moments(system=True).sites[site], field)
+
+
+def test_a_file_of_version_1_is_read_and_written_anew(saved: Path, tmp_path: Path) -> None:
+    former, again = tmp_path / "former.safetensors", tmp_path / "again.safetensors"
+    former.write_bytes(saved.read_bytes())
+    rewritten(former, as_version_1, version=1)
+    assert former.stat().st_size > saved.stat().st_size
+    save(load(former), again)
+    assert again.read_bytes() == saved.read_bytes()
+
+
+def test_parts_of_both_versions_are_joined(tmp_path: Path) -> None:
+    parts = [tmp_path / "attn.safetensors", tmp_path / "mlp.safetensors"]
+    for path, name in zip(parts, ("blocks.0.attn", "blocks.0.mlp"), strict=True):
+        save(replace(moments(system=True), sites={name: moments(system=True).sites[name]}), path)
+    rewritten(parts[0], as_version_1, version=1)
+    join(parts, tmp_path / "joined.safetensors")
+    got, expected = load(tmp_path / "joined.safetensors"), moments(system=True)
+    assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
+
+
+MLP_GRAM = "blocks.0.mlp/gram_FF:upper"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda all: all.update({MLP_GRAM: torch.ones(9).double()}),
+            r"gram_FF: \[9\] entries of a triangle, expected D",
+        ),
+        (lambda all: all.update({MLP_GRAM: torch.ones(0).double()}), r"gram_FF: \[0\] entries of a triangle"),
+        (lambda all: all.update({MLP_GRAM: torch.tensor(3.0)}), r"gram_FF: \[\] entries of a triangle"),
+        (lambda all: all.update({MLP_GRAM: torch.ones(6).double()}), r"gram_FF: got torch.float64 \[3, 3\]"),
+        (lambda all: all.update({MLP_GRAM.removesuffix(":upper"): mlp().gram_FF}), "are not those of ChannelMoments"),
+        (
+            lambda all: all.update({"blocks.0.mlp/sum_F:upper": all.pop("blocks.0.mlp/sum_F")}),
+            "are not those of ChannelMoments",
+        ),
+    ],
+)
+def test_triangles_of_no_matrix_are_refused(
+    saved: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    rewritten(saved, change)
+    with pytest.raises(BadInput, match=message):
+        load(saved).sites["blocks.0.mlp"]
+
+
 def test_same_moments_same_bytes(saved: Path, tmp_path: Path) -> None:
     save(load(saved), tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == saved.read_bytes()
@@ -67,7 +175,7 @@ def test_same_moments_same_bytes(saved: Path, tmp_path: Path) -> None:
 
 def test_sites_are_read_when_asked_for(saved: Path) -> None:
     """Damage in one site's bytes is found when that site is read, and only then."""
-    damaged(saved, "blocks.0.mlp/gram_FF")
+    damaged(saved, "blocks.0.mlp/gram_FF:upper")
     got = load(saved)
     assert isinstance(got.sites["blocks.0.attn"], HeadMoments)
     with pytest.raises(BadInput, match=r"blocks\.0\.mlp/gram_FF does not match its checksum"):
@@ -103,8 +211,8 @@ def rewritten_header(path: Path, old: bytes, new: bytes) -> None:
             "expected a calib.moments record, got '3'",
         ),
         (
-            lambda path: rewritten_header(path, b'\\"version\\": 1', b'\\"version\\": 0'),
-            "record of version 0; this tool reads version 1",
+            lambda path: rewritten_header(path, b'\\"version\\": 2', b'\\"version\\": 0'),
+            "record of version 0; this tool reads version 2",
         ),
         (
             lambda path: rewritten_header(path, b'\\"model\\": \\"m\\"', b'\\"model\\": \\"n\\"'),

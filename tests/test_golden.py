@@ -22,8 +22,8 @@ from tests.golden.versions import change_head, head_of, set_version
 
 GOLDEN = Path(__file__).with_name("golden")
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
-NEWEST = FOLDERS[-1]
 EXPECTED = {folder: json.loads((folder / "expected.json").read_text(encoding="utf-8")) for folder in FOLDERS}
+NEWEST = {name: folder for folder in FOLDERS for name in EXPECTED[folder]}  # a later folder holds what changed since
 KINDS, _ = words()
 KEPT = {kind: each.golden for kind, each in KINDS.items() if each.golden}
 READ = {kind: name for kind, name in KEPT.items() if KINDS[kind].other != "not read"}
@@ -57,8 +57,14 @@ def require_same(got: Any, expected: Any, where: str, tolerance: float = 1e-5) -
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    """A copy of the newest folder, to spoil."""
-    return shutil.copytree(NEWEST, tmp_path / "golden")
+    """A copy of the newest of every file, to spoil."""
+    for folder in FOLDERS:
+        shutil.copytree(folder, tmp_path / "golden", dirs_exist_ok=True)
+    return tmp_path / "golden"
+
+
+def newest(name: str) -> Path:
+    return NEWEST[name] / name
 
 
 def files_of(folder: Path) -> dict[Path, int]:
@@ -83,7 +89,7 @@ def test_a_changed_file_is_noticed(golden: Path) -> None:
     (golden / "models/vit").rename(golden / "models/away")
     (golden / "models/vit-square").rename(golden / "models/vit")
     with pytest.raises(AssertionError):
-        require_same(plain(figures(golden, "models/vit")), EXPECTED[NEWEST]["models/vit"], "vit")
+        require_same(plain(figures(golden, "models/vit")), EXPECTED[NEWEST["models/vit"]]["models/vit"], "vit")
 
 
 REDUCED = {
@@ -96,17 +102,17 @@ REDUCED = {
 @pytest.mark.parametrize("name", REDUCED)
 def test_golden_moments_give_the_golden_model(name: str, tmp_path: Path) -> None:
     model, moments, *options = REDUCED[name]
-    done = invoked("reduce", "--model", NEWEST / "models" / model, "--moments",
-                   NEWEST / "moments" / f"{moments}.safetensors", *options, "--align", "mlp=8,head=8,conv=8",
+    done = invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
+                   newest(f"moments/{moments}.safetensors"), *options, "--align", "mlp=8,head=8,conv=8",
                    "-o", tmp_path / "again")  # fmt: skip
     assert done.exit_code == 0, done.output
     # Another processor may solve to other last digits, which a model takes through float32.
-    expected = EXPECTED[NEWEST][f"models/{name}"]["outputs"]
+    expected = EXPECTED[NEWEST[f"models/{name}"]][f"models/{name}"]["outputs"]
     require_same(plain(answers_of(load_checkpoint(tmp_path / "again").model)), expected, name, tolerance=1e-3)
 
 
 OTHERS = {
-    "held out": ("vit", "vit", "--held-out", NEWEST / "moments/vit.held-out.safetensors", "--mlp", "0.5"),
+    "held out": ("vit", "vit", "--held-out", newest("moments/vit.held-out.safetensors"), "--mlp", "0.5"),
     "two halves": ("vit-small", "vit-small-grouped", "--mlp", "0.5"),
     "attention system": ("vit-small", "vit-small-system", "--preset", "corp", "--attn", "0.5"),
 }
@@ -115,11 +121,11 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_golden_moments_of_other_kinds_reduce(name: str, tmp_path: Path) -> None:
     model, moments, *options = OTHERS[name]
-    done = invoked("reduce", "--model", NEWEST / "models" / model, "--moments",
-                   NEWEST / "moments" / f"{moments}.safetensors", *options, "--align", "mlp=8,head=8",
+    done = invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
+                   newest(f"moments/{moments}.safetensors"), *options, "--align", "mlp=8,head=8",
                    "-o", tmp_path / "reduced", "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
-    dense, reduced = (load_checkpoint(each).model for each in (NEWEST / "models" / model, tmp_path / "reduced"))
+    dense, reduced = (load_checkpoint(each).model for each in (newest(f"models/{model}"), tmp_path / "reduced"))
     assert sum(p.numel() for p in reduced.parameters()) < sum(p.numel() for p in dense.parameters())
 
 
@@ -266,7 +272,8 @@ PLACES = {
 def test_a_command_refuses_a_newer_file_and_writes_nothing(
     kind: str, words: Sequence[str], golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_version(golden / REFUSED[kind], kind, head_of(golden / REFUSED[kind], kind)[1] + 1)
+    _, version = head_of(golden / REFUSED[kind], kind)
+    set_version(golden / REFUSED[kind], kind, version + 1)
     if kind in PLACES:
         (golden / REFUSED[kind]).rename(golden / PLACES[kind])
         np.save(golden / "images.npy", tiny.images(24, size=16))
@@ -275,7 +282,7 @@ def test_a_command_refuses_a_newer_file_and_writes_nothing(
     done = invoked(*words)
     assert done.exit_code == 2, done.output
     said = " ".join(done.stderr.split())
-    assert "written by a newer corp-deploy; this tool reads version 1: install that one, or" in said
+    assert f"written by a newer corp-deploy; this tool reads version {version}: install that one, or" in said
     assert files_of(golden) == before
 
 

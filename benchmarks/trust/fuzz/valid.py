@@ -172,5 +172,8 @@ def valid_records(at: Path) -> dict[str, Record]:
         "expected": ("expected.json", expected, read_expected),
         "stamp": ("s.json", stamp, lambda path: record_from_file(path, Stamp)),
         "digests": ("d.json", digests, lambda path: record_from_file(path, KnownDigests)),
-        "moments": ("m.json", header, lambda path: record_from_file(path, store._Header, kind=store.KIND)),
+        "moments": (
+            "m.json", header,
+            lambda path: record_from_file(path, store._Header, kind=store.KIND, version=store.VERSION),
+        ),
     }  # fmt: skip

@@ -1,0 +1,66 @@
+"""A safetensors file written tensor by tensor: each is made, or read, when its turn comes, and let go."""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ground.errors import BadInput
+from ground.files import replacing
+
+_COPIED = 2**22  # bytes at once
+_LENGTH = struct.Struct("<Q")  # of the header of a safetensors file, which its tensors follow
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor as it is to stand in a file; `pieces` gives its `size` bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    pieces: Callable[[], Iterable[bytes | memoryview]]
+
+
+def _pieces_of_file(path: Path, start: int, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while size:
+            piece = file.read(min(size, _COPIED))
+            if not piece:
+                raise BadInput(f"{path}: cut off; run calibrate again")
+            yield piece
+            size -= len(piece)
+
+
+def entries_of_file(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file that has been opened before, to be copied from it."""
+    with path.open("rb") as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        layout: dict[str, Any] = json.loads(file.read(length))
+    layout.pop(_METADATA, None)
+    entries = dict[str, Entry]()
+    for name, told in layout.items():
+        first, last = told["data_offsets"]
+        pieces = partial(_pieces_of_file, path, _LENGTH.size + length + first, last - first)
+        entries[name] = Entry(dtype=told["dtype"], shape=tuple(told["shape"]), size=last - first, pieces=pieces)
+    return entries
+
+
+def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+    """Writes `path`, whole or not at all."""
+    layout: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for name, entry in entries.items():
+        layout[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end := end + entry.size]}
+    text = json.dumps(layout).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as written:
+        written.write(_LENGTH.pack(len(text)) + text)
+        for entry in entries.values():
+            for piece in entry.pieces():
+                written.write(piece)
