@@ -8,6 +8,7 @@ from torch import nn
 
 from calib.images import Images
 from calib.moments import HeadMoments, Moments, on_device
+from corp_deploy.algebra import obs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -107,3 +108,17 @@ def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
     here = reduce_by_closed_loop(tiny.checkpoint().model, images, method("best"))
     there = reduce_by_closed_loop(tiny.checkpoint().model.cuda(), images, method("best"))
     assert relative_error(there.model, here.model) < 1e-2
+
+
+@needs_gpu
+def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_NF = torch.randn(400, 200, generator=generator, dtype=torch.float64)
+    covariance_FF, weight_OF = x_NF.T @ x_NF, torch.randn(50, 200, generator=generator, dtype=torch.float64)
+    captured = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
+    assert obs.removals.graphs
+    obs.removals.forget()
+    monkeypatch.setattr(obs, "removals", lambda inverse_MM, norms_MM, gone_M, count: obs.removals_of_block(inverse_MM, norms_MM, gone_M, count))
+    plain = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
+    assert captured.order_F.equal(plain.order_F)
+    assert captured.error_F.equal(plain.error_F)

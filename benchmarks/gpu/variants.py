@@ -153,8 +153,7 @@ def convolutional(variant: Variant, setting: Setting) -> Race:
     names = SMALL_CONVNETS if setting.small else CONVNETS
     torch.manual_seed(0)
     dense = dense_from_architecture(Architecture(name=names[variant.model])).requires_grad_(False).to(setting.device)
-    with torch.device(setting.device):
-        narrower, sparsity = models.at_macs_share(dense, 0.9 if setting.small else 0.5, ALIGN_CONV)
+    narrower, sparsity = models.at_macs_share(dense, 0.9 if setting.small else 0.5, ALIGN_CONV)
     modules = {DENSE: dense, "reduced": narrower}
     counts = {name: macs(module) for name, module in modules.items()}
     for module in modules.values():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .captured import Captured
+
 _DEAD_VARIANCE_REL = 1e-12  # of the mean variance: below it a channel is a constant, and the bias takes it
 _RIDGE_FLOOR_REL = 1e-10  # below it a singular covariance has no trustworthy Cholesky factor in float64
 _BLOCK = 64
@@ -81,7 +83,7 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
         assert ridge < scale, (ridge, scale)
 
 
-def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Remove `count` channels in turn: which, and what each costs; both matrices and the mask are brought up to date in
     place. Picks stay where the matrices are: a GPU is never waited for inside a block.
     """
@@ -116,6 +118,9 @@ def _remove_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: i
     return picks_B, costs_B
 
 
+removals = Captured(removals_of_block)
+
+
 def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
@@ -132,7 +137,7 @@ def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) ->
         gone_M = torch.zeros(here_M.numel(), dtype=torch.bool, device=here_M.device)
         left = here_M.numel()
         while left > until:
-            removed_B, spent_B = _remove_block(inverse_MM, norms_MM, gone_M, min(block, left - until))
+            removed_B, spent_B = removals(inverse_MM, norms_MM, gone_M, count=min(block, left - until))
             order.append(here_M[removed_B])
             costs.append(spent_B)
             left -= removed_B.numel()

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from corp_deploy.algebra.obs import removals
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_WORKERS = 8  # each holds a handful of its site's matrices
@@ -34,7 +36,10 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], device: torch.de
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS, len(items)) if device.type == "cpu" else 1
     if workers <= 1:
-        yield from map(work, items)
+        try:
+            yield from map(work, items)
+        finally:
+            removals.forget()
         return
     no_grad, inference = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
