@@ -118,7 +118,11 @@ def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytes
     captured = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
     assert obs.removals.graphs
     obs.removals.forget()
-    monkeypatch.setattr(obs, "removals", lambda inverse_MM, norms_MM, gone_M, count: obs.removals_of_block(inverse_MM, norms_MM, gone_M, count))
+    monkeypatch.setattr(
+        obs,
+        "removals",
+        lambda inverse_MM, norms_MM, gone_M, count: obs.removals_of_block(inverse_MM, norms_MM, gone_M, count),
+    )
     plain = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
     assert captured.order_F.equal(plain.order_F)
     assert captured.error_F.equal(plain.error_F)
