@@ -30,6 +30,8 @@ from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
 # The paper's times for 4,000 images (CORP, calibration and recovery) on an RTX 3090: other hardware, other code.
 PAPER_SECONDS_RTX3090 = {"DeiT-B": 570, "DeiT-L": 1845, "DeiT-H": 4920}
 PARTS = 8
+# What the sums' products run in, by the forward pass's precision: see calib/products.py.
+OF_SUMS: dict[Precision, Precision] = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16"}
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def calibrated(name: str, precision: Precision, setting: Setting) -> Row:
     to_host_s = clock_s(device) - begun_s
     forward, sums = (flops * size["images"] for flops in work_flops(model, device))
     peaks = {each: product_tflops(each, size["product"], device) for each in (precision, "float32")}
-    ideal_s = (forward / peaks[precision] + sums / peaks["float32"]) / 1e12
+    ideal_s = (forward / peaks[precision] + sums / peaks[OF_SUMS[precision]]) / 1e12
     return {
         "row": "calibration",
         "model": name,

@@ -29,20 +29,20 @@ LOADS = {
     "DeiT-B": Load(
         bare_every=1,
         cpu_blocks=3,
-        seconds={"float32": 9.0, "bfloat16": 5.0, "tf32": 5.0},
+        seconds={"float32": 14.0, "bfloat16": 8.0, "tf32": 8.0},
         reduction_s={"cuda": 10.0, "cpu": 7.0},
     ),
     "DeiT-L": Load(
         bare_every=2,
         cpu_blocks=2,
-        seconds={"float32": 24.0, "bfloat16": 10.0, "tf32": 12.0},
+        seconds={"float32": 36.0, "bfloat16": 14.0, "tf32": 18.0},
         reduction_s={"cuda": 22.0, "cpu": 10.0},
     ),
     "DeiT-H": Load(
         bare_every=4,
         cpu_blocks=2,
-        seconds={"float32": 65.0, "bfloat16": 32.0, "tf32": 35.0},
-        reduction_s={"cuda": 45.0, "cpu": 18.0},
+        seconds={"float32": 65.0, "bfloat16": 28.0, "tf32": 35.0},
+        reduction_s={"cuda": 55.0, "cpu": 18.0},
     ),
 }
 
