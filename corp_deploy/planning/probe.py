@@ -9,11 +9,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from calib.hooks import evaluating
 from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, map_tensors, run_model, tensors_by_name
+from calib.inputs import Inputs, as_tuple, map_tensors, run_model
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -30,6 +29,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import device
 
 from .program_effects import effects_of_changes
+from .program_trials import Change, effects_of_new_tensors
 
 Trial = tuple[str, Width]
 
@@ -131,17 +131,16 @@ class Probe:
 
     def _exact_effects(self, new: Mapping[Trial, Reduced]) -> dict[Trial, float]:
         """By the dense program with the weights that change, where no group goes by itself alone."""
-        running, inputs = tracing(self.model).running, tuple(tensors_by_name(self.inputs).values())
-        effects = dict[Trial, float]()
+        running, changes, effects = tracing(self.model).running, dict[Trial, Change](), dict[Trial, float]()
         for trial, each in new.items():
             if isinstance(each, TracedReduced) and not each.selected:
                 tensors = tensors_of({trial[0]: each})
-                changed = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
-                with torch.inference_mode(), evaluating(self.model):
-                    effects[trial] = _change(as_tuple(functional_call(running.graph, changed, inputs)), self.outputs)
+                changes[trial] = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
-        return effects
+        with torch.inference_mode(), evaluating(self.model):
+            moved = effects_of_new_tensors(running, self.inputs, list(changes.values()), self.outputs)
+        return effects | dict(zip(changes, moved, strict=True))
 
     def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, Reduced]:
         method = replace(self._ragged, mlp_swaps=False)
