@@ -531,6 +531,7 @@ def _called(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> N
     raise AssertionError(name, options)
 
 
+@pytest.mark.slow("models")
 def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path) -> None:
     """Each bad call raises, and says parameters."""
     for name, arguments, options in _bad_calls(home, tmp_path):
