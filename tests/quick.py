@@ -2,7 +2,7 @@
 
 A test that has a reason of REASONS may take its time and says so, `@pytest.mark.slow("graph")`; any other takes at most
 LIMIT_S, or the quick run fails with its name. Seconds are of the processor, of this process and its children. A shared
-processor's are up to twice as long as an idle one's, so the limit is three times what a quick test should take.
+processor's are up to twice as long as an idle one's, so the limit is twice what a quick test should take.
 """
 
 import os
@@ -23,7 +23,7 @@ REASONS = {
     "models": "reduces or runs many models, or one of its real size",
 }
 QUICK = "not slow"
-LIMIT_S = 9.0
+LIMIT_S = 6.0
 _START = pytest.StashKey[float]()
 
 

@@ -216,10 +216,10 @@ def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_noth
         smallest("error 1e-9")
 
 
-def test_the_interval_is_that_of_the_images(home: Home, scan: dict[float, nn.Module]) -> None:
+def test_the_interval_is_that_of_the_images(home: Home, planner: BudgetPlanner) -> None:
     """Beside the delta method on the ratio of sums, by hand."""
     _, judging = Judges().apart(home.images, home.moments)
-    model = scan[0.8]
+    model = reduced(home, planner.widths_at(0.8)).model
     judged = Judge(home.dense.model, judging, "error").of(model)
     others = home.images.subset(range(FITTED, FITTED + JUDGING))
     dense, outputs = logits(home.dense.model, others), logits(model, others)

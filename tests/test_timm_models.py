@@ -76,6 +76,8 @@ MIXING: dict[str, dict[str, int]] = {
     "hiera": {"free": 2, "none": 3}, "hiera_abswin": {"free": 1, "none": 3},
 }  # fmt: skip
 """How many attentions' queries may be mixed so, freely where it doesn't stand here."""
+TIED = ("hiera", "maxvit_tf", "coatnext", "tiny_vit")
+"""Of whose random weights the loop gains little: on which side of a tie the choice of a ridge falls is rounding."""
 OTHER_SIZE = ("hiera", "maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2")
 
 
@@ -98,8 +100,8 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     loaded = loaded_from(theirs, form, tmp_path, **changes)
     model, images = loaded.model, pixels(loaded.model, 3)
     assert not loaded.notes or form not in EVAS
-    assert error(model, theirs, images) < 1e-6
-    assert error(traced_model.exportable(model), theirs, images) < 1e-5
+    assert error(model, theirs, images) <= (0.0 if form in VITS else 1e-6)
+    assert error(traced_model.exportable(model), theirs, images) < (1e-5 if form in VITS else 1e-6)
     steps = list(traced_model.steps(model))
     assert steps or form in HIERARCHIES
     if steps:
@@ -159,15 +161,19 @@ def test_half_of_it_is_no_worse_than_its_repairs_promise(form: str, tmp_path: Pa
     done = {preset: reduced(form, preset) for preset in ("best", "corp", "none")}
     errors = {preset: {(each.site, each.part): each.error for each in of.sites} for preset, of in done.items()}
     for (site, part), of_best in errors["best"].items():
-        if not site.startswith("blocks."):
-            continue  # of one token, of which there are fewer than channels
-        bounds = [errors["none"][site, part], *([errors["corp"][site, part]] if part == "mlp" else [])]
+        of_one_token = not site.startswith("blocks.")  # of which there are fewer than channels
+        if of_one_token and form not in EVAS:
+            continue
+        bounds = [errors["none"][site, part]]
+        bounds += [errors["corp"][site, part]] if part == "mlp" and not of_one_token else []
         assert all(of_best <= bound * (1.0 + 1e-9) for bound in bounds), (site, part)
     lost = {preset: error(of.model, dense.model, images) for preset, of in done.items()}
     looped = reduce_by_closed_loop(dense.model, shown(form), method()).model
     assert lost["best"] < min(1.1 * lost["corp"], lost["none"]) or form in EVAS, lost
     assert lost["corp"] < lost["none"] or form in VITS or form in EVAS, lost
-    assert error(looped, dense.model, images) < (1.1 if form in BIASED or form in HIERARCHIES else 2.0) * lost["best"]
+    assert lost["best"] < lost["corp"] or not (form in BIASED or form in TIED), lost
+    of_loop = 1.02 if form in TIED else 1.1 if form in BIASED or form in HIERARCHIES else 2.0
+    assert error(looped, dense.model, images) < of_loop * lost["best"]
     assert macs(looped) < (0.85 if form in BIASED else 1.0) * macs(dense.model)
     assert not any("mlp_0" in name or "cpb_mlp" in name or "rel_pos.mlp" in name for name in looped.state_dict())
     for model in (done["best"].model, looped):
@@ -283,6 +289,11 @@ PLANTED = {
     "gate behind a norm": 192, "attention pool": 384, "turned, attention pool": 384,
 }  # fmt: skip
 """By how many images: a stem of convolutions leaves few tokens of such small ones, a pool of attention one."""
+LEFT = {
+    **dict.fromkeys(EVAS, 0.75), **dict.fromkeys(BIASED, 0.85), "turned, norms inside": 0.95,
+    "turned, attention pool": 1.0,
+}  # fmt: skip
+"""Of the MACs at most."""
 
 
 @pytest.mark.slow("models")
@@ -293,12 +304,15 @@ def test_planted_redundancy_goes_at_no_loss(form: str) -> None:
     # EfficientFormer's values are four times as wide as its queries.
     asked = method(geometry="padded" if form.startswith("efficientformer") else "square")
     images, others = opened(dense.model, PLANTED[form]), pixels(dense.model, 8, seed=5)
-    taken = calibrate(dense, images, batch_size=8)
+    taken, wanted = calibrate(dense, images, batch_size=8), uniform_widths(dense.model, asked)
     for done in (reduce(dense.model, taken, asked), reduce_by_closed_loop(dense.model, images, asked)):
-        assert macs(done.model) < macs(dense.model)
+        assert macs(done.model) < LEFT.get(form, 1.0) * macs(dense.model)
         assert error(done.model, dense.model, others) < 1e-3
+        widths = {name: site.width for name, site in sites_of(done.model).by_name.items()}
+        for name in wanted if form in HIERARCHIES else ():
+            assert widths[name] < sites_of(dense.model).by_name[name].width or widths[name] == 8, name
     lost = error(reduce(dense.model, taken, method("none")).model, dense.model, others)
-    assert lost > 1e-2 or form == "turned, norms inside"  # of which only planes go that are 0
+    assert lost > (2e-2 if form in HIERARCHIES else 1e-2) or form == "turned, norms inside"  # only planes go that are 0
 
 
 BUDGETS = (
