@@ -9,6 +9,7 @@ from torch import nn
 from calib.images import Images
 from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import obs
+from corp_deploy.algebra.captured import Captured
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -115,9 +116,10 @@ def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytes
     generator = torch.Generator().manual_seed(0)
     x_NF = torch.randn(400, 200, generator=generator, dtype=torch.float64)
     covariance_FF, weight_OF = x_NF.T @ x_NF, torch.randn(50, 200, generator=generator, dtype=torch.float64)
-    captured = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
-    assert obs.removals.graphs
-    obs.removals.forget()
+    with obs.removals.keeping():
+        captured = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
+        assert obs.removals.graphs
+    assert not obs.removals.graphs
     monkeypatch.setattr(
         obs,
         "removals",
@@ -126,3 +128,14 @@ def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytes
     plain = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
     assert captured.order_F.equal(plain.order_F)
     assert captured.error_F.equal(plain.error_F)
+
+
+def test_what_is_captured_is_kept_until_the_outermost_is_left() -> None:
+    captured: Any = Captured(lambda tensor, count: (tensor[:count] * 2.0,))
+    with captured.keeping():
+        captured.graphs["outer"] = None
+        with captured.keeping():
+            (doubled,) = captured(torch.arange(3.0), count=2)
+        assert doubled.tolist() == [0.0, 2.0]
+        assert captured.graphs
+    assert not captured.graphs

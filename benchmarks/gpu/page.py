@@ -79,7 +79,19 @@ def latency(record: Record, sparsity: float | None = None) -> str:
     if kernels:
         text += "\n\nAttention kernel that ran (widths of q/k and v):\n\n"
         text += table(["model", "batch", "dense", *GEOMETRIES], kernels)
+    memory = [
+        [row["model"], str(row["batch"]), *(_memory(row["memory"].get(name)) for name in ("dense", *GEOMETRIES))]
+        for row in measured
+        if any(row.get("memory", {}).values())
+    ]
+    if memory:
+        text += "\n\nMemory of the weights and, at its most, of what one call takes beside them, MB:\n\n"
+        text += table(["model", "batch", "dense", *GEOMETRIES], memory)
     return text
+
+
+def _memory(found: Row | None) -> str:
+    return "-" if found is None else f"{found['weights_bytes'] / 1e6:.0f} + {found['call_bytes'] / 1e6:.0f}"
 
 
 def _speed(subject: Row | None, refused: str | None) -> str:

@@ -1,10 +1,11 @@
 """Work of thousands of tiny kernels on a GPU, captured once a shape and started as one: the host's launches are what
 such work waits for.
 
-Captured is what changes tensors in place and gives new ones. What was captured holds memory until `forget`.
+Captured is what changes tensors in place and gives new ones. What was captured holds memory while it is `keeping`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Captured:
         default_factory=dict
     )
     pool: Any = None
+    depth: int = 0
 
     def __call__(self, *tensors: Tensor, count: int) -> tuple[Tensor, ...]:
         if not tensors[0].is_cuda:
@@ -58,6 +60,13 @@ class Captured:
             found = self.work(*held, count)
         return graph, held, found
 
-    def forget(self) -> None:
-        """Free what the graphs hold."""
-        self.graphs.clear()
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What is captured inside serves until the outermost of these is left, and is freed then."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.graphs.clear()

@@ -165,6 +165,7 @@ def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: in
         return Elimination(order_F=first, error_F=nothing, ridge=0.0)
     scale = float(covariance_FF.diagonal().mean())
     shifted = shifted_covariance(covariance_FF[alive[:, None], alive], ridge_rel, scale=scale)
-    order, costs = _eliminate(shifted, weight_OF[:, alive], block)
+    with removals.keeping():
+        order, costs = _eliminate(shifted, weight_OF[:, alive], block)
     error_F = torch.cat((nothing, costs))
     return Elimination(order_F=torch.cat((first, alive[order])), error_F=error_F.cumsum(0), ridge=shifted.ridge)

@@ -36,10 +36,8 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], device: torch.de
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS, len(items)) if device.type == "cpu" else 1
     if workers <= 1:
-        try:
+        with removals.keeping():
             yield from map(work, items)
-        finally:
-            removals.forget()
         return
     no_grad, inference = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
