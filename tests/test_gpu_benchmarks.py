@@ -622,7 +622,8 @@ def test_the_headline_has_a_gpus_figures_or_says_that_there_are_none(
     tmp_path: Path, gpu_record: Callable[[str], Row]
 ) -> None:
     for path in measured.RESULTS.glob("*.json"):
-        (tmp_path / path.name).symlink_to(path)
+        if not path.name.startswith("gpu_"):
+            (tmp_path / path.name).symlink_to(path)
     assert headline(tmp_path, "").endswith(UNMEASURED)
     latency, calibration = gpu_record("latency"), gpu_record("calibration")
     latency["rows"] = [latency_row("DeiT-H", 16, padded=[1.72, 1.65, 1.75], square=[1.5, 1.4, 1.6])]
