@@ -64,6 +64,24 @@ def test_a_narrowed_program_has_the_same_cuts() -> None:
     assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]
 
 
+def test_a_program_is_narrowed_on_meta_to_the_sizes_that_it_has_with_numbers() -> None:
+    dense = Patched().eval()
+    one, other = (found_of(each, IMAGES) for each in (dense, Patched().to("meta")))
+    kept = {site.key: range(1, site.size, 2) for site in one.sites if site.part_G is None}
+    numbers, sizes = (dict(narrow(each, kept).module.named_parameters()) for each in (one, other))
+    assert all(each.is_meta for each in sizes.values())
+    assert {name: each.shape for name, each in sizes.items()} == {name: each.shape for name, each in numbers.items()}
+    assert any(each.shape != dense.get_parameter(name).shape for name, each in numbers.items() if "bias" not in name)
+
+
+def test_sizes_are_those_of_what_a_program_gives() -> None:
+    """Equal calls are made once, others not."""
+    graph = found_of(Patched(depth=3), IMAGES).program.graph
+    told = {node.name: node.meta.pop("sizes") for node in graph.graph.nodes if node.op != "output"}
+    size_(graph, [torch.zeros(2, *IMAGES)], any_batch=True)
+    assert {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"} == told
+
+
 @pytest.mark.parametrize(
     ("sizes", "image", "axis"),
     [

@@ -23,13 +23,13 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     axis, the last where several will do. Raises Uneven where it is no tensor.
     """
     total = int(keep.sum())
-    kept_sizes = [int(_any_besides(keep, dim).sum()) for dim in range(keep.dim())]
-    for dim in (None, *(dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1)):
-        counts = torch.unique(keep if dim is None else keep.sum(dim))
-        longest = int(counts[-1])
-        sizes = tuple(longest if each == dim else size for each, size in enumerate(kept_sizes))
-        is_even = dim is None or len(counts[counts > 0]) == 1
-        if is_even and math.prod(sizes) == total > 0:
+    kept_sizes = tuple(int(_any_besides(keep, dim).sum()) for dim in range(keep.dim()))
+    if math.prod(kept_sizes) == total > 0:
+        return kept_sizes
+    for dim in (dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1):
+        counts = torch.unique(keep.sum(dim))
+        sizes = (*kept_sizes[:dim], int(counts[-1]), *kept_sizes[dim + 1 :])
+        if len(counts[counts > 0]) == 1 and math.prod(sizes) == total > 0:
             return sizes
     raise Uneven(f"{total} of {tuple(keep.shape)}")
 
@@ -76,6 +76,8 @@ def selected(tensor: Tensor, keep: Tensor) -> Tensor:
     tensor = tensor.expand(torch.broadcast_shapes(tensor.shape, keep.shape))
     axes = tuple(dim for dim in range(keep.dim()) if keep.shape[dim] > 1)
     front, sizes = tuple(range(len(axes))), remaining(keep)
+    if tensor.is_meta:
+        return tensor.new_empty([sizes[dim] if dim in axes else size for dim, size in enumerate(tensor.shape)])
     rows = tensor.movedim(axes, front).flatten(0, len(axes) - 1)
     chosen = rows.index_select(0, torch.nonzero(keep.reshape(-1))[:, 0].to(tensor.device))
     shaped: Tensor = chosen.unflatten(0, [sizes[dim] for dim in axes])

@@ -74,8 +74,10 @@ class Flow:
             return tuple(self.renewed(each) for each in value)
         if not isinstance(value, LabelTensor) or value.labels is None:
             return value
-        groups = self.groups.of(compact(value.labels))
+        groups = self.groups.of(before := compact(value.labels))
         reason = self.groups.reason_of(groups)
+        if varying(value.labels) and torch.equal(groups, before) and not bool(reason.any()):
+            return value
         labels = tidy(torch.where(reason > 0, FIXED, groups).expand(value.shape))
         why = value.why if labels is not None else self.groups.reasons[int(reason.max())]
         if labels is not None and not varying(labels):

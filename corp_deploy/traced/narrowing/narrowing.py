@@ -160,7 +160,7 @@ class _Narrowing:
         if order is not None and not bool((order.diff() == 1).all()):
             self.nodes[node] = self.selected(node, source, dim, order)
             return
-        own = torch.unique(numbers[node])
+        own = torch.unique(compact(numbers[node]))
         first, last = int(own[0]), int(own[-1])
         if len(own) < last - first + 1 or len(own) == value.shape[dim]:
             raise Uneven("no slice of it")

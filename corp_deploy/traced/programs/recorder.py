@@ -11,7 +11,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .sizes import BatchDependentProgram
+from .sizes import BatchDependentProgram, sizes_key
 
 Stack = tuple[tuple[str, str], ...]
 """Of the modules that a call was made in, outermost first: the path and the class."""
@@ -102,7 +102,7 @@ class Recorder(SchemaCheckMode):
 
     def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
         """What it gives on meta; of the same sizes as the last time, where it was numbers of its own."""
-        key = func, _key(entering)
+        key = func, sizes_key(entering)
         if key not in self._gave:
             with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
                 gives = func(*entering[0], **entering[1])
@@ -161,15 +161,6 @@ def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_mapped(each, what) for each in value])
     return {name: _mapped(each, what) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-def _key(value: Any) -> Any:
-    """Equal for arguments that give the same sizes."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    return tuple(map(_key, value.items())) if isinstance(value, dict) else (type(value), value)
 
 
 def _storage(tensor: Tensor) -> int:

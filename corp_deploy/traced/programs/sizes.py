@@ -68,15 +68,27 @@ def at_batch(inputs: Any, batch: int) -> Any:
     return tree_map_only(Tensor, many, inputs)
 
 
+def sizes_key(value: Any) -> Any:
+    """Equal for arguments by which a call gives the same sizes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(sizes_key, value))
+    return tuple(map(sizes_key, value.items())) if isinstance(value, dict) else (type(value), value)
+
+
 class _OnMeta(fx.Interpreter):
-    """A program of which no number is computed."""
+    """A program of which no number is computed; equal calls, as those of equal blocks, are made once."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().get_attr(target, args, kwargs).to("meta")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         arguments = [tree_map_only(torch.device, lambda _: torch.device("meta"), each) for each in (args, kwargs)]
-        return super().call_function(target, *arguments)
+        key = target, sizes_key(arguments)
+        if key not in self.gave:
+            self.gave[key] = super().call_function(target, *arguments)
+        return self.gave[key]
 
     def run_node(self, n: fx.Node) -> Any:
         self.values[n] = values = super().run_node(n)
@@ -85,6 +97,7 @@ class _OnMeta(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.values: dict[fx.Node, Any] = {}
+        self.gave: dict[Any, Any] = {}
 
 
 def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:

@@ -45,11 +45,17 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
 def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
     """Where a program makes tensors itself, of a batch's size say, it makes them there."""
 
+    moved = list[torch.device]()
+
     def placed(argument: Any) -> Any:
-        return place if isinstance(argument, torch.device) else argument
+        if not isinstance(argument, torch.device):
+            return argument
+        moved.append(argument)
+        return place
 
     _change_arguments_(graph.graph.nodes, placed)
-    graph.recompile()
+    if moved:
+        graph.recompile()
 
 
 def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:
