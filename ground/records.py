@@ -115,7 +115,9 @@ def _refuse_kind(head: Head, *, kind: str, version: int, oldest: int, where: str
     newer = type(head.version) is int and head.version > version
     written = f"{kind} record of version {str(head.version)[:100]}{', written by a newer corp-deploy' if newer else ''}"
     mend = f"install that one, or {remedy}" if newer else remedy
-    raise BadInput(f"{where}: {written}; this tool reads version {version}: {mend}")
+    versions = [str(each) for each in range(oldest, version + 1)]
+    read = " and ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
+    raise BadInput(f"{where}: {written}; this tool reads version{'s' * (oldest < version)} {read}: {mend}")
 
 
 def record_from_bytes(

@@ -212,7 +212,7 @@ def rewritten_header(path: Path, old: bytes, new: bytes) -> None:
         ),
         (
             lambda path: rewritten_header(path, b'\\"version\\": 2', b'\\"version\\": 0'),
-            "record of version 0; this tool reads version 2",
+            "record of version 0; this tool reads versions 1 and 2: run calibrate again",
         ),
         (
             lambda path: rewritten_header(path, b'\\"model\\": \\"m\\"', b'\\"model\\": \\"n\\"'),

@@ -96,6 +96,8 @@ def test_kind_and_version_are_judged_before_anything_else() -> None:
     }.items():
         with pytest.raises(BadInput, match=said):
             record_from_text("{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
+    with pytest.raises(BadInput, match=r"of version 5, .*; this tool reads versions 2, 3 and 4: install that one, or"):
+        record_from_bytes(b'{"kind": "whole", "version": 5}', Whole, where="r.json", kind="whole", version=4, oldest=2)
     text = '{"kind": "whole", "version": 3, "first": {}}'
     assert record_from_text(text, Whole, where="r.json", kind="whole", version=3).first == Part()
     with pytest.raises(BadInput, match="got a list of 1, expected a JSON object"):
