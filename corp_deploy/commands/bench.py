@@ -40,7 +40,7 @@ def bench(
     fed: FedOptions,
     out: Output,
 ) -> None:
-    """Time DENSE against REDUCED, interleaved in one process. An A/A run of DENSE shows the noise.
+    """Time DENSE against REDUCED, interleaved in one process. DENSE against itself (A/A) shows the noise.
 
     Both are .onnx files, .plan engines, model directories, or .pt2 packages of AOTInductor, which are code (they need
     --trust-code, and --images FILE.npy as inputs). DENSE may also be a .toml with [model], as calibrate writes it. Exit

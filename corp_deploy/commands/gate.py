@@ -68,7 +68,7 @@ def gate(
         write_tracking,
         write_trend,
     )
-    from corp_deploy.views.gate import gate_table
+    from corp_deploy.views.gate import gate_shown
     from perf.gate.gate import Gate
     from perf.gate.history import history_rows
     from perf.gate.rule import rule_from_text
@@ -119,7 +119,7 @@ def gate(
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in beside.start(own, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
-    out.result(json.loads(gate_as_json(judged)), gate_table(judged), f"gate {judged.verdict}")
+    out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
     ctx.exit(judged.exit_code)
 
 

@@ -37,6 +37,7 @@ def inspect(model: ModelChoice, macs: float, out: Output) -> None:
         merging_lines,
         output_lines,
         plan_lines,
+        refusal_lines,
         size_line,
         stay_lines,
     )
@@ -46,6 +47,6 @@ def inspect(model: ModelChoice, macs: float, out: Output) -> None:
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)
     plan = first_plan(checkpoint.model, ReduceOptions(macs=macs).method_asked, macs, MOST_CUT)
     record |= {"plan": plan.as_json()}
-    about = (*output_lines(record), *merging_lines(record), *stay_lines(record))
+    about = (*refusal_lines(record), *output_lines(record), *merging_lines(record), *stay_lines(record))
     lines = (*about, size_line(record), preprocessing_line(checkpoint), *plan_lines(plan))
     out.result(record, inspection_table(record), *lines)

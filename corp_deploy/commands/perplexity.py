@@ -51,7 +51,7 @@ def perplexity(
     """
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
-    from corp_deploy.views.perplexity import perplexity_line, perplexity_table
+    from corp_deploy.views.perplexity import perplexity_line, perplexity_table, reason_lines
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
@@ -70,5 +70,5 @@ def perplexity(
     record = proof.as_json()
     if output is not None:
         write_json(output, record)
-    out.result(record, perplexity_table(proof), perplexity_line(proof))
+    out.result(record, perplexity_table(proof), *reason_lines(proof), perplexity_line(proof))
     ctx.exit(EXIT_CODES[proof.verdict] if limits.some else 0)

@@ -150,10 +150,13 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
 def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     from rich.table import Table
 
+    from corp_deploy.views.reasons import reason_cell, reasons_below
+
     table = Table("stage", "", "why")
     for row in planned:
-        table.add_row(row.stage, row.state, row.why)
-    out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *notes)
+        table.add_row(row.stage, row.state, reason_cell(row.why))
+    below = reasons_below((row.stage, row.why) for row in planned)
+    out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *below, *notes)
 
 
 def _dry_run(loaded: Loaded, output: Path, baseline: Baseline, out: Output) -> None:
@@ -205,7 +208,7 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
     from corp_deploy.release.run import release as make_release
-    from corp_deploy.views.gate import gate_table
+    from corp_deploy.views.gate import gate_shown
     from perf.gate.verdicts import load_gate
 
     pace = Pace(out.note)
@@ -235,8 +238,8 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
         return EXIT_MISSING
     signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
-    judged = gate_table(load_gate(output / GATE))
-    out.result(record, _summary(released), judged, f"{output}: gate {released.verdict}{signature}", *closing)
+    judged = gate_shown(load_gate(output / GATE))
+    out.result(record, _summary(released), *judged, f"{output}: gate {released.verdict}{signature}", *closing)
     return released.exit_code
 
 

@@ -207,14 +207,14 @@ def _compared(
 def tell_parity(parity: "Parity", out: Output, *more: str) -> int:
     """Say what came of a proof; the exit code."""
     from corp_deploy.proof.record import EXIT_CODES
-    from corp_deploy.views.parity import located_lines, metric_lines, parity_table
+    from corp_deploy.views.parity import located_lines, metric_lines, parity_table, reason_lines
 
     if parity.fitted is not None and parity.fitted.has_overlap:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":
         out.warn("nothing was judged: give --min-agreement or --max-error, or judge the record with gate --fail-if")
-    lines = [*(source.line for source in parity.sources), *located_lines(parity), *metric_lines(parity), *more]
-    out.result(parity.to_json(), parity_table(parity), *lines, parity.line)
+    lines = [*reason_lines(parity), *(source.line for source in parity.sources), *located_lines(parity)]
+    out.result(parity.to_json(), parity_table(parity), *lines, *metric_lines(parity), *more, parity.line)
     return EXIT_CODES[parity.verdict]
 
 

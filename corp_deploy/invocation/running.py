@@ -68,8 +68,8 @@ class PlanOptions(Record, heading="How long"):
         SECONDS,
         20.0,
         in_recipe="time_limit_s",
-        help="Seconds per batch size, at most, with loading, warm-up and A/A run; a running call is not "
-        "interrupted. A batch size that takes longer is reported as not measured.",
+        help="Seconds per batch size, at most, with loading, warm-up and the dense model's run against itself; a "
+        "running call is not interrupted. A batch size that takes longer is reported as not measured.",
     )
     half_width: float = option(
         SHARE_KEPT,

@@ -51,7 +51,10 @@ class SweepSpeedChoice(Record, heading="Timing and engines"):
     threads: int | None = option(THREADS, help=f"CPU threads for timing. {BENCH.help('threads')}")
     device: Literal["cpu", "cuda"] = option(default="cpu", help="Where trials are timed.")
     time_limit: float = option(
-        SECONDS, 5.0, help="Seconds per trial and batch size, at most, with loading, warm-up and A/A run."
+        SECONDS,
+        5.0,
+        help="Seconds per trial and batch size, at most, with loading, warm-up and the dense model's run against "
+        "itself.",
     )
     half_width: float = option(SHARE_KEPT, 0.02, help="Stop when the interval of a speed-up is this narrow.")
 

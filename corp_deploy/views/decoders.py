@@ -9,7 +9,7 @@ from corp_deploy.proof.decoder_parity import DecoderParity
 from perf.record.decoders import DecoderBench, KvCache
 from perf.stats.summary import Side, SummaryRow, summarise
 
-from .speed import compared, figures, interval, p50, ratios
+from .speed import compared, figures, interval, noise_told, p50, ratios
 
 
 def bytes_in_words(size: float) -> str:
@@ -88,6 +88,7 @@ def prefill_table(record: DecoderBench) -> Table:
     """One row a length of prompts; 95 % intervals in brackets."""
     one, other = (subject.name for subject in record.decode.subjects)
     table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise")
+    table.caption, table.caption_justify = noise_told(one), "left"
     for each in record.prefill:
         row = summarise(each.bench).rows[0]
         table.add_row(f"{each.length} tokens", p50(row.sides[one]), p50(row.sides[other]), *ratios(row))
@@ -98,6 +99,7 @@ def decode_table(record: DecoderBench) -> Table:
     """One row a batch size."""
     one, other = (subject.name for subject in record.decode.subjects)
     table = Table("decoding", "cached", f"{one} tokens/s", f"{other} tokens/s", "speed-up", "A/A noise")
+    table.caption, table.caption_justify = noise_told(one), "left"
     for row in summarise(record.decode).rows:
         rates = [_rate(row.sides[name]) for name in (one, other)]
         table.add_row(f"batch {row.batch}", str(record.cached), *rates, *ratios(row))

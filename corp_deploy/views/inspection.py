@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from .reasons import reason_cell, reasons_below
+
 if TYPE_CHECKING:
     from corp_deploy.planning.reach import FirstPlan
 
 SHOWN = 0.005
 """Of the MACs: what is less is left out of a plan."""
 NAMED = 2
-"""Layers of those that stay for one reason."""
+"""Layers of those that stay, or sites of those that can't be reduced, for one reason."""
 
 
 def _mmacs(macs: int) -> str:
@@ -22,11 +24,20 @@ def inspection_table(record: Mapping[str, Any]) -> Table:
     """One row a site, then what belongs to no site."""
     table = Table("site", "width", "parameters", "MACs", "can't be reduced because")
     for row in record["sites"]:
-        table.add_row(row["site"], row["width"], f"{row['parameters']:,}", _mmacs(row["macs"]), row["reason"])
+        cells = f"{row['parameters']:,}", _mmacs(row["macs"]), reason_cell(row["reason"])
+        table.add_row(row["site"], row["width"], *cells)
     for row in record["fixed"]:
         share = f"no site, {row['macs'] / (record['macs'] or 1):.0%} of the MACs"
         table.add_row(row["name"], "fixed", f"{row['parameters']:,}", _mmacs(row["macs"]), share)
     return table
+
+
+def refusal_lines(record: Mapping[str, Any]) -> list[str]:
+    """Why sites can't be reduced, reason by reason, where a cell doesn't tell."""
+    sites: dict[str, list[str]] = {}
+    for row in record["sites"]:
+        sites.setdefault(row["reason"], []).append(row["site"])
+    return reasons_below((f"can't be reduced: {_some(names)}", reason) for reason, names in sites.items())
 
 
 def merging_lines(record: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ def _agreement(parity: Parity) -> str:
 
 def parity_table(parity: Parity) -> Table:
     """One row a link, then the structural tests that didn't pass."""
-    table = Table("link", "against", "relative error", "max abs", "cosine", _agreement(parity), "verdict", "why")
+    table = Table("link", "against", "relative error", "max abs", "cosine", _agreement(parity), "verdict")
     for link in parity.links:
         errors = link.measures
         table.add_row(
@@ -23,12 +23,19 @@ def parity_table(parity: Parity) -> Table:
             f"{errors.cosine_mean:.6f}",
             "" if errors.agreement is None else f"{errors.agreement:.2%}",
             link.status,
-            link.reason,
         )
     for finding in parity.structure:
         if finding.status != "PASS":
-            table.add_row(finding.test, finding.candidate, "", "", "", "", finding.status, finding.reason)
+            table.add_row(finding.test, finding.candidate, "", "", "", "", finding.status)
     return table
+
+
+def reason_lines(parity: Parity) -> list[str]:
+    """Why each verdict is what it is, but for those that the proof's own line tells."""
+    every = [(link.name, link.reason) for link in parity.links]
+    every += [(f"{each.test} of {each.candidate}", each.reason) for each in parity.structure if each.status != "PASS"]
+    lines = [f"{name}: {reason}" for name, reason in every if reason]
+    return [line for line in lines if line not in parity.reason]
 
 
 def located_lines(parity: Parity) -> list[str]:

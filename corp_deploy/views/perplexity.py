@@ -14,18 +14,22 @@ def _shown(value: Range, form: str) -> str:
 
 def perplexity_table(proof: LanguageProof) -> Table:
     """One row a model, with intervals over sequences."""
-    table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict", "why")
+    table = Table("model", "perplexity", "of the dense one's", "token agreement", "KL, nats a token", "verdict")
     for row in proof.rows:
-        verdict, why = proof.verdicts.get(row.model, ("", ""))
+        verdict, _ = proof.verdicts.get(row.model, ("", ""))
         against = (_shown(row.ratio, ".4f"), _shown(row.agreement, ".2%"), _shown(row.kl, ".3g"))
         table.add_row(
             row.model,
             _shown(row.perplexity, ".4g"),
             *(against if row.model in proof.verdicts else ("", "", "")),
             verdict,
-            why,
         )
     return table
+
+
+def reason_lines(proof: LanguageProof) -> list[str]:
+    """Why each verdict is what it is."""
+    return [f"{model}: {why}" for model, (_, why) in proof.verdicts.items() if why]
 
 
 def perplexity_line(proof: LanguageProof) -> str:

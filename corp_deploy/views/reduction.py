@@ -42,7 +42,6 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 )
 HELD_OUT: tuple[tuple[str, Cell], ...] = (("lost, held out", _held_out),)
 STREAM: tuple[tuple[str, Cell], ...] = (("stream lost", _stream), ("stream lost, held out", _stream_held_out))
-LAST: tuple[tuple[str, Cell], ...] = (("condition", lambda site: f"{site.condition:.1e}"),)
 
 
 def site_table(sites: Sequence[SiteReport]) -> Table:
@@ -51,7 +50,7 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
     """
     judged = HELD_OUT if any(site.held_out for site in sites) else ()
     looped = STREAM if any(site.loop for site in sites) else ()
-    columns = (*COLUMNS, *judged, *looped, *LAST)
+    columns = (*COLUMNS, *judged, *looped)
     table = Table()
     for name, _ in columns:
         table.add_column(name, no_wrap=name == "site")

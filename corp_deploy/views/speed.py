@@ -26,6 +26,11 @@ def p50(side: Side) -> str:
     return interval(side.p50_ms) if side.status == "ok" else side.status
 
 
+def noise_told(one: str) -> str:
+    """What stands below a table with the column."""
+    return f"95 % intervals in brackets; A/A noise: {one} against itself, 1 on a quiet machine"
+
+
 def speed_table(bench: Bench) -> Table:
     """One row a batch size; 95 % intervals in brackets."""
     summary = summarise(bench)
@@ -40,6 +45,8 @@ def speed_table(bench: Bench) -> Table:
         f"{other} img/s",
         "speed-up",
         "A/A noise",
+        caption=noise_told(one),
+        caption_justify="left",
     )
     for row in summary.rows:
         sides = row.sides[one], row.sides[other]

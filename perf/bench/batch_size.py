@@ -121,7 +121,7 @@ class BatchSize:
         if not self.plan.noise_rounds or reference not in bounds:
             return (), ()
         if not allocation.noise_rounds:
-            return (), ("no time for the A/A run; a longer --time-limit has it",)
+            return (), (f"no time for the A/A run ({reference} against itself); a longer --time-limit has it",)
         again, kept_s = self.subjects[2], allocation.audit_s + least_s([ready[name].call_s for name in bounds])
         other = again.first_call(self.feeds, self.batch, self.plan, self.limit)
         if other.bound is not None:

@@ -1,6 +1,7 @@
 """The tables of a report."""
 
 from collections.abc import Callable, Iterable, Mapping
+from textwrap import shorten
 
 from perf.stats.repeats import MOST_GAIN
 from perf.stats.summary import Side, SummaryRow
@@ -12,6 +13,9 @@ from .images_plot import images_table
 from .numbers import NOTHING, count, error, middle, percent, points, ratio, signed_percent, size, tail
 from .parity_tables import PARITY_TABLES
 from .table import PAIR, Table
+
+MOST_WHY = 100
+"""Characters that a line of the gate's table holds behind a rule and its verdict, in a window of 1,280 pixels."""
 
 
 def tables(content: Content) -> dict[str, Table]:
@@ -145,9 +149,16 @@ def _both(sides: tuple[Side, ...], show: Callable[[Side], str]) -> str:
 
 
 def gate(content: Content) -> Table:
-    """The gate's rules as judged."""
-    rows = tuple((line.rule, line.verdict, line.message) for line in content.gate)
-    return Table(key="gate", title="Gate", columns=("Rule", "Verdict", "Why"), rows=rows)
+    """The gate's rules as judged, a line each."""
+    return Table(
+        key="gate",
+        title="Gate",
+        columns=("Rule", "Verdict", "Why"),
+        rows=tuple(
+            (line.rule, line.verdict, shorten(line.message, MOST_WHY, placeholder=" …")) for line in content.gate
+        ),
+        note="Reasons that are cut off stand in full beside the gate's verdict.",
+    )
 
 
 def ways(content: Content) -> Table:
