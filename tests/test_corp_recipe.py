@@ -395,6 +395,16 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     assert labelled.held_out.images == tmp_path.resolve() / "images" / "held-out"
 
 
+def test_a_starter_holds_half_of_a_small_folder_out(tmp_path: Path) -> None:
+    path, images = tmp_path / "deit.toml", tmp_path / "images"
+    images.mkdir()
+    for count, held_out in ((1, 1), (48, 24), (300, 128)):
+        for place in range(count):
+            (images / f"{place}.jpg").touch()
+        path.write_text(starter("deit_tiny_patch16_224", path, images=images, held_out=None, labels=None))
+        assert load_recipe(path).calibration.hold_out == held_out
+
+
 def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
     path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))

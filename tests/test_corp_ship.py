@@ -237,6 +237,20 @@ def with_other_key(path: Path) -> None:
     path.write_text('[model]\nmodel = "x"\nweight = "w.pth"\n')
 
 
+def test_a_missing_file_of_calibrates_is_no_recipe(tmp_path: Path) -> None:
+    done = run("inspect", "--model", tmp_path / "moments.model.toml")
+    assert done.exit_code == 2
+    assert "no such file; calibrate writes it beside its moments" in " ".join(done.stderr.split())
+
+
+def test_a_model_that_is_typed_alone_is_told_its_option() -> None:
+    for words in (("inspect", "vit_tiny_patch16_224"), ("calibrate", "vit_tiny_patch16_224", "--samples", "2")):
+        done = run(*words)
+        assert done.exit_code == 2
+        assert "Missing option '--model'; did you mean --model vit_tiny_patch16_224?" in " ".join(done.stderr.split())
+    assert "did you mean" not in run("inspect").stderr
+
+
 @pytest.mark.parametrize(
     ("change", "words", "said"),
     [

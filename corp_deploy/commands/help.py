@@ -59,6 +59,17 @@ class Command(Above):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), HELP_ALL]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """What is named as an argument, as other commands take it, is looked for where an option is missing."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as missing:
+            left = self.make_parser(ctx).parse_args(typed)[1]
+            if not left or missing.param is None or missing.param.opts != ["--model"]:
+                raise
+            raise click.UsageError(f"Missing option '--model'; did you mean --model {left[0]}?", ctx) from None
+
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The first paragraph and the example, where not all is asked for."""
         if __name__ in ctx.meta:

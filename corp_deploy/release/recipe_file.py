@@ -56,6 +56,9 @@ def _text(path: Path) -> str:
         if size <= MOST_BYTES:
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if path.name.endswith(".model.toml"):
+            when = "calibrate writes it beside its moments, of a model that is named with weights or other options"
+            raise BadInput(f"{path}: no such file; {when}") from None
         raise BadInput(f"{path}: no such recipe; write one with: corp-deploy release {path} --init MODEL") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: can't be read ({error})") from None

@@ -69,6 +69,11 @@ def require_named(options: Mapping[str, Path | None]) -> None:
             )
 
 
+def _held_out_of(images: Path) -> int:
+    """Half of a folder at most; how many images other files hold is told when they are read."""
+    return min(HOLD_OUT, max(len(files_of(images)) // 2, 1)) if images.is_dir() else HOLD_OUT
+
+
 def starter(
     model: str,
     path: Path,
@@ -107,7 +112,7 @@ def starter(
         linear=linear,
         weights=None if weights is None else placed(weights),
         images=placed(images or path.parent / "images" / "calibration"),
-        hold_out=HOLD_OUT if images is not None and held_out is None else None,
+        hold_out=_held_out_of(images) if images is not None and held_out is None else None,
         held_out=placed(held_out or path.parent / "images" / "held-out"),
         labels=None if labels is None else placed(labels),
         served=re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-") or "model",

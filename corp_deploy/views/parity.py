@@ -13,6 +13,8 @@ def _agreement(parity: Parity) -> str:
 def parity_table(parity: Parity) -> Table:
     """One row a link, then the structural tests that didn't pass."""
     table = Table("link", "against", "relative error", "max abs", "cosine", _agreement(parity), "verdict")
+    for column in table.columns[:2]:
+        column.overflow = "fold"  # names are whole
     for link in parity.links:
         errors = link.measures
         table.add_row(
