@@ -183,8 +183,8 @@ def test_the_pace_of_stages(tmp_path: Path) -> None:
     pace(stages["moments"], "half of it")
     pace(stages["reduce"], "changed")
     assert said == [
-        "[1 of 3, 0:00 so far] dense: not done yet",
-        "[2 of 3, 0:01 so far] moments: not done yet",
+        "[1 of 3, 0:00 so far] dense",
+        "[2 of 3, 0:01 so far] moments",
         "moments: half of it",
         f"[3 of 3, 0:31 so far, about 0:{31 * 25 // 21} left by estimate] reduce: changed",
     ]

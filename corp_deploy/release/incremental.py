@@ -26,6 +26,7 @@ from .stamp import Stamp, read_stamp, stamp_path, write_stamp
 
 STATE = ".stages"
 DIGESTS = "digests.json"
+NOT_DONE = "not done yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
 def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], root: Path, digests: Digests) -> str:
     """Why a stage is not done, or nothing when it is."""
     if stamp is None:
-        return "not done yet"
+        return NOT_DONE
     changed = sorted(key for key in {*stamp.inputs, *inputs} if stamp.inputs.get(key) != inputs.get(key))
     if changed:
         return f"changed: {', '.join(changed[:4])}" + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
@@ -148,7 +149,7 @@ def _status(
     stamp = read_stamp(root / STATE, stage.name)
     if after and stamp is not None:
         return StageStatus(stage=stage.name, state="follows", why=f"if {', '.join(after)} comes out different")
-    why = "not done yet" if after else reason_to_run(stage, stamp, inputs_of(stage, root, digests), root, digests)
+    why = NOT_DONE if after else reason_to_run(stage, stamp, inputs_of(stage, root, digests), root, digests)
     if not why:
         return StageStatus(stage=stage.name, state="cached", why="nothing changed")
     missing = stage.missing()

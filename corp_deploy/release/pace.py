@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from .incremental import Stage, StageStatus
+from .incremental import NOT_DONE, Stage, StageStatus
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
 """About how the time of a release is shared out among its stages, by the first word of their names; others take 1."""
@@ -34,10 +34,10 @@ class Pace:
         self._began = self._clock()
 
     def __call__(self, stage: Stage, why: str) -> None:
-        """A stage and why it is done; told of again, what goes otherwise than asked in it."""
+        """A stage and why it is done, if not for the first time; told of again, what goes otherwise than asked in it."""
         is_open = stage.name in self._open and stage.name != self._now
         self._now = stage.name
-        self._say(f"{self._place(stage.name) if is_open else ''}{stage.name}: {why}")
+        self._say(f"{self._place(stage.name) if is_open else ''}{stage.name}{'' if why == NOT_DONE else f': {why}'}")
 
     def _place(self, stage: str) -> str:
         at, took = self._open.index(stage), self._clock() - self._began
