@@ -191,7 +191,8 @@ class Moments:
     int64 are sorted content hashes, or empty when unknown, `image_hashes` [images,2] int64 in that order of what images
     look like, empty where that is unknown too. Where images were told to belong together, `group_ids` has
     the group of each, in that order, and `half` the moments of half of the groups, so that a fit to either half can be
-    judged on the other.
+    judged on the other. `metrics`: by the name of a layer's weight what a change of its outputs does to the model's,
+    [O,O], where a plan has learned it of the model; never stored.
     """
 
     sites: Mapping[str, SiteMoments]
@@ -201,6 +202,7 @@ class Moments:
     image_hashes: Tensor = field(default_factory=no_hashes)
     group_ids: Tensor = field(default_factory=no_ids)
     half: "Moments | None" = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_count("Moments", "images", self.images)

@@ -23,6 +23,7 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 
@@ -151,7 +152,8 @@ def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) 
     assert apart.others.count == min(IN_LOOP, 48 - len(apart.inputs))
     assert planned.widths is not None
     ragged = replace(method, geometry="ragged")
-    model = reduce_by_closed_loop(dense.model, apart.others, ragged, widths=planned.widths).model
+    known = planned.metrics
+    model = reduce_traced(dense.model, apart.others, ragged, widths=planned.widths, loop=Loop(), metrics=known).model
     with torch.inference_mode():
         exact, got = dense.model(apart.inputs).double(), model(apart.inputs).double()
     error = float((got - exact).norm() / exact.norm())

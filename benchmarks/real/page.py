@@ -171,3 +171,38 @@ def dense_features(record: Mapping[str, Any]) -> str:
         "accuracy, and how many patches keep their class:"
     )
     return "\n\n".join([text, table(names, lines), *record.get("remarks", [])])
+
+
+def tried(record: Mapping[str, Any]) -> str:
+    """What was tried before anything was built, and what it would bring."""
+
+    def both(row: Row, what: str) -> str:
+        return f"{row[f'fitted_{what}_error']:.3f} / {row[f'held_out_{what}_error']:.3f}"
+
+    halves = [[row["way"], both(row, "class"), both(row, "patch")] for row in record["halves"]]
+    ranks = sorted({row["rank"] for row in record["beside"]})
+    lost = {(row["block"], row["width"], row["rank"]): row for row in record["beside"]}
+    places = dict.fromkeys((row["block"], row["width"]) for row in record["beside"])
+    beside = [
+        [
+            f"block {block}, as cheap as {width} channels",
+            *(f"{(row := lost[block, width, rank])['fitted']:.3f} / {row['held_out']:.3f}" for rank in ranks),
+        ]
+        for block, width in places
+    ]
+    streams = [[str(row["keep"]), both(row, "class"), both(row, "patch")] for row in record["streams"]]
+    return "\n\n".join(
+        [
+            "Half of every MLP's channels taken from the DINOv2 encoder above, all else dense, chosen and repaired in "
+            "other ways: errors on crops of the fit / on held-out ones. The outputs' metric is what budgets choose by; "
+            "no ridge closes the gap between the two:",
+            table(["half of the MLPs", "class token", "patch tokens"], halves),
+            "A linear map beside the channels that stay, as many channels fewer as its rank: the share of the MLP's "
+            "output lost. It gains little where half stays, and isn't built:",
+            table(["", *(f"rank {rank}" for rank in ranks)], beside),
+            "A narrower residual stream: all of it in so many of 384 principal directions, before any layer is "
+            "repaired. Widths at the same MACs lose half as much, so it isn't built:",
+            table(["directions", "class token", "patch tokens"], streams),
+            *record.get("remarks", []),
+        ]
+    )

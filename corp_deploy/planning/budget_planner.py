@@ -15,10 +15,10 @@ from corp_deploy.traced.models.site import Currency
 from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share
-from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves
+from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
 from .latency import LatencyTarget, curves_in_time, measure_tables
 from .probe import Probe
-from .probe_split import set_apart
+from .probe_split import few_of, set_apart
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 _ROUNDING = 1e-12
@@ -36,10 +36,11 @@ def probe_of(
 ) -> Probe:
     """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
+    metrics = site_metrics(dense.model, method, few_of(dense, apart.others))
     with measured(watch, "select"):
-        eliminations_by_site = eliminations(dense.model, moments, method)
+        eliminations_by_site = eliminations(dense.model, replace(moments, metrics=metrics), method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
-    fitted = replace(apart.moments, half=None)
+    fitted = replace(apart.moments, half=None, metrics=metrics)
     return Probe(
         model=dense.model,
         moments=fitted,
@@ -90,6 +91,7 @@ class BudgetPlanner:
             decisions=(self._used(best, share), *left_alone(self.probe.model, best.widths)),
             predicted_speedup=1.0 / best.share if self.currency == "latency" else None,
             eliminations=self.probe.eliminations,
+            metrics=self.probe.moments.metrics,
         )
 
     def _allocated(self, share: float, curves: list[CostCurve] | None = None) -> Allocation:

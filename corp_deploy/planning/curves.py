@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from calib.inputs import Inputs
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.site_cost import SiteCosts, site_costs
@@ -26,6 +27,7 @@ from corp_deploy.traced.models.site import Currency, Site
 from ground.errors import BadInput
 
 from .probe import Probe, Trial
+from .program_effects import output_metrics
 
 PARTS = (0.25, 0.5, 0.75)
 EMPTIED_SEEN = 8  # inputs
@@ -52,17 +54,25 @@ def narrowable(model: nn.Module) -> list[Site]:
     return [site for site in sites_of(model).every if not is_empty(site.width)]
 
 
+def _chosen_by_order(model: nn.Module, method: Method) -> list[Site]:
+    """The sites of which a budget chooses the channels that stay."""
+    every = [site for site in narrowable(model) if kind_of(site).eliminates]
+    return [site for site in every if len(kind_of(site).offers(site, method)) > 1]
+
+
+def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
+    """What changes of the outputs of layers do to the model's, where these choose which channels of a site stay."""
+    readings = (reading for site in _chosen_by_order(model, method) for reading in site.readings)
+    return output_metrics(model, inputs, {reading.weight for reading in readings})
+
+
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Order]:
     """Every order of removal; made once, it serves every width of a sweep or a budget."""
-    where = device(model)
+    where, sites = device(model), _chosen_by_order(model, method)
 
     def at_site(site: Site) -> Order | None:
-        kind = kind_of(site)
-        return kind.elimination(site, site_moments(site, moments, where), method) if kind.eliminates else None
+        return kind_of(site).elimination(site, site_moments(site, moments, where), method)
 
-    sites = [
-        each for each in narrowable(model) if kind_of(each).eliminates and len(kind_of(each).offers(each, method)) > 1
-    ]
     orders = zip(sites, pool.each(at_site, sites, where), strict=True)
     return {site.name: order for site, order in orders if order is not None}
 

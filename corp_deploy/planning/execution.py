@@ -16,6 +16,7 @@ from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
+from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
@@ -183,12 +184,21 @@ def as_planned(
     if request.closed_loop is not None:
         assert images is not None
         with measured(watch, "closed loop"):
-            loop, widths = loop_of(request, moments), planned.widths
-            return reduce_traced(dense.model, images, planned.method, widths=widths, loop=loop, on_progress=on_progress)
+            loop, widths, metrics = loop_of(request, moments), planned.widths, planned.metrics
+            reduction = reduce_traced(
+                dense.model,
+                images,
+                planned.method,
+                widths=widths,
+                loop=loop,
+                metrics=metrics,
+                on_progress=on_progress,
+            )
+        return _with_gap(reduction, moments)
     with measured(watch, "recover"):
-        return reduce(
+        reduction = reduce(
             dense.model,
-            moments,
+            replace(moments, metrics=planned.metrics),
             planned.method,
             widths=planned.widths,
             eliminations=planned.eliminations,
@@ -197,6 +207,16 @@ def as_planned(
             on_progress=on_progress,
             watch=watch,
         )
+    return _with_gap(reduction, moments)
+
+
+def _with_gap(reduction: Reduction, moments: Moments) -> Reduction:
+    """With what its sites lose on images that they are not fitted to, where groups of images tell it."""
+    gap = data_gap(reduction.sites, moments)
+    if gap is None:
+        return reduction
+    said = gap.sentence("at these widths, sites lose")
+    return replace(reduction, gap=gap, decisions=(*reduction.decisions, said))
 
 
 def _within_still(

@@ -48,6 +48,7 @@ class JointPlanner:
             ),
             predicted_speedup=1.0 / kept if prices.currency == "latency" else None,
             eliminations=self.probe.eliminations,
+            metrics=self.probe.moments.metrics,
             merging=way.merging,
         )
 

@@ -89,6 +89,7 @@ def plan(
             decisions=(choice.reason,),
             ways=tuple(probed(name, probe, allocation) for name, allocation in choice.ways.items()),
             eliminations=probe.eliminations,
+            metrics=probe.moments.metrics,
         )
     budget = request.budget
     assert budget is not None, request

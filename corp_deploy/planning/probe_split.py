@@ -19,6 +19,7 @@ from corp_deploy.traced.models.modules import device
 IMAGES = 32
 IN_LOOP = 96
 ALL_BELOW = 16
+FEW = 16
 RUNS = 4
 
 
@@ -86,6 +87,13 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSpl
     if any(torch.isin(each.image_ids, chosen.ids).all() for each in left):
         return apart
     return replace(apart, moments=_left(dense, moments, chosen))
+
+
+def few_of(dense: Checkpoint, images: InputSet) -> Inputs:
+    """A few of these, evenly: enough for means over all their tokens."""
+    spread = images.subset(_spread(images.count, FEW))
+    (inputs,) = spread.batches(spread.count)
+    return to_device(inputs, device(dense.model))
 
 
 def from_everywhere(dense: Checkpoint, images: InputSet) -> Inputs:

@@ -5,7 +5,8 @@ For a change d of what a layer gives the outputs change by J d, and with random 
 Legend: B inputs, V directions.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import Tensor, fx, nn
 from calib.inputs import Inputs, as_tuple, chunks, tensors_by_name
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Called, every_layer
+from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
 
 from .curvature import DIRECTIONS, joined, signs
 
 _PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a time
+_UNSEEN = 1e-3
+MOST_OUTPUTS = 2048
 Change = Mapping[str, Tensor]
 """By the name of a weight or bias by how much it changes, of dense sizes."""
 
@@ -71,6 +74,16 @@ def _tangent(program: Program, inputs: Inputs, layers: Mapping[fx.Node, Called],
     return _Tangent(entering=moved.entering, gradients=dict(zip(moved.zeros, gradients, strict=True)), energy=energy)
 
 
+def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[_Tangent]:
+    """Of pieces of the inputs, for layers of these weights; none where there is no such layer."""
+    program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
+    layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
+    with torch.inference_mode(False), torch.no_grad():
+        for piece in chunks(inputs, _PIECE) if layers else ():
+            own = {name: each.clone() for name, each in tensors_by_name(piece).items()}
+            yield _tangent(program, own, layers, drawn)
+
+
 def _moved_by(tangent: _Tangent, layer: Called, change: Change) -> Tensor | None:
     """By how much a change of this layer moves the outputs in each direction [V,B]."""
     weight, bias = change.get(layer.weight), change.get(layer.bias)
@@ -86,20 +99,32 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
     """Squared relative change of the outputs by each of these alone. Runs the model once forwards and DIRECTIONS times
     backwards, and every layer that changes once for each.
     """
-    program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
-    names = {name for change in changes for name in change}
-    layers = {layer.node: layer for layer in every_layer(program) if layer.weight in names}
     effects, energy = [0.0] * len(changes), 0.0
-    if not layers:
-        return effects
-    with torch.inference_mode(False), torch.no_grad():
-        for piece in chunks(inputs, _PIECE):
-            tangent = _tangent(
-                program, {name: each.clone() for name, each in tensors_by_name(piece).items()}, layers, drawn
-            )
-            energy += tangent.energy
-            for place, change in enumerate(changes):
-                every = (_moved_by(tangent, layer, change) for layer in layers.values())
-                moved = [each for each in every if each is not None]
-                effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
-    return [effect / energy for effect in effects]
+    for tangent in _tangents(model, inputs, {name for change in changes for name in change}):
+        energy += tangent.energy
+        for place, change in enumerate(changes):
+            every = (_moved_by(tangent, layer, change) for layer in tangent.entering)
+            moved = [each for each in every if each is not None]
+            effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
+    return [effect / energy if energy else 0.0 for effect in effects]
+
+
+def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:
+    """By the name of a layer's weight the M [O,O], float64 and positive definite, of which d' M d is what a change d of
+    an output of the layer does to the model's outputs, on average over its places: E[g g'] of their gradients g
+    (the Gauss-Newton matrix), with a share of its mean diagonal for directions that these inputs don't show. Layers
+    that no output hangs on, and those of more than MOST_OUTPUTS outputs, have none.
+    """
+    sums, program = dict[str, Tensor](), tracing(model).running
+    few = {name for name in weights if len(program.tensor(name)) <= MOST_OUTPUTS}
+    for tangent in _tangents(model, inputs, few):
+        for layer, gradient in tangent.gradients.items():
+            last = gradient if layer.node.target is LINEAR else gradient.movedim(2, -1)
+            rows_XO = last.flatten(0, -2).float()
+            sums[layer.weight] = sums.get(layer.weight, 0.0) + (rows_XO.T @ rows_XO).double() / len(rows_XO)
+    scales = {name: float(sum_OO.diagonal().mean()) for name, sum_OO in sums.items()}
+    return {
+        name: sum_OO + _UNSEEN * scales[name] * torch.eye(len(sum_OO), dtype=sum_OO.dtype, device=sum_OO.device)
+        for name, sum_OO in sums.items()
+        if 0.0 < scales[name] < math.inf
+    }

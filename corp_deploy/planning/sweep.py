@@ -126,8 +126,9 @@ class SweepCache:
         return reduction, reduced_checkpoint(dense, reduction, planned, full_request, path, None, (images,))
 
 
-def _counts(reduction: Reduction) -> dict[str, int]:
-    return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused)}
+def _sites(reduction: Reduction) -> dict[str, Any]:
+    gap = None if reduction.gap is None else [reduction.gap.share_fitted, reduction.gap.share_held_out]
+    return {"reduced": len(reduction.coverage.reduced), "refused": len(reduction.coverage.refused), "gap": gap}
 
 
 def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, images: int) -> SweepPoint:
@@ -136,6 +137,7 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
     answers = outputs(reduced.model, scored.inputs, scored.batch_size)
     scores, right, cost = scored.scores(answers), scored.accuracies(answers), macs(reduced.model)
     agreements = [score.agreement for score in scores if score.agreement is not None]
+    sites = reduced.lineage["sweep_sites"]
     return SweepPoint(
         preset=request.preset,
         knobs=dict(request.knobs or {}),
@@ -152,9 +154,10 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
         agreement=min(agreements, default=None),
         accuracy=None if right is None else right.top1,
         top5=None if right is None else right.top5,
-        sites_reduced=reduced.lineage["sweep_sites"]["reduced"],
-        sites_refused=reduced.lineage["sweep_sites"]["refused"],
+        sites_reduced=sites["reduced"],
+        sites_refused=sites["refused"],
         outputs=scores if len(scores) > 1 else (),
+        gap=tuple(gap) if (gap := sites.get("gap")) else None,
     )
 
 
@@ -241,7 +244,7 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
         reduction, checkpoint = work.reduce(request, watch)
-        about = {"sweep_trial": folder.key, "sweep_sites": _counts(reduction)}
+        about = {"sweep_trial": folder.key, "sweep_sites": _sites(reduction)}
         reduced = replace(checkpoint, lineage={**checkpoint.lineage, **about})
         folder.write_reduced(reduced)
     if folder.scores() is None:

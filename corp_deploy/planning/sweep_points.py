@@ -69,7 +69,8 @@ class SweepPoint:
     worst, and `outputs` has each. `accuracy` and `top5` are shares of the labelled inputs. `on_front`: no other trial
     has fewer MACs at less error; `fronts`: batch sizes at which none is faster and agrees more (errs less, where there
     is no agreement; is more accurate, where there are labels). `size_bytes`: of what was timed. `effort`: what each
-    step took in this trial; what trials share, such as an elimination, is the first one's.
+    step took in this trial; what trials share, such as an elimination, is the first one's. `gap`: the shares of their
+    output that sites lose on images that they are fitted to and on others, where groups of images tell it.
     """
 
     preset: str
@@ -96,6 +97,7 @@ class SweepPoint:
     size_bytes: int | None = None
     engine: EngineFigures | None = None
     effort: Mapping[str, Effort] = field(default_factory=dict)
+    gap: tuple[float, float] | None = None
 
     @property
     def by_output(self) -> str:

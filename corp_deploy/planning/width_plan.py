@@ -1,10 +1,10 @@
 """What a reduction is to be, settled before it is done, and what it was weighed against."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Widths, is_empty
@@ -43,6 +43,7 @@ class WidthPlan:
     """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
 
     `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
+    `metrics`: what was learned of layers' outputs, see Moments.
     `within`: what was tried for a limit, as JSON values. `merging`: what a budget chose to merge away.
     """
 
@@ -52,5 +53,6 @@ class WidthPlan:
     predicted_speedup: float | None = None
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Order] | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mapping[str, Any] | None = None
     merging: Merging | None = None

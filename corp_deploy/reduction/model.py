@@ -24,6 +24,7 @@ from .kind import Choice, Order, Reduced
 from .kinds import kind_of
 from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at
+from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
@@ -38,7 +39,8 @@ class Reduction:
     became smaller, and the notes on those that did not.
 
     `decisions`: a sentence on each thing that was decided on the way. `polish`: what gradients did to the model after
-    the method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that.
+    the method, as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
+    what sites lose on images that they are not fitted to, where groups of images tell it.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Reduction:
     decisions: tuple[str, ...] = ()
     polish: Mapping[str, Any] | None = None
     sparsity: SparsityReport | None = None
+    gap: Overfitting | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Choices, sites, coverage and notes as plain JSON values."""
@@ -60,7 +63,8 @@ class Reduction:
             "notes": list(self.notes),
         }
         polish = {} if self.polish is None else {"polish": dict(self.polish)}
-        return record | polish | ({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()})
+        gap = {} if self.gap is None else {"data_gap": self.gap.as_json()}
+        return record | gap | polish | ({} if self.sparsity is None else {"sparsity": self.sparsity.as_json()})
 
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:

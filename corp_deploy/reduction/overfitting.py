@@ -1,10 +1,12 @@
 """Whether more images would pay: what a fit to half of them loses on its own images, and on the other half.
+Before a reduction some MLPs are cut to half for that; a reduction tells it of its own sites.
 
 A fit of K weights an output to n independent tokens errs by J (1 - K/n) on those and by J (1 + K/n) on others, where J
 is the error of endless images. Tokens of one photograph are alike, so n is not their number: the gap itself tells it,
 and falls with the number of photographs.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -20,6 +22,7 @@ from corp_deploy.traced.models.site import Site
 from .kinds import kind_of
 from .method import Method
 from .moments import site_moments, splits_at
+from .report import SiteReport
 
 LOOKED_AT = 6  # sites, evenly spaced: a solve of half a hidden layer for each half
 WITHIN = 0.1
@@ -28,9 +31,9 @@ _METHOD = Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overfitting:
-    """Of MLPs with half of their channels, on average: the share of the output lost on the images of the fit and on
-    others, as fits to all images would have it; independent tokens that the images are worth; and how many more groups
-    bring the latter share within a tenth of the former, None where the gap says nothing.
+    """Of sites on average: the share of the output lost on the images of the fit and on others, as fits to all images
+    would have it; independent tokens that the images are worth; and how many more groups bring the latter share within
+    a tenth of the former, None where the gap says nothing.
     """
 
     groups: int
@@ -41,6 +44,18 @@ class Overfitting:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def sentence(self, lead: str) -> str:
+        """What `lead` loses, and whether more images would help."""
+        lost = (
+            f"{lead} {self.share_fitted:.1%} of their output on these {self.groups} groups of images and "
+            f"{self.share_held_out:.1%} on others"
+        )
+        if self.more_groups is None:
+            return f"{lost}: no over-fitting shows"
+        if self.more_groups == 0:
+            return f"{lost}: more images would gain little"
+        return f"{lost}; about {self.more_groups:,} more groups would bring the two within 10 % of each other"
 
 
 def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
@@ -70,6 +85,19 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
         fitted, held_out = fitted + of_half[0] / len(sites), held_out + of_half[1] / len(sites)
         weights += width / len(sites)
     return from_splits(fitted, held_out, groups=len(moments.group_ids.unique()), weights=weights)
+
+
+def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:
+    """Of the sites of a reduction, at their widths, whose ridges halves of the images chose; None without any."""
+    fits = [(report.ridge_fit, report.width) for report in reports if report.ridge_fit is not None]
+    if not fits:
+        return None
+    return from_splits(
+        fmean(fit.share_fitted for fit, _ in fits),
+        fmean(fit.share_held_out for fit, _ in fits),
+        groups=len(moments.group_ids.unique()),
+        weights=fmean(width for _, width in fits),
+    )
 
 
 def _half_of(site: Site, moments: Moments) -> int:

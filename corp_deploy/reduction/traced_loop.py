@@ -65,10 +65,12 @@ def reduce_traced(
     widths: Widths | None = None,
     batch_size: int = 16,
     loop: Loop | None = None,
+    metrics: Mapping[str, Tensor] | None = None,
     on_progress: Done = None,
 ) -> Reduction:
     """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
-    reduce_closed_loop. Between two cuts of the program each layer that is fitted takes a run of both models.
+    reduce_closed_loop; `metrics`: see Moments. Between two cuts of the program each layer that is fitted takes a run of
+    both models.
 
     Raises BadInput for too few images and for what has no meaning for a traced model.
     """
@@ -97,6 +99,7 @@ def reduce_traced(
         method=method,
         widths=target_widths,
         loop=loop,
+        metrics=metrics or {},
         pieces=list(pieces),
         read=read,
         both_ways=half_ids is not None,
@@ -146,6 +149,7 @@ class _Making:
     method: Method
     widths: Widths
     loop: Loop | None
+    metrics: Mapping[str, Tensor]
     pieces: list[Piece]
     read: Mapping[fx.Node, Tensor]
     both_ways: bool
@@ -234,7 +238,7 @@ class _Making:
             by_name = {layer.name: own.moments() for layer, own in sums.items()}
 
         def at(moments: Mapping[str, Any]) -> Any:
-            return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1), where)
+            return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1, metrics=self.metrics), where)
 
         combined = at({name: each.combined(name) for name, each in by_name.items()})
         if merges(site, step.method):

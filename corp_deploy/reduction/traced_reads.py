@@ -70,7 +70,8 @@ _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = MappingProxyType(
 class ReaderStats:
     """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens. A batch norm
     right behind it is one with its weight and bias, but for what it adds. `target`: what the layer gave, where patches
-    were summed of some channels alone: its columns are theirs then.
+    were summed of some channels alone: its columns are theirs then. `metric_OO`: what a change d of the layer's output
+    does to the model's, d' M d, where a plan has learned it.
     """
 
     reading: SiteReader
@@ -81,6 +82,7 @@ class ReaderStats:
     bias_O: Tensor
     active_C: Tensor
     target: Regression | None = None
+    metric_OO: Tensor | None = None
 
     @property
     def second_U(self) -> Tensor:
@@ -119,6 +121,31 @@ class ReaderStats:
         """Whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
+    @cached_property
+    def weighed_OU(self) -> Tensor:
+        """The weight in units of the model's output: its columns' squares are what a change of them does there."""
+        if self.metric_OO is None or self.target is not None:
+            return self.weight_OU
+        root_OO: Tensor = torch.linalg.cholesky(self.metric_OO).T
+        return root_OO @ self.undone(self.weight_OU)
+
+    @cached_property
+    def scale_U(self) -> Tensor:
+        """Standard deviation of every column, of a channel over all places of a kernel, no less than float32 tells."""
+        second_F, variance_F = (
+            each.view(-1, self.stats.taps).mean(dim=1) for each in (self.second_U, self.stats.covariance_UU.diagonal())
+        )
+        least_F = torch.finfo(torch.float32).eps * second_F
+        scale_F = variance_F.maximum(least_F).sqrt()
+        return torch.where(scale_F > 0.0, scale_F, 1.0).repeat_interleave(self.stats.taps)
+
+    @property
+    def standardised(self) -> "ReaderStats":
+        """Of columns of one standard deviation each, for which a ridge is as strong as for any other."""
+        target = None if self.target is None else self.target.scaled(1.0 / self.scale_U)
+        stats = self.stats.scaled(1.0 / self.scale_U)
+        return replace(self, stats=stats, weight_OU=self.weight_OU * self.scale_U, target=target)
+
     @property
     def is_of_maps(self) -> bool:
         return self.reading.layer.weight.dim() > 2
@@ -148,10 +175,15 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
         moments_of[reading.weight] = own if before is None else added(reading.name, before, own)
     there = {weight: on_device(own, where) for weight, own in moments_of.items()}
-    return tuple(_read(each, part, there[weight]) for weight, each in first.items() for part in each.portions)
+    metrics = moments.metrics
+    return tuple(
+        _read(each, part, there[weight], metrics.get(weight))
+        for weight, each in first.items()
+        for part in each.portions
+    )
 
 
-def _read(reading: SiteReader, portion: Portion, moments: Moment) -> ReaderStats:
+def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Tensor | None) -> ReaderStats:
     """The columns of a group stand side by side."""
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
@@ -173,6 +205,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment) -> ReaderStats
         bias_O=bias_O * gain_O,
         active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
         target=target_of(moments, portion, places_F, gain_O, stats) if is_of_some else None,  # type: ignore[arg-type]
+        metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(bias_O),
     )
 
 
@@ -241,20 +274,27 @@ def of_places(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
     return tuple(read for read in reads if not read.reading.is_squeeze)
 
 
-def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
-    """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say."""
+def _stacked(reads: Sequence[ReaderStats], by_channel: bool = False) -> list[ReaderStats]:
+    """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say. Rows are in
+    units of the model's output where that is known.
+    """
     stacked: dict[Any, list[ReaderStats]] = {}
-    for read in of_places(reads):
+    for read in of_places([read.standardised for read in reads] if by_channel else reads):
         inputs = read.portion.number, read.portion.columns_CM.tobytes()
         stacked.setdefault((read.sees, inputs), []).append(read)
-    return [replace(each[0], weight_OU=torch.cat([read.weight_OU for read in each])) for each in stacked.values()]
+    return [
+        replace(each[0], weight_OU=torch.cat([read.weighed_OU for read in each]), metric_OO=None)
+        for each in stacked.values()
+    ]
 
 
-def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
+def elimination(
+    reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float, by_channel: bool = False
+) -> Elimination:
     """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
-    go first.
+    go first. `by_channel`: see `Method.ridge_by_channel`.
     """
-    stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
+    stacked, groups = _stacked(reads, by_channel), len(reads[0].reading.columns_GM)
     if any(read.target is not None for read in stacked):
         return _among_chosen(stacked, part_C, ridge_rel)
     if len(stacked) == 1:
@@ -308,9 +348,9 @@ def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
     return covariance_FF, torch.cat(weights), joined
 
 
-def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
+def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float, by_channel: bool = False) -> Tensor:
     """The kept groups after exchanges that lose less, where one layer reads one element of each."""
-    stacked = _stacked(reads)
+    stacked = _stacked(reads, by_channel)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
@@ -340,18 +380,24 @@ def ranked(
     return of_part_PC.gather(1, kept_PK).flatten().sort().values
 
 
-def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
+def recovered(
+    read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float, by_channel: bool = False
+) -> ChannelRecovery:
     """What one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
+    if by_channel:
+        new = recovered(read.standardised, recovery, kept_K, ridge_rel=ridge_rel)
+        kept_U = columns(read.kept_k(kept_K), read.stats.taps)
+        return replace(new, weight_OK=new.weight_OK / read.scale_U[kept_U])
     if read.target is not None:
         return _fitted(read, recovery, kept_K, ridge_rel)
     stats, kept_k = read.stats, read.kept_k(kept_K)
     if read.is_of_maps:
         return _OF_MAPS[recovery](stats, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel)
     recover: Any = _OF_VECTORS[recovery]
-    new: ChannelRecovery = recover(
+    of_vectors: ChannelRecovery = recover(
         stats.mean_U, stats.second_UU, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel
     )
-    return new
+    return of_vectors
 
 
 def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from corp_deploy.reduction.overfitting import Overfitting
+
 
 def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
     """A summary in one line; `noun` is what was calibrated on."""
@@ -18,14 +20,4 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
 def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
     """What MLPs cut to half lose on images of the fit and on others, and how many more would help; a line or none."""
     gap = summary.get("overfitting")
-    if gap is None:
-        return []
-    lost = (
-        f"cut to half, MLPs lose {gap['share_fitted']:.1%} of their output on these {gap['groups']} groups of images "
-        f"and {gap['share_held_out']:.1%} on others"
-    )
-    if gap["more_groups"] is None:
-        return [f"{lost}: no over-fitting shows"]
-    if gap["more_groups"] == 0:
-        return [f"{lost}: more images would gain little"]
-    return [f"{lost}; about {gap['more_groups']:,} more groups would bring the two within 10 % of each other"]
+    return [] if gap is None else [Overfitting(**gap).sentence("cut to half, MLPs lose")]

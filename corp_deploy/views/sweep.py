@@ -40,8 +40,10 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     counts = len({trial.images for trial in trials}) > 1
     top5 = any(trial.top5 is not None for trial in trials)
     names = ("preset", *["images"] * counts, *sites, "budget", *["heads"] * linear, "MACs", "parameters")
+    gaps = any(trial.gap for trial in trials)
+    lost = ["sites lose", "on other images"] * gaps
     accuracies = ["accuracy", *["Top-5"] * top5]
-    table = Table(*names, "relative error", *several, "agreement", *accuracies, "")
+    table = Table(*names, "relative error", *several, "agreement", *accuracies, *lost, "")
     for trial in trials:
         knobs = "".join(f"\n{name} {how}" for name, how in trial.knobs.items())
         table.add_row(
@@ -58,6 +60,7 @@ def sweep_table(trials: Sequence[SweepPoint]) -> Table:
             _share(trial.agreement),
             _share(trial.accuracy),
             *[_share(trial.top5)] * top5,
+            *[_share(share) for share in trial.gap or (None, None)] * gaps,
             "*" if trial.on_front else "",
         )
     return table

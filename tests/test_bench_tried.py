@@ -1,0 +1,80 @@
+"""What was tried on the real encoder, on an encoder and crops that take seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.real import subject, tried
+from benchmarks.real.page import tried as tables
+from tests import tiny
+
+KWARGS: dict[str, Any] = {"img_size": 32, "patch_size": 8, "num_classes": 0, "init_values": 0.5}
+
+
+def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny.checkpoint(**KWARGS)
+    monkeypatch.setattr(subject, "ARCHITECTURE", checkpoint.architecture)
+    save_file(checkpoint.model.state_dict(), tmp_path / "dinov2_s.safetensors")
+    (tmp_path / "head.safetensors").touch()
+    for name, count in (("calib", 30), ("held", 6)):
+        np.save(tmp_path / f"{name}.npy", tiny.images(count, seed=count))
+        (tmp_path / f"{name}_groups.json").write_text(json.dumps([f"{place % 5}.jpg" for place in range(count)]))
+    for name, value in {
+        "WIDTH": 96,
+        "WIDTHS": (96,),
+        "RANKS": (0, 8),
+        "STREAMS": (44, 30),
+        "BLOCKS_SHOWN": (1,),
+    }.items():
+        monkeypatch.setattr(tried, name, value)
+    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
+    threads = torch.get_num_threads()
+    done = CliRunner().invoke(tried.main, [*given, "--crops", "30", "--held-out", "6", "--threads", str(threads)])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "tried.json").read_text())
+    assert len({row["way"] for row in record["halves"]}) == len(record["halves"]) == 14
+    plain, *others = (row["fitted_class_error"] for row in record["halves"])
+    assert 0.0 < plain < 1.0
+    assert all(error != plain for error in others)
+    assert [row["rank"] for row in record["beside"]] == [0, 8]
+    wide, narrow = record["streams"]
+    assert 0.0 < wide["held_out_class_error"] < narrow["held_out_class_error"]
+    text = tables(record)
+    assert all(row["way"] in text for row in record["halves"])
+    assert text.count(" / ") == 1 + 2 * 14 + 2 + 2 * 2
+
+
+def lost_by_least_squares(rows: Tensor, target: Tensor) -> float:
+    """Of the variance of a target what columns and a constant don't explain, in float64."""
+    solved = torch.linalg.lstsq(torch.cat([rows, torch.ones(len(rows), 1).double()], dim=1), target).solution
+    left = target - torch.cat([rows, torch.ones(len(rows), 1).double()], dim=1) @ solved
+    return float(left.square().sum() / (target - target.mean(dim=0)).square().sum())
+
+
+def test_a_map_beside_the_channels_is_the_joint_least_squares(tmp_path: Path) -> None:
+    """As many ranks as inputs leave nothing out, no rank is the repair of channels alone."""
+    model = tiny.checkpoint(**KWARGS).model
+    images = torch.from_numpy(tiny.images(8))
+    seen = dict[str, Tensor]()
+    block = model.get_submodule("blocks.1")
+    block.get_submodule("mlp.fc1").register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    block.get_submodule("mlp.fc2").register_forward_pre_hook(lambda _, args: seen.update(h=args[0]))
+    sums = tried.sums_of(model, images, with_gradients=False)[1].moments["even"]
+    h, x = (seen[name].detach().flatten(0, 1).double() for name in ("h", "x"))
+    weight = (block.get_parameter("mlp.fc2.weight") * block.get_parameter("ls2.gamma")[:, None]).detach().double()
+    target = h @ weight.T
+    for rank in (0, 48):
+        lost, elsewhere = tried.beside(block, sums, sums, 80, rank)
+        assert elsewhere == pytest.approx(lost, rel=1e-6)
+        best = min(
+            lost_by_least_squares(torch.cat([h[:, kept], x], dim=1) if rank else h[:, kept], target)
+            for kept in tried.orders_of(block, sums, 80 - rank)
+        )
+        assert lost == pytest.approx(best, rel=0.05, abs=1e-4)
