@@ -14,9 +14,10 @@ from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -117,11 +118,8 @@ def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
     dense = checkpoint(form)
     model, images = dense.model, opened(dense.model, 48)
     moments = calibrate(dense, images, batch_size=16)
-    request = ReductionRequest(
-        preset="best",
-        method=method_from_preset("best", geometry="square", align_hidden=8, align_head=8),
-        budget=Budget(currency="macs", share=0.75),
-        closed_loop="asymmetric",
+    request = request_of(
+        ReduceOptions(macs=0.75, heads="square", align={"mlp": 8, "head": 8}, closed_loop="asymmetric")
     )
     reduction, _ = reduce_as_asked(dense, moments, request, images=images)
     widths = {site.name: site.size for site in sites_of(reduction.model).every}

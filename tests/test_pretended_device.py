@@ -15,9 +15,9 @@ from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import outputs
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -180,12 +180,7 @@ def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("merge", [None, "2"])
 def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None) -> None:
-    asked = ReductionRequest(
-        preset="best",
-        method=method_from_preset("best", align_hidden=8, align_head=4),
-        budget=Budget(currency="macs", share=0.8),
-        merging=MergingChoice(merge_tokens=merge),
-    )
+    asked = request_of(ReduceOptions(macs=0.8, merge_tokens=merge, align={"mlp": 8, "head": 4}))
     own = dense("vit")
     taken = moments("vit")
     expected = reduce_as_asked(own, taken, asked, images=images("vit"))[0].model

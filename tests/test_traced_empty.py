@@ -21,8 +21,9 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.widths import Widths
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
@@ -163,10 +164,8 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
     planted.model.requires_grad_(False)
     taken = calibrate(planted, opened(), batch_size=8)
     for empties in (True, False):
-        asked = ReductionRequest(
-            preset="best",
-            method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties),
-            budget=Budget(currency="macs", share=0.65),
+        asked = request_of(
+            ReduceOptions(macs=0.65), method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties)
         )
         reduction, _ = reduce_as_asked(planted, taken, asked, images=opened())
         model = reduction.model

@@ -155,14 +155,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         return replace(self.method, mlp_sparsity=0.0, attention_sparsity=0.0)
 
     @property
-    def merging(self) -> MergingChoice:
-        return MergingChoice.from_options(self.values)
-
-    @property
-    def sparsity(self) -> SparseChoice:
-        return SparseChoice.from_options(self.values)
-
-    @property
     def auto_heads(self) -> bool:
         return self.heads == "auto"
 

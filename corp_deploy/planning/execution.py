@@ -12,6 +12,7 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
@@ -33,7 +34,7 @@ from .plan import plan
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
-from .request import LimitRequest, ReductionRequest, loop_of
+from .request import ReductionRequest
 from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
 
@@ -55,7 +56,7 @@ def _fits_to_moments(planned: WidthPlan, model: nn.Module, request: ReductionReq
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
     widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
     narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(model).every)
-    return request.closed_loop is None and narrower
+    return request.options.loop is None and narrower
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
@@ -100,27 +101,27 @@ def reduce_as_asked(
     require_same_model(dense.model, moments)
     refuse_idle(dense, request)
     refuse_other_eps(moments, request)
-    if request.closed_loop is not None and held_out is not None:
-        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.closed_loop]}; reduce without one of the two")
+    if request.options.loop is not None and held_out is not None:
+        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.options.loop]}; reduce without one of the two")
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     refuse_partial(dense, request)
     refuse_far_budget(dense.model, request)
-    if request.within is not None:
+    if request.options.limit is not None:
         with measured(watch, "within"):
             return _within(
                 dense,
                 moments,
                 request,
-                request.within,
+                request.options.limit,
                 images=images,
                 judges=judges,
                 held_out=held_out,
                 on_progress=on_progress,
                 watch=watch,
             )
-    looks = request.budget is not None or request.auto_heads
+    looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measured(watch if looks else None, "plan"):
         planned = plan(dense, moments, request, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
@@ -135,7 +136,7 @@ def _within(
     dense: Checkpoint,
     moments: Moments,
     request: ReductionRequest,
-    within: LimitRequest,
+    limit: Limit,
     *,
     images: InputSet | None,
     judges: Judges | None,
@@ -152,10 +153,10 @@ def _within(
     fitted, judging = judges.apart(images, moments)
     with torch.inference_mode():
         planner = (
-            joint_planner(dense, moments, request, fitted, within.currency, where=within.where, watch=watch)
-            if request.merging.is_auto
+            joint_planner(dense, moments, request, fitted, watch=watch)
+            if request.options.auto_merging
             else budget_planner(
-                dense, moments, request.method, fitted, currency=within.currency, where=within.where, watch=watch
+                dense, moments, request.method, fitted, currency=request.priced_in, where=request.where, watch=watch
             )
         )
 
@@ -163,7 +164,7 @@ def _within(
         merging = merging_as_planned(dense, planned.merging)
         return as_planned(merging, moments, request, planned, images=fitted, held_out=held_out, watch=watch)
 
-    return smallest_within(within, planner, judging, reduced, on_progress=on_progress)
+    return smallest_within(limit, planner, judging, reduced, on_progress=on_progress)
 
 
 def as_planned(
@@ -180,10 +181,10 @@ def as_planned(
     """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
     recovery and of a loop, which does both in turns, apart.
     """
-    if request.closed_loop is not None:
+    if request.options.loop is not None:
         assert images is not None
         with measured(watch, "closed loop"):
-            loop, widths = loop_of(request, moments), planned.widths
+            loop, widths = request.loop(moments), planned.widths
             return reduce_traced(dense.model, images, planned.method, widths=widths, loop=loop, on_progress=on_progress)
     with measured(watch, "recover"):
         return reduce(
@@ -210,9 +211,10 @@ def _within_still(
     judges: Judges | None,
 ) -> Reduction:
     """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
-    if request.within is None or images is None or judges is None:
+    limit = request.options.limit
+    if limit is None or images is None or judges is None:
         return polished
-    limit, (_, judging) = request.within.limit, judges.apart(images, moments)
+    _, judging = judges.apart(images, moments)
     judged = Judge(dense, judging, limit.measure).of(polished.model)
     if limit.holds(judged.value):
         return replace(
@@ -255,20 +257,22 @@ def reduce_checkpoint(
     )
     if polish_inputs is not None and request.polish is not None:
         with measured(watch, "polish"):
-            polished = with_polish(dense.model, reduction, request.polish, polish_inputs, how, reads=request.reads)
+            polished = with_polish(
+                dense.model, reduction, request.polish, polish_inputs, how, reads=request.options.reads
+            )
         reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
-    if request.sparsity.patterns:
+    if request.options.patterns:
         with measured(watch, "sparsify"):
             fitted = images if polish_inputs is None else polish_inputs.fitted
-            reduction = _with_sparsity(reduction, request.sparsity, fitted, on_progress)
+            reduction = _with_sparsity(reduction, request.options, fitted, on_progress)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
         chosen_by = [images, None if judges is None else judges.inputs]
-        only_reported = request.within is None and request.polish is None
+        only_reported = request.options.within is None and request.polish is None
         looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-        written = reduced_checkpoint(dense, reduction, planned, request, moments, held_out, looked_at)
-        theirs = None if request.save_as is None else transformers_form(written)
+        written = reduced_checkpoint(dense, reduction, planned, request.options.preset, moments, held_out, looked_at)
+        theirs = None if request.options.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:
             write_transformers(*theirs, directory / FOLDER)
