@@ -30,6 +30,7 @@ class EngineOptions(Record, heading="Engine"):
     sm: Sequence[str] = option(
         Repeated(),
         (),
+        in_recipe="sms",
         help=f"A target such as 86; may be given several times; without it the plan is portable. {BUILD.help('sm')}",
     )
     precision: str | None = option(OneOf(EVERY_WORD), help="Refuse a graph of another precision.")
