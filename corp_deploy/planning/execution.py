@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.invocation.limit import Limit
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
@@ -24,13 +24,11 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .budget_planner import budget_planner
-from .joint_planner import joint_planner
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .lineage import reduced_checkpoint
 from .merging import merging_as_planned
-from .plan import plan
+from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
@@ -108,18 +106,23 @@ def reduce_as_asked(
         require_apart(moments, held_out)
     refuse_partial(dense, request)
     refuse_far_budget(dense.model, request)
+    reduced = partial(_as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
     if request.options.limit is not None:
+        if images is None or judges is None:
+            raise BadInput(
+                "--within looks at the calibration images and judges by others; give --images (with some that "
+                "calibrate --hold-out left out, or --judge), or --text for a text encoder"
+            )
+        fitted, judging = judges.apart(images, moments)
         with measured(watch, "within"):
-            return _within(
-                dense,
-                moments,
-                request,
+            with torch.inference_mode():
+                planner = planner_of(dense, moments, request, fitted, watch)
+            return smallest_within(
                 request.options.limit,
-                images=images,
-                judges=judges,
-                held_out=held_out,
+                planner,
+                judging,
+                lambda planned: reduced(merging_as_planned(dense, planned.merging), planned, images=fitted),
                 on_progress=on_progress,
-                watch=watch,
             )
     looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measured(watch if looks else None, "plan"):
@@ -127,52 +130,15 @@ def reduce_as_asked(
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, request)
-    return as_planned(
-        dense, moments, request, planned, images=images, held_out=held_out, on_progress=on_progress, watch=watch
-    ), planned
+    return reduced(dense, planned, images=images, on_progress=on_progress), planned
 
 
-def _within(
+def _as_planned(
     dense: Checkpoint,
-    moments: Moments,
-    request: ReductionRequest,
-    limit: Limit,
-    *,
-    images: InputSet | None,
-    judges: Judges | None,
-    held_out: Moments | None,
-    on_progress: Callable[[int, int], None] | None,
-    watch: Stopwatch | None,
-) -> tuple[Reduction, WidthPlan]:
-    """The smallest model within a limit; every budget on the way is planned from one look at the images."""
-    if images is None or judges is None:
-        raise BadInput(
-            "--within looks at the calibration images and judges by others; give --images (with some that calibrate "
-            "--hold-out left out, or --judge), or --text for a text encoder"
-        )
-    fitted, judging = judges.apart(images, moments)
-    with torch.inference_mode():
-        planner = (
-            joint_planner(dense, moments, request, fitted, watch=watch)
-            if request.options.auto_merging
-            else budget_planner(
-                dense, moments, request.method, fitted, currency=request.priced_in, where=request.where, watch=watch
-            )
-        )
-
-    def reduced(planned: WidthPlan) -> Reduction:
-        merging = merging_as_planned(dense, planned.merging)
-        return as_planned(merging, moments, request, planned, images=fitted, held_out=held_out, watch=watch)
-
-    return smallest_within(limit, planner, judging, reduced, on_progress=on_progress)
-
-
-def as_planned(
-    dense: Checkpoint,
-    moments: Moments,
-    request: ReductionRequest,
     planned: WidthPlan,
     *,
+    moments: Moments,
+    request: ReductionRequest,
     images: InputSet | None,
     held_out: Moments | None,
     on_progress: Callable[[int, int], None] | None = None,

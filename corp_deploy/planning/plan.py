@@ -12,9 +12,9 @@ from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate, dense_cost, uniform
-from .budget_planner import budget_planner, probe_of, probed
+from .budget_planner import BudgetPlanner, budget_planner, probe_of, probed
 from .curves import cost_curves
-from .joint_planner import joint_planner
+from .joint_planner import JointPlanner, joint_planner
 from .probe import Probe
 from .request import ReductionRequest
 from .width_plan import WidthPlan
@@ -55,6 +55,24 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     return HeadChoice(method=better[0].method, allocated=better[1], reason=reason, ways=every)
 
 
+def planner_of(
+    dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
+) -> BudgetPlanner | JointPlanner:
+    """For every share of the cost that the request counts, from one look at the images."""
+    if request.options.auto_merging:
+        return joint_planner(dense, moments, request, images, watch=watch)
+    return budget_planner(
+        dense,
+        moments,
+        request.method,
+        images,
+        currency=request.priced_in,
+        where=request.where,
+        loop=request.loop(moments),
+        watch=watch,
+    )
+
+
 def plan(
     dense: Checkpoint,
     moments: Moments,
@@ -92,16 +110,4 @@ def plan(
             eliminations=probe.eliminations,
         )
     assert share is not None, request
-    if options.auto_merging:
-        return joint_planner(dense, moments, request, images, watch=watch).tried_at(share)
-    planner = budget_planner(
-        dense,
-        moments,
-        request.method,
-        images,
-        currency=request.priced_in,
-        where=request.where,
-        loop=request.loop(moments),
-        watch=watch,
-    )
-    return planner.tried_at(share)
+    return planner_of(dense, moments, request, images, watch).tried_at(share)

@@ -173,7 +173,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        return self.release.name
+        name: str = self.release.name
+        return name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
         """What a release of this recipe is told: its inputs lie elsewhere, and it may run code of its user's;

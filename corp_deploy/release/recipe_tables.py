@@ -32,7 +32,6 @@ from ground.errors import BadInput
 
 from .recipe_record import record_of, table_of
 
-
 MODEL = options_of(ModelKeys) | options_of(Source) | options_of(ModelKeys, "kwargs")
 
 
