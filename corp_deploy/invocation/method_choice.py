@@ -78,7 +78,7 @@ class MethodChoice(Record, heading="Widths and method"):
         "best",
         help="How to choose and repair. "
         + "; ".join(f"{name}: {composition.describe}" for name, composition in COMPOSITIONS.items())
-        + ", where those options say nothing else, and a budget.",
+        + ", unless those options are given; for use with a budget.",
     )
     select: str | Mapping[str, str] | None = option(
         RANKING,
