@@ -23,7 +23,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
 
@@ -129,7 +129,7 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path,
     widths = {site.name: 16 for site in sites_of(probe.model).every if site.name.endswith("mlp")}
     ragged = replace(probe.method, geometry="ragged")
     model = probe.model if schedule is None else traced_model.with_merging(probe.model, schedule)
-    expected = reduce_by_closed_loop(model, others, ragged, widths=widths).model
+    expected = reduce_traced(model, others, ragged, widths=widths, loop=Loop()).model
     assert isinstance(probe.inputs, torch.Tensor)
     with torch.inference_mode():
         got = probe.carried_out(widths, merging=schedule)(probe.inputs)
@@ -151,7 +151,7 @@ def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) 
     assert apart.others.count == min(IN_LOOP, 48 - len(apart.inputs))
     assert planned.widths is not None
     ragged = replace(method, geometry="ragged")
-    model = reduce_by_closed_loop(dense.model, apart.others, ragged, widths=planned.widths).model
+    model = reduce_traced(dense.model, apart.others, ragged, widths=planned.widths, loop=Loop()).model
     with torch.inference_mode():
         exact, got = dense.model(apart.inputs).double(), model(apart.inputs).double()
     error = float((got - exact).norm() / exact.norm())

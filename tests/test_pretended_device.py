@@ -21,9 +21,10 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.traced.models.modules import device
 from tests import small_convnets, tiny
@@ -171,9 +172,9 @@ def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", KINDS)
 def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
-    for loop, preset in ((reduce_by_closed_loop, "best"), (reduce_by_symmetric_loop, "grail")):
-        expected = loop(dense(kind).model, images(kind), method(preset, kind)).model
-        found = loop(on_device(dense(kind), there).model, images(kind), method(preset, kind)).model
+    for loop, preset in ((Loop(), "best"), (None, "grail")):
+        expected = reduce_traced(dense(kind).model, images(kind), method(preset, kind), loop=loop).model
+        found = reduce_traced(on_device(dense(kind), there).model, images(kind), method(preset, kind), loop=loop).model
         require_same(found, expected, kind, there)
 
 

@@ -34,9 +34,10 @@ from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
@@ -102,7 +103,7 @@ class Subject:
             asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
             widths = plan(self.dense, self.moments, request_of(asked, method=method), self.images).widths
         if way.closed_loop:
-            reduced = reduce_by_closed_loop(model, self.images, method, widths=widths).model
+            reduced = reduce_traced(model, self.images, method, widths=widths, loop=Loop()).model
         else:
             reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
         if way.polish == "none":

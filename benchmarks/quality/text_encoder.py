@@ -36,7 +36,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.transformers_directory import load_transformers
 
@@ -99,7 +99,7 @@ class Subject:
             widths = plan(self.dense, self.moments, asked, texts).widths
         if variant.loop is None:
             return reduce(model, self.moments, method, widths=widths).model
-        looped = reduce_by_closed_loop(model, texts, method, widths=widths, loop=variant.loop).model
+        looped = reduce_traced(model, texts, method, widths=widths, loop=variant.loop).model
         return polished(model, looped, texts, PolishOptions(how="layer")).model if variant.layers else looped
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:

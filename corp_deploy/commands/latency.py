@@ -35,7 +35,7 @@ class LatencyOptions(GeometryOptions, heading="What is timed"):
 @record_options("options", LatencyOptions)
 @output_options
 def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
-    """Measure blocks at each width on this machine, for reduce --latency.
+    """Measure blocks at each width here, for reduce --latency.
 
     There is no time limit: every width is timed for 8 rounds.
 

@@ -1,4 +1,4 @@
-"""What settles the widths of a reduction beside shares to remove: a budget, or what may be lost. No torch."""
+"""Options of a budget: a cost to keep, or a limit on the loss. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What builds an engine, or an optimised graph, and what shapes it, as a command asks for it. No torch."""
+"""Options of `build` and `audit`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

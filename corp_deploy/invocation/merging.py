@@ -1,4 +1,4 @@
-"""Token merging as a command, a recipe or Python asks for it. No torch."""
+"""Options of token merging. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

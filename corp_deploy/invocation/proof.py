@@ -1,6 +1,4 @@
-"""What is proved of a reduced model, at which batches and by which heads, as a command, a recipe or Python asks for it.
-No torch.
-"""
+"""Options of a proof: limits, batch sizes, runtimes, heads and measures. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

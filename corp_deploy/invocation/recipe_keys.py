@@ -58,10 +58,10 @@ class CalibrationKeys(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportKeys(Record):
-    """What ranges are taken of."""
+    """How many images ranges are computed from."""
 
     range_samples: int | None = option(
-        IMAGES, help="For int8 and fp8: how many calibration images ranges are taken of."
+        IMAGES, help="For int8 and fp8: how many calibration images ranges are computed from."
     )
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a model is to merge away, settled from what was asked for."""
+"""The merging of tokens that the options request."""
 
 from dataclasses import replace
 

@@ -23,8 +23,8 @@ from corp_deploy.reduction.kind import Order, Reduced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import device
 
@@ -101,7 +101,7 @@ class Probe:
             return self.narrowed(widths, merging=merging)
         with torch.inference_mode(False), torch.no_grad():
             model = self.model if merging is None else traced_model.with_merging(self.model, merging)
-            return reduce_by_closed_loop(model, self.others, self._ragged, widths=widths, loop=self.loop).model
+            return reduce_traced(model, self.others, self._ragged, widths=widths, loop=self.loop).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
         """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""

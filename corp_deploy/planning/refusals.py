@@ -1,4 +1,4 @@
-"""What can't be asked of a reduction of this model by these moments."""
+"""Refusals of options that don't fit this model or these moments."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
+    """Raise BadInput for options of a kind of sites that the model doesn't have."""
     geometry = "auto" if request.options.auto_heads else request.method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry

@@ -60,7 +60,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
         return None
     if recipe.export.quantised and range_samples(recipe) > images.available:
         mistakes.add(
-            f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are taken of "
+            f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are computed from "
             f"{range_samples(recipe)} of calibration.images, which are {images.available}; write range_samples = "
             f"{images.available} or fewer under [export]"
         )

@@ -14,11 +14,11 @@ UNSAID = dict.fromkeys(("rest", "scales", "balance", "weight_bits"))
 
 
 class ExportTable(table_of("ExportTable", OPTIONS, precisions=("fp32", "fp16"), **UNSAID)):  # type: ignore[misc]
-    """`range_samples`: of how many of the calibration's images ranges are taken."""
+    """`range_samples`: how many calibration images ranges are computed from."""
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The precisions whose ranges are taken of images."""
+        """The precisions whose ranges are computed from images."""
         return tuple(name for name in self.precisions if name in QUANTISED)
 
     @property
