@@ -14,24 +14,13 @@ from .hooks import evaluating, listening, listening_to_merges
 from .inputs import Inputs, batch_size, chunks, padded_to, refuse_dtypes, run_model, to_device
 from .moments import Moments
 from .patch_sums import PatchSums
-from .products import Kernel, kernel_for
+from .products import Kernel, kernel_for, matmul_precision
 from .sites import HeadTaps, Role, Site, SiteKind
 from .sums import ChannelSums, HeadSums, SiteSums, copied
 from .weights import PartialTokenWeights, TokenWeights, Weights, weights_by_tokens, weights_of
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
-
-
-@contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    """`highest` forbids TF32, `high` allows it; a process-wide setting of torch, put back on leaving."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class _AllCollected(Exception):
@@ -177,7 +166,7 @@ class Collector:
 
     def _forward(self, inputs: Inputs) -> None:
         self._collected, self._batch_size = [], batch_size(inputs)
-        forward = _matmul_precision("high" if self._precision == "tf32" else "highest")
+        forward = matmul_precision("high" if self._precision == "tf32" else "highest")
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16")
         with suppress(_AllCollected), torch.no_grad(), forward, cast:
             output = run_model(self._model, to_device(inputs, self.device))
@@ -196,7 +185,7 @@ class Collector:
                 "expected floating point with the batch in front and at least one token or place"
             )
         self._collected.append((name, role))
-        with torch.autocast(self.device.type, enabled=False), _matmul_precision("highest"):
+        with torch.autocast(self.device.type, enabled=False), matmul_precision("highest"):
             weights = None if name in self._without_tokens else self._weights_at(name, role, activation.shape[-2])
             weights = None if self._is_partial and activation.ndim > 4 else weights
             if weights is not None and activation.ndim > 4:

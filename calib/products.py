@@ -12,7 +12,8 @@ Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, 
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -29,6 +30,17 @@ TRIALS = 5
 MARGIN = 0.9
 
 Kernel = Literal["blas", "onednn"]
+
+
+@contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """`highest` forbids TF32, `high` allows it; a process-wide setting of torch, put back on leaving."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:

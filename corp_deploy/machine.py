@@ -1,4 +1,4 @@
-"""What this machine has, and which commands each lack disables."""
+"""What this machine has, and which commands are disabled without the rest."""
 
 import functools
 import importlib.metadata

@@ -15,8 +15,8 @@ calibration_images, held_out = here / "images" / "calibration.npz", here / "imag
 dense = here / "dense"
 
 # %% [markdown]
-# One pass over unlabelled images keeps second-order sums, from which every reduction is solved. 100 of 500 images are
-# left out of the fit: what is lost at each site is told on those, too.
+# One pass over unlabelled images collects second-order sums, from which every reduction is solved. 100 of 500 images
+# are left out of the fit; the loss of each site is also reported on those.
 
 # %%
 moments = corp_deploy.calibrate(dense, calibration_images, here / "moments.safetensors", samples=500, hold_out=100)

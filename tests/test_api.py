@@ -278,7 +278,7 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
     [
         ({"precision": "fp12"}, "`precision`: 'fp12': expected one of fp32"),
         ({"precision": "mixed"}, "mixed needs either `keep_fp32=PATTERN` or `auto=True`"),
-        ({"precision": "int8"}, "takes its ranges of real inputs; give `inputs`"),
+        ({"precision": "int8"}, "computes its ranges from real inputs; give `inputs`"),
         (
             {"precision": "mixed", "auto": True},
             "`auto=True` looks for the blocks on real inputs; give `auto=True` and `inputs` together",

@@ -22,7 +22,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.narrowing import at_widths
@@ -139,7 +139,7 @@ def test_nothing_removed_is_the_identity(preset: str) -> None:
         own, source = checkpoint(name).model, images_of(name, 16)
         limit = 2e-2 if preset == "grail" else 1e-4
         assert error(reduce(own, moments(name), method(preset, 0.0)).model, own, pixels(6)) < limit, name
-        assert error(reduce_by_closed_loop(own, source, method(preset, 0.0)).model, own, pixels(6)) < limit, name
+        assert error(reduce_traced(own, source, method(preset, 0.0), loop=Loop()).model, own, pixels(6)) < limit, name
 
 
 @torch.no_grad()
@@ -165,8 +165,8 @@ def test_planted_duplicates_go_at_no_loss(name: str) -> None:
     """There are more positions than columns everywhere; without a ridge to speak of."""
     dense, source, unseen = with_duplicates(checkpoint(name).model), images_of(name, 96), pixels(6, seed=5)
     how = method("best", 0.5, ridge_rel=1e-8)
-    for loop in (reduce_by_closed_loop, reduce_by_symmetric_loop):
-        reduced = loop(dense, source, how).model
+    for loop in (Loop(), None):
+        reduced = reduce_traced(dense, source, how, loop=loop).model
         assert error(reduced, dense, unseen) < 1e-4
         assert macs(reduced) < 0.9 * macs(dense)  # groups of few channels keep most
 
@@ -176,8 +176,8 @@ def looped(name: str) -> dict[str, Reduction]:
     own, source = checkpoint(name), images_of(name, 96)
     return {
         "open": reduce(own.model, moments(name), method("best", 0.5)),
-        "grail": reduce_by_symmetric_loop(own.model, source, method("grail", 0.5)),
-        "ours": reduce_by_closed_loop(own.model, source, method("best", 0.5)),
+        "grail": reduce_traced(own.model, source, method("grail", 0.5)),
+        "ours": reduce_traced(own.model, source, method("best", 0.5), loop=Loop()),
     }
 
 
@@ -199,20 +199,19 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
     own, source = digits()
     taken, best = calibrate(own, source, batch_size=32), method("best", 0.7)
     grail, unseen = method("grail", 0.7), unseen_digits()
-    ours = error(reduce_by_closed_loop(own.model, source, best).model, own.model, unseen)
+    ours = error(reduce_traced(own.model, source, best, loop=Loop()).model, own.model, unseen)
     assert ours < 0.8 * error(reduce(own.model, taken, best).model, own.model, unseen)
-    assert ours < 0.3 * error(reduce_by_symmetric_loop(own.model, source, grail).model, own.model, unseen)
+    assert ours < 0.3 * error(reduce_traced(own.model, source, grail).model, own.model, unseen)
 
 
 @pytest.mark.slow("models")
 def test_halves_judge_each_other_and_weights_are_fitted_first() -> None:
     name = "resnext50_32x4d"
     model, source = checkpoint(name).model, images_of(name, 64)
-    splits = reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
+    splits = reduce_traced(model, source, method("best", 0.5), loop=Loop(half_ids=source.ids[:32]))
     assert all(each.ridge_fit is not None for each in splits.sites)
     plain, refitted = (
-        reduce_by_closed_loop(model, source, method("best", 0.5), loop=Loop(refit_first=refit))
-        for refit in (False, True)
+        reduce_traced(model, source, method("best", 0.5), loop=Loop(refit_first=refit)) for refit in (False, True)
     )
     assert not any(each.ridge_fit for each in plain.sites)
     bound = error(plain.model, model, pixels(32, seed=5))

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.families.bert_checkpoint import MODEL_TYPES, architecture_from_transformers, state_from_transformers
+from corp_deploy.families.bert_config import MODEL_TYPES, architecture_from_transformers
 from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
+from corp_deploy.families.text_names import state_from_transformers
 from corp_deploy.families.tokenizer import TextSpec, Tokenization, content_of_tokenizer
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
@@ -66,10 +67,10 @@ def test_tokens_and_embeddings_are_those_of_transformers(kind: str, tmp_path: Pa
 def test_a_prefix_is_taken_off_and_heads_are_named(kind: str, prefix: str, tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path, kind)
     bare = load_file(tmp_path / "model.safetensors")
-    expected, beside = state_from_transformers(bare, model_type=kind, where="weights")
+    expected, beside = state_from_transformers(bare, kind, where="weights")
     inside = {prefix + name: value for name, value in bare.items()} | {"lm_head.bias": torch.zeros(3)}
     inside[f"{prefix}embeddings.position_ids"] = torch.arange(32)[None]
-    got, others = state_from_transformers(inside, model_type=kind, where="weights")
+    got, others = state_from_transformers(inside, kind, where="weights")
     assert got.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in got.items())
     assert set(others) == {"lm_head.bias", *(prefix + name for name in beside)}
@@ -142,14 +143,14 @@ def test_tensors_without_a_place_and_incomplete_projections_are_refused(tmp_path
     encoders.write_encoder(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     name = "encoder.layer.0.attention.self.key.bias"
-    with pytest.raises(BadInput, match=r"blocks\.0: expected attention\.self\.query"):
-        state_from_transformers({key: state[key] for key in state if key != name}, model_type="bert", where="weights")
+    with pytest.raises(BadInput, match=r"block 0: expected attention\.self\.query"):
+        state_from_transformers({key: state[key] for key in state if key != name}, "bert", where="weights")
     odd = {**state, "encoder.layer.0.crossattention.self.key.bias": state[name]}
     with pytest.raises(BadInput, match="crossattention"):
-        state_from_transformers(odd, model_type="bert", where="weights")
+        state_from_transformers(odd, "bert", where="weights")
     twice = {**state, f"bert.{name}": state[name]}
     with pytest.raises(BadInput, match=r"with and without 'bert\.'"):
-        state_from_transformers(twice, model_type="bert", where="weights")
+        state_from_transformers(twice, "bert", where="weights")
 
 
 def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:

@@ -10,7 +10,6 @@ from calib.moments import Moments
 from corp_deploy.planning.calibration_size import (
     CalibrationSize,
     SizeFit,
-    SizePoint,
     calibration_size,
     fit_of_losses,
     ratio_to,
@@ -92,10 +91,10 @@ def test_inputs_are_drawn_in_pairs() -> None:
     assert ratio_to(np.ones(3), np.zeros(3))[2] == float("inf")
 
 
-def at(images: int, high: float) -> SizePoint:
+def at(images: int, high: float) -> ImagesPoint:
     ratio = min(high, 1.0)
     rest = {"fitted": 0.1, "held_out": 0.2 * high, "relative_error": 0.1, "agreement": None}
-    return SizePoint(images=images, over_largest=ratio, low=ratio, high=high, **rest)  # type: ignore[arg-type]
+    return ImagesPoint(images=images, over_largest=ratio, low=ratio, high=high, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

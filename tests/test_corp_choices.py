@@ -15,7 +15,7 @@ from corp_deploy.commands.options import usage_errors, value_options
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.planning.request import request_from_choice
+from corp_deploy.planning.request import request_of
 from ground.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,6 @@ def test_a_share_of_nothing_removed_is_asked_for_and_goes_with_a_budget() -> Non
 def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: bool, attention: bool) -> None:
     choice = ReduceOptions.from_options(options)
     assert (choice.needs_images, choice.touches_attention) == (images, attention)
-    assert request_from_choice(choice).needs_images == images
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_an_option_that_nothing_honours_is_refused(options: dict[str, Any], opti
 
 
 def test_planning_gets_what_was_asked_for() -> None:
-    request = request_from_choice(
+    request = request_of(
         ReduceOptions(
             heads="auto",
             align={"mlp": 8, "head": 4},
@@ -100,16 +99,14 @@ def test_planning_gets_what_was_asked_for() -> None:
             allow_partial=True,
         )
     )
-    assert (request.preset, request.method.geometry, request.auto_heads) == ("best", "padded", True)
+    assert (request.options.auto_heads, request.method.geometry) == (True, "padded")
     assert (request.method.align_hidden, request.method.align_head, request.method.ridge_rel) == (8, 4, 1e-3)
-    assert (request.closed_loop, request.reads, request.allow_partial) == ("asymmetric", "pooled", True)
-    assert request.budget is not None
-    assert request.budget.where is not None
-    assert (request.budget.currency, request.budget.share) == ("latency", 0.7)
-    assert (request.budget.where.batches, request.budget.where.cache) == ((8,), Path("tables"))
-    plain = request_from_choice(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
-    assert plain.budget is None
-    assert (plain.method.mlp_selection, plain.method.mlp_sparsity, plain.closed_loop) == ("wanda", 0.5, None)
+    assert request.where is not None
+    assert (request.priced_in, request.options.share) == ("latency", 0.7)
+    assert (request.where.batches, request.where.cache) == ((8,), Path("tables"))
+    plain = request_of(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
+    assert (plain.where, plain.polish) == (None, None)
+    assert (plain.method.mlp_selection, plain.method.mlp_sparsity) == ("wanda", 0.5)
 
 
 def test_run_options_are_those_that_were_asked_for() -> None:

@@ -20,7 +20,7 @@ from corp_deploy.reduction.correct import divided_by_scale, group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import cuts
 from examples.digits.images import load
@@ -85,12 +85,12 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
     source, attention = opened(model, images), best(attention_sparsity=0.5, geometry="square")
     loop = Loop(strengths=(strength,), align_inputs=False)
     both = best(attention_sparsity=0.5, mlp_sparsity=0.5, geometry="square")
-    looped = reduce_by_closed_loop(model, source, both, loop=loop)
+    looped = reduce_traced(model, source, both, loop=loop)
     assert [site.loop.strength for site in looped.sites if site.loop] == [strength] * 2
     # The prior: the same model with fc2 as recovered, which a fit that never helps leaves alone.
-    first = reduce_by_closed_loop(model, source, attention, loop=loop).model
+    first = reduce_traced(model, source, attention, loop=loop).model
     never = Loop(strengths=(1e12,), align_inputs=False)
-    prior = reduce_by_closed_loop(first, source, best(mlp_sparsity=0.5), loop=never).model
+    prior = reduce_traced(first, source, best(mlp_sparsity=0.5), loop=never).model
     read = slice(1) if model.global_pool == "token" else slice(1, None)  # nothing behind the last block reads the rest
     (own, streams), (dense, dense_streams) = (heard(each, images, read) for each in (prior, model))
     x, target = own[entering(prior, "blocks.0.mlp.fc2")], dense[dense_streams[-1]] - own[streams[-2]]
@@ -109,7 +109,7 @@ def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, 
     model, strength = tiny.checkpoint(global_pool="avg", **kwargs).model, 0.1
     images = tiny.images(24).repeat(4, axis=0)
     full = {"blocks.1.mlp": 192} if "mlp" in name else {"blocks.1.attn.qk": 48, "blocks.1.attn.v": 48}
-    looped = reduce_by_closed_loop(
+    looped = reduce_traced(
         model, opened(model, images), best(), widths={"blocks.0.mlp": 48, **full}, loop=Loop(strengths=(strength,))
     )
     assert [site.alignment.strength for site in looped.sites if site.alignment] == [strength]
@@ -132,8 +132,7 @@ def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> Non
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     dense = logits(checkpoint.model, held_out)
     aligned, plain = (
-        reduce_by_closed_loop(checkpoint.model, source, method, loop=Loop(align_inputs=align))
-        for align in (True, False)
+        reduce_traced(checkpoint.model, source, method, loop=Loop(align_inputs=align)) for align in (True, False)
     )
     assert not any(site.alignment for site in plain.sites)
     errors = [relative_error(logits(each.model, held_out), dense) for each in (aligned, plain)]
@@ -151,7 +150,7 @@ def both_loops(checkpoint: Checkpoint, images: NDArray[np.float32], method: Meth
     """Open and closed, from the same images."""
     source = opened(checkpoint.model, images)
     moments = calibrate(checkpoint, source, batch_size=32)
-    return reduce(checkpoint.model, moments, method), reduce_by_closed_loop(checkpoint.model, source, method)
+    return reduce(checkpoint.model, moments, method), reduce_traced(checkpoint.model, source, method, loop=Loop())
 
 
 @pytest.mark.slow("models")
@@ -193,7 +192,7 @@ def test_the_order_of_the_images_hardly_matters() -> None:
     held_out = tiny.images(16, seed=5)
     dense = logits(model, held_out)
     one, other = (
-        logits(reduce_by_closed_loop(model, opened(model, images[order]), method).model, held_out)
+        logits(reduce_traced(model, opened(model, images[order]), method, loop=Loop()).model, held_out)
         for order in (slice(None), np.random.default_rng(3).permutation(64))
     )
     assert float((one - other).norm()) < 0.3 * float((one - dense).norm())
@@ -252,7 +251,7 @@ def test_a_layer_scale_of_zero_does_no_harm() -> None:
     with torch.no_grad():
         model.blocks[0].ls2.gamma.zero_()  # type: ignore[index, union-attr]
         model.blocks[1].ls1.gamma[:7] = 0.0  # type: ignore[index, union-attr]
-    reduction = reduce_by_closed_loop(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5))
+    reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=Loop())
     assert all(bool(torch.isfinite(tensor).all()) for tensor in reduction.model.state_dict().values())
     assert relative_error(logits(reduction.model, images), logits(model, images)) < 0.5
 
@@ -261,7 +260,7 @@ def test_sites_that_keep_their_width_are_walked_through(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint(qk_norm=True, proj_bias=False)
     images = tiny.images(16)
     source = opened(checkpoint.model, images)
-    reduction = reduce_by_closed_loop(checkpoint.model, source, best(mlp_sparsity=0.5, attention_sparsity=0.5))
+    reduction = reduce_traced(checkpoint.model, source, best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=Loop())
     assert {site.part for site in reduction.sites} == {"mlp"}
     before, after = checkpoint.model.state_dict(), reduction.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if ".attn." in name)
@@ -276,8 +275,8 @@ def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> Non
     method = method_from_preset(preset, geometry=geometry, **half)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     counted: list[tuple[int, int]] = []
-    reduction = reduce_by_closed_loop(
-        model, opened(model, tiny.images(16)), method, on_progress=lambda *told: counted.append(told)
+    reduction = reduce_traced(
+        model, opened(model, tiny.images(16)), method, on_progress=lambda *told: counted.append(told), loop=Loop()
     )
     values = 24 if geometry == "square" else 48
     count = 4 + 2 * (geometry == "square")

@@ -11,9 +11,10 @@ from calib.moments import HeadMoments, Moments, on_device
 from corp_deploy.algebra import obs
 from corp_deploy.algebra.captured import Captured
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store import checkpoint as checkpoints
 from tests import tiny
 
@@ -84,7 +85,7 @@ def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images)
     calibrate(checkpoint, images, batch_size=8, device="cuda")
     assert not next(checkpoint.model.parameters()).is_cuda
     there = tiny.checkpoint().model.cuda()
-    assert next(reduce_by_closed_loop(there, images, method("best")).model.parameters()).is_cuda
+    assert next(reduce_traced(there, images, method("best"), loop=Loop()).model.parameters()).is_cuda
     assert next(there.parameters()).is_cuda
 
 
@@ -106,8 +107,8 @@ def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments, imag
 
 @needs_gpu
 def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
-    here = reduce_by_closed_loop(tiny.checkpoint().model, images, method("best"))
-    there = reduce_by_closed_loop(tiny.checkpoint().model.cuda(), images, method("best"))
+    here = reduce_traced(tiny.checkpoint().model, images, method("best"), loop=Loop())
+    there = reduce_traced(tiny.checkpoint().model.cuda(), images, method("best"), loop=Loop())
     assert relative_error(there.model, here.model) < 1e-2
 
 

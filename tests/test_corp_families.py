@@ -27,9 +27,10 @@ from corp_deploy.planning.curves import CostCurve, cost_curves, eliminations
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
@@ -154,7 +155,9 @@ def test_uniform_square_heads_reduce_the_values_alone(tmp_path: Path) -> None:
     assert {site.name: site.width for site in sites_of(square.model).every} == {
         f"blocks.{number}.{part}": width for number in (0, 1) for part, width in (("attn.v", 24), ("mlp", 192))
     }
-    looped = reduce_by_closed_loop(dense.model, opened("q/k norm"), best(attention_sparsity=0.5, geometry="square"))
+    looped = reduce_traced(
+        dense.model, opened("q/k norm"), best(attention_sparsity=0.5, geometry="square"), loop=Loop()
+    )
     assert relative_error(looped.model, "q/k norm") < relative_error(square.model, "q/k norm")
     save(replace(dense, model=square.model), tmp_path)
     again = load_checkpoint(tmp_path).model

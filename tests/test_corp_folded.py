@@ -22,7 +22,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -180,7 +180,7 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method, widths = method_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
     loop = Loop(align_inputs=False)
-    looped = reduce_by_closed_loop(model, images, method, widths=widths, loop=loop).sites
+    looped = reduce_traced(model, images, method, widths=widths, loop=loop).sites
     alone = reduce(model, moments, method, widths=widths, images=images).sites
     assert looped[0].error == pytest.approx(alone[0].error, rel=1e-4)
     assert looped[0].error_uncompensated == pytest.approx(alone[0].error_uncompensated, rel=1e-4)

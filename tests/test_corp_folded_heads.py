@@ -16,9 +16,10 @@ from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
 from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import encoders, tiny
@@ -112,8 +113,7 @@ def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -
     if loop == "open":
         reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), asked, images=source)
     else:
-        run = reduce_by_closed_loop if loop == "asymmetric" else reduce_by_symmetric_loop
-        reduction = run(dense.model, source, asked)
+        reduction = reduce_traced(dense.model, source, asked, loop=Loop() if loop == "asymmetric" else None)
     assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
 
 

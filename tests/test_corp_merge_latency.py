@@ -12,8 +12,7 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.invocation.limit import limit_from_text
-from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning import merge_latency
 from corp_deploy.planning.execution import reduce_as_asked
@@ -22,7 +21,7 @@ from corp_deploy.planning.latency import LatencyTarget
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_latency import TOKENS, MergeLatencies, measure_merge_latencies, merge_costs_in_ns
 from corp_deploy.planning.merge_prices import prices_by_latencies
-from corp_deploy.planning.request import Budget, LimitRequest, ReductionRequest
+from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import images_for_model
@@ -77,13 +76,10 @@ def moments(dense: Checkpoint, images: Images) -> Moments:
     return calibrate(dense, images, batch_size=8)
 
 
-def asked(share: float, where: LatencyTarget) -> ReductionRequest:
-    return ReductionRequest(
-        preset="best",
-        method=replace(CHOICES, mlp_sparsity=0.0, attention_sparsity=0.0),
-        budget=Budget(currency="latency", share=share, where=where),
-        merging=MergingChoice(merge_tokens="auto"),
-    )
+def asked(where: LatencyTarget, **options: Any) -> ReductionRequest:
+    latency = ReduceOptions(merge_tokens="auto", latency_tables=where.cache, **options)
+    method = replace(CHOICES, mlp_sparsity=0.0, attention_sparsity=0.0)
+    return replace(request_of(latency, method=method), where=where)
 
 
 def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:
@@ -163,7 +159,7 @@ def test_a_disturbed_measurement_is_refused(
 def test_a_budget_of_latency_chooses_schedule_and_widths(
     dense: Checkpoint, images: Images, moments: Moments, where: LatencyTarget, share: float
 ) -> None:
-    reduction, planned = reduce_as_asked(dense, moments, asked(share, where), images=images)
+    reduction, planned = reduce_as_asked(dense, moments, asked(where, latency=share), images=images)
     schedule = (0, 0) if planned.merging is None else planned.merging.schedule
     took = milliseconds(dense, reduction.model, schedule) / WHOLE_MS
     assert took <= share + 1e-3
@@ -175,9 +171,8 @@ def test_a_budget_of_latency_chooses_schedule_and_widths(
 def test_a_limit_is_held_by_the_fastest(
     dense: Checkpoint, images: Images, moments: Moments, where: LatencyTarget
 ) -> None:
-    within = LimitRequest(limit=limit_from_text("error 0.6"), currency="latency", where=where)
     fitted = calibrate(dense, images.subset(range(16)), batch_size=8)
-    request = replace(asked(0.9, where), budget=None, within=within)
+    request = asked(where, within="error 0.6")
     _, planned = reduce_as_asked(dense, fitted, request, images=images, judges=Judges())
     assert "of the dense latency gives" in planned.decisions[0]
     assert planned.merging is not None

@@ -8,7 +8,6 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.merging import merging_from_choice
-from corp_deploy.planning.request import request_from_choice
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.parts import tokens_that_enter
@@ -28,17 +27,17 @@ from tests.tiny import checkpoint
 )
 def test_what_options_and_recipes_ask_for(options: dict[str, Any], expected: Merging) -> None:
     model = checkpoint().model
-    assert merging_from_choice(ReduceOptions.from_options(options).merging, model) == expected
-    assert merging_from_choice(ReduceTable(**options).choice.merging, model) == expected
+    assert merging_from_choice(ReduceOptions.from_options(options), model) == expected
+    assert merging_from_choice(ReduceTable(**options).choice, model) == expected
 
 
 def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_without() -> None:
     asked = {"merge_tokens": "3"}
-    method = request_from_choice(ReduceOptions.from_options(asked)).method
+    method = ReduceOptions.from_options(asked).method_asked
     assert (method.mlp_sparsity, method.attention_sparsity) == (None, None)
-    method = request_from_choice(ReduceOptions.from_options(asked | {"closed_loop": True})).method
+    method = ReduceOptions.from_options(asked | {"closed_loop": True}).method_asked
     assert (method.mlp_sparsity, method.attention_sparsity) == (0.0, 0.0)
-    method = request_from_choice(ReduceOptions.from_options(asked | {"closed_loop": True, "mlp": 0.5})).method
+    method = ReduceOptions.from_options(asked | {"closed_loop": True, "mlp": 0.5}).method_asked
     assert (method.mlp_sparsity, method.attention_sparsity) == (0.5, None)
 
 

@@ -16,7 +16,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import merging_note
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.traced.models.merging import Merging
 from examples.digits.images import load
@@ -109,8 +109,8 @@ def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], verdict: st
     model, images = merged_tiny(**kwargs), tiny.images(16)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     for reduction in (
-        reduce_by_closed_loop(model, opened(model, images), method, loop=Loop(reads="pooled")),
-        reduce_by_symmetric_loop(model, opened(model, images), method),
+        reduce_traced(model, opened(model, images), method, loop=Loop(reads="pooled")),
+        reduce_traced(model, opened(model, images), method),
     ):
         assert reduction.coverage.verdict == verdict
         assert torch.isfinite(logits(reduction.model, images)).all()
@@ -124,11 +124,11 @@ def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> No
     expected = logits(dense, held_out)
     merged_alone = relative_error(logits(model, held_out), expected)
     full = best(mlp_sparsity=0.0, attention_sparsity=0.0)
-    repaired = reduce_by_closed_loop(model, opened(model, pixels), full).model
+    repaired = reduce_traced(model, opened(model, pixels), full, loop=Loop()).model
     assert relative_error(logits(repaired, held_out), expected) < 0.97 * merged_alone
     half = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     opened_loop = reduce(model, moments_of(model, pixels), half).model
-    closed = reduce_by_closed_loop(model, opened(model, pixels), half).model
+    closed = reduce_traced(model, opened(model, pixels), half, loop=Loop()).model
     errors = [relative_error(logits(each, held_out), expected) for each in (closed, opened_loop)]
     assert errors[0] < 0.97 * errors[1], errors
 

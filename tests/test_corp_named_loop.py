@@ -16,7 +16,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from tests import tiny
 from tests.command import invoked
 from tests.test_corp_named_sites import SOURCE, checkpoint, named, net, relative
@@ -41,19 +41,19 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     moments = calibrate(checkpoint(model), inputs, batch_size=32)
     ways = {
         "open": reduce(model, moments, method).model,
-        "symmetric": reduce_by_symmetric_loop(model, inputs, method).model,
-        "closed": reduce_by_closed_loop(model, inputs, method).model,
-        "halves": reduce_by_closed_loop(model, inputs, method, loop=Loop(half_ids=inputs.ids[::2])).model,
+        "symmetric": reduce_traced(model, inputs, method).model,
+        "closed": reduce_traced(model, inputs, method, loop=Loop()).model,
+        "halves": reduce_traced(model, inputs, method, loop=Loop(half_ids=inputs.ids[::2])).model,
     }
     errors = {way: relative(outputs(each), dense) for way, each in ways.items()}
     assert max(errors["closed"], errors["halves"]) < errors["open"], errors
     assert errors["symmetric"] < 1.2 * errors["open"], errors
     widths = {"layers.0.ffn": 48, "layers.1.ffn": 96}
-    part = reduce_by_closed_loop(model, inputs, method, widths=widths).model
+    part = reduce_traced(model, inputs, method, widths=widths, loop=Loop()).model
     assert {name: site.size for name, site in sites_of(part).by_name.items() if name in widths} == widths
     told: list[tuple[int, int]] = []
     alone = named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
-    one = reduce_by_closed_loop(alone, inputs, method, on_progress=lambda *each: told.append(each))
+    one = reduce_traced(alone, inputs, method, on_progress=lambda *each: told.append(each), loop=Loop())
     assert [report.site for report in one.sites] == ["layers.1.ffn"]
     assert told == [(1, 1)]
     kept = {name for name, each in one.model.state_dict().items() if torch.equal(each, alone.state_dict()[name])}
@@ -70,7 +70,7 @@ def test_planted_redundancy_is_removed_exactly_in_a_closed_loop(tmp_path: Path) 
             first.weight[48:], first.bias[48:] = first.weight[:48].clone(), first.bias[:48].clone()
     ours = named(model)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.0, align_hidden=8)
-    reduced = reduce_by_closed_loop(ours, opened(ours, tmp_path), method).model
+    reduced = reduce_traced(ours, opened(ours, tmp_path), method, loop=Loop()).model
     assert relative(outputs(reduced), outputs(model)) < 1e-3
 
 

@@ -21,10 +21,11 @@ from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.read_tokens import tokens_to_fit
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
@@ -281,7 +282,7 @@ def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_token
         reduction = reduce(model, moments, method_from_preset(preset, **half))
         assert outputs_of(reduction.model) == outputs_of(model)
         errors[preset] = mean_change(reduction.model, model, held_out)
-    looped = reduce_by_closed_loop(model, inputs, method_from_preset("best", **half)).model
+    looped = reduce_traced(model, inputs, method_from_preset("best", **half), loop=Loop()).model
     errors["loop"] = mean_change(looped, model, held_out)
     assert errors["loop"] < errors["best"] < errors["none"], errors
     kept = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0))

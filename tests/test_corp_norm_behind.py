@@ -14,13 +14,15 @@ from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from tests import timm_models, tiny
 from tests.small_models import error
@@ -105,7 +107,7 @@ def test_the_closed_loop_is_no_worse_than_the_open_one(form: str) -> None:
     asked = method_from_preset(
         "best", geometry="square", mlp_sparsity=0.75, attention_sparsity=0.5, align_hidden=8, align_head=8
     )
-    looped = reduce_by_closed_loop(model, images, asked)
+    looped = reduce_traced(model, images, asked, loop=Loop())
     assert all(report.loop is not None for report in looped.sites if report.part != "qk")
     ratio = error(looped.model, model, others) / error(reduce(model, moments, asked).model, model, others)
     assert ratio < 1.0, ratio
@@ -117,11 +119,8 @@ def test_a_budget_is_kept_in_the_closed_loop(form: str) -> None:
     dense = checkpoint(form)
     model, images = dense.model, opened(dense.model, 48)
     moments = calibrate(dense, images, batch_size=16)
-    request = ReductionRequest(
-        preset="best",
-        method=method_from_preset("best", geometry="square", align_hidden=8, align_head=8),
-        budget=Budget(currency="macs", share=0.75),
-        closed_loop="asymmetric",
+    request = request_of(
+        ReduceOptions(macs=0.75, heads="square", align={"mlp": 8, "head": 8}, closed_loop="asymmetric")
     )
     reduction, _ = reduce_as_asked(dense, moments, request, images=images)
     widths = {site.name: site.size for site in sites_of(reduction.model).every}
@@ -135,4 +134,6 @@ def test_nothing_removed_is_the_dense_model(form: str) -> None:
     model = checkpoint(form).model
     whole = {site.name: site.width for site in sites_of(model).every}
     images = timm_models.pixels(model, 4, seed=5)
-    assert error(reduce_by_closed_loop(model, opened(model, 16), method(), widths=whole).model, model, images) < 1e-5
+    assert (
+        error(reduce_traced(model, opened(model, 16), method(), widths=whole, loop=Loop()).model, model, images) < 1e-5
+    )

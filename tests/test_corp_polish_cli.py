@@ -13,7 +13,7 @@ from corp_deploy.invocation.compositions import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.polishing import Polishing, inputs_to_polish
-from corp_deploy.planning.request import request_from_choice
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -96,7 +96,7 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     choice = ReduceOptions.from_options(
         {"mlp": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "model", "polish_steps": 24}
     )
-    asked, images = request_from_choice(choice, seed=1), images_for_model(dense.model, home / "images.npy")
+    asked, images = request_of(choice, seed=1), images_for_model(dense.model, home / "images.npy")
 
     class Stopped(Exception):
         """What an interruption raises here."""
@@ -130,7 +130,7 @@ def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     assert (thorough.loop, thorough.polishing) == ("asymmetric", "model")
     assert (plain.loop, plain.polishing) == (None, "none")
     assert thorough.needs_images
-    assert request_from_choice(thorough, seed=7).polish == PolishOptions(how="model", seed=7)
+    assert request_of(thorough, seed=7).polish == PolishOptions(how="model", seed=7)
     other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish="block", polish_steps=9)
     assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "block", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
@@ -158,7 +158,7 @@ def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")
-    asked = request_from_choice(choice_of(mlp=0.5, polish="model"))
+    asked = request_of(choice_of(mlp=0.5, polish="model"))
     given = inputs_to_polish(asked, images, left_out, None)
     assert given is not None
     assert given.judges is not None
@@ -167,7 +167,7 @@ def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
     every = inputs_to_polish(asked, images, load_moments(home / "m"), None)
     assert every is not None
     assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
-    assert inputs_to_polish(request_from_choice(choice_of(mlp=0.5)), images, left_out, None) is None
+    assert inputs_to_polish(request_of(choice_of(mlp=0.5)), images, left_out, None) is None
 
 
 def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
@@ -175,9 +175,7 @@ def test_groups_of_calibration_are_those_of_the_polish(home: Path) -> None:
     images, output = ("--images", home / "images.npy"), home / "grouped"
     invoked("calibrate", "--model", home / "dense", *images, "--groups", home / "groups.json", "-o", output)
     source = images_for_model(load_checkpoint(home / "dense").model, home / "images.npy")
-    given = inputs_to_polish(
-        request_from_choice(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None
-    )
+    given = inputs_to_polish(request_of(choice_of(mlp=0.5, polish="model")), source, load_moments(output), None)
     assert given is not None
     assert given.groups_B is not None
     assert [given.groups_B.tolist().index(group) // 4 for group in given.groups_B.tolist()] == [

@@ -14,9 +14,10 @@ from corp_deploy.polish.descent import StepBudget
 from corp_deploy.polish.layers import fitted_steps, pairs_of, walk_layers
 from corp_deploy.polish.newton import Newton
 from corp_deploy.polish.segments import segment_sublayer
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import replaced
 from corp_deploy.traced.models.steps import SegmentStep
@@ -32,7 +33,7 @@ def opened(model: nn.Module, count: int, seed: int = 0) -> Images:
 def reduced(dense: nn.Module) -> nn.Module:
     """The tiny ViT at half its widths by the closed loop."""
     half = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    return reduce_by_closed_loop(dense, opened(dense, 24), half).model
+    return reduce_traced(dense, opened(dense, 24), half, loop=Loop()).model
 
 
 def errors(dense: nn.Module, model: nn.Module, pairs: list[Pair]) -> dict[bool, float]:

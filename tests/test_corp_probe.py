@@ -12,17 +12,17 @@ import torch
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
@@ -129,7 +129,7 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path,
     widths = {site.name: 16 for site in sites_of(probe.model).every if site.name.endswith("mlp")}
     ragged = replace(probe.method, geometry="ragged")
     model = probe.model if schedule is None else traced_model.with_merging(probe.model, schedule)
-    expected = reduce_by_closed_loop(model, others, ragged, widths=widths).model
+    expected = reduce_traced(model, others, ragged, widths=widths, loop=Loop()).model
     assert isinstance(probe.inputs, torch.Tensor)
     with torch.inference_mode():
         got = probe.carried_out(widths, merging=schedule)(probe.inputs)
@@ -144,8 +144,7 @@ def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) 
     np.save(tmp_path / "images.npy", tiny.images(48))
     images = images_for_model(dense.model, tmp_path / "images.npy")
     moments, method = calibrate(dense, images, batch_size=8), method_from_preset("best", align_hidden=16, align_head=8)
-    budget = Budget(currency="macs", share=0.6)
-    request = ReductionRequest(preset="best", method=method, budget=budget, closed_loop="asymmetric")
+    request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=method)
     reduction, planned = reduce_as_asked(dense, moments, request, images=images)
     apart = set_apart(dense, moments, images)
     assert isinstance(apart.inputs, torch.Tensor)

@@ -248,7 +248,7 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
     out = tmp_path / "model.onnx"
     model = ["export", "--model", home / "dense", "-o", out]
     asked: list[tuple[list[object], str]] = [
-        (["--precision", "int8"], "int8 takes its ranges of real inputs; give --images"),
+        (["--precision", "int8"], "int8 computes its ranges from real inputs; give --images"),
         (["--precision", "fp16", "--scales", "max"], "--scales"),
         (["--precision", "fp16", "--rest", "fp32"], "--rest"),
         (["--precision", "fp16", "--weight-bits", "7"], "--weight-bits"),

@@ -19,8 +19,8 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.read_tokens import tokens_to_fit
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
@@ -112,7 +112,7 @@ def test_both_heads_of_a_distilled_model_gain_by_the_loop(tmp_path: Path) -> Non
     images = opened(model, tmp_path, 192)
     dense = Checkpoint(model=model, architecture=tiny.ARCHITECTURE, lineage={})
     moments = calibrate(dense, images, batch_size=32)
-    ways = {"open": reduce(model, moments, HALF).model, "closed": reduce_by_closed_loop(model, images, HALF).model}
+    ways = {"open": reduce(model, moments, HALF).model, "closed": reduce_traced(model, images, HALF, loop=Loop()).model}
 
     def by_head(one: nn.Module, silent: str) -> Tensor:
         other = copy.deepcopy(one).requires_grad_(False)
@@ -133,7 +133,7 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
     images, dense = opened(model, tmp_path, 128), features(model)
     errors = {}
     for reads in (None, "all", "pooled"):
-        reduction = reduce_by_closed_loop(model, images, HALF, loop=Loop(reads=reads))
+        reduction = reduce_traced(model, images, HALF, loop=Loop(reads=reads))
         assert any("only places that outputs read" in said for said in reduction.decisions) == (reads == "pooled")
         found = features(reduction.model)
         errors[reads] = relative_error(found[:, 1:], dense[:, 1:]), relative_error(found[:, :1], dense[:, :1])

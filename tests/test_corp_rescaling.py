@@ -23,9 +23,10 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
@@ -113,7 +114,7 @@ def rescaled_and_not(name: str, how: str, share: float, **changes: Any) -> tuple
     plain = replace(method("grail", share), **changes)
     again = replace(plain, rescales=True)
     if how == "symmetric":
-        plain_too, rescaled = (reduce_by_symmetric_loop(own.model, source, each) for each in (plain, again))
+        plain_too, rescaled = (reduce_traced(own.model, source, each) for each in (plain, again))
     else:
         plain_too, rescaled = (reduce(own.model, moments(name), each, images=source) for each in (plain, again))
     return plain_too, rescaled
@@ -154,7 +155,7 @@ def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
     again = replace(grail, rescales=True)
     for plain, rescaled in (
         (reduce(own.model, taken, grail), reduce(own.model, taken, again, images=source)),
-        (reduce_by_symmetric_loop(own.model, source, grail), reduce_by_symmetric_loop(own.model, source, again)),
+        (reduce_traced(own.model, source, grail), reduce_traced(own.model, source, again)),
     ):
         assert error(rescaled.model, own.model, unseen) < 0.6 * error(plain.model, own.model, unseen)
 
@@ -209,7 +210,7 @@ def test_what_is_lost_in_scale_alone_is_restored(how: str, tmp_path: Path) -> No
 
     def reduced(asked: Method) -> Reduction:
         if how == "symmetric":
-            return reduce_by_symmetric_loop(dense.model, source, asked, widths=widths)
+            return reduce_traced(dense.model, source, asked, widths=widths)
         return reduce(dense.model, taken, asked, widths=widths, images=source)
 
     plain, again = (reduced(replace(dropping, rescales=each)) for each in (False, True))
@@ -227,7 +228,7 @@ def test_a_model_without_convolutions_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", images(4, seed=1))
     source = images_for_model(without.model, tmp_path / "images.npy")
     with pytest.raises(BadInput, match="--rescale: Perceptron has no convolutions that can be rescaled"):
-        reduce_by_symmetric_loop(without.model, source, method("grail", 0.5, rescales=True))
+        reduce_traced(without.model, source, method("grail", 0.5, rescales=True))
 
 
 def test_nothing_removed_stays() -> None:
@@ -242,10 +243,10 @@ def test_what_it_can_not_do_is_refused() -> None:
     with pytest.raises(BadInput, match="--rescale takes means and variances on the calibration images"):
         reduce(own.model, moments("resnet50"), rescaling)
     with pytest.raises(BadInput, match="--rescale: the asymmetric closed loop"):
-        reduce_by_closed_loop(own.model, source, rescaling)
+        reduce_traced(own.model, source, rescaling, loop=Loop())
     without = tiny.checkpoint()
     with pytest.raises(BadInput, match="--rescale: VisionTransformer has no convolutions that can be rescaled"):
-        reduce_by_symmetric_loop(without.model, source, rescaling)
+        reduce_traced(without.model, source, rescaling)
     with pytest.raises(BadInput, match=r"\[reduce\].*rescale"):
         ReduceTable(conv=0.5, rescale=True, closed_loop=True)
     assert ReduceTable(conv=0.5, rescale=True, closed_loop="symmetric").choice.method.rescales

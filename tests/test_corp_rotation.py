@@ -18,9 +18,10 @@ from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rota
 from corp_deploy.cli import main
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
@@ -111,7 +112,7 @@ def test_a_closed_loop_fits_the_rotated_basis(loop: dict[str, bool]) -> None:
     """Its last layer is fitted behind the rotation: the same model as without one."""
     asked = method(geometry="square", mlp_sparsity=0.5, align_hidden=8)
     models = [
-        reduce_by_closed_loop(tiny.checkpoint().model, images(), each).model
+        reduce_traced(tiny.checkpoint().model, images(), each, loop=Loop()).model
         for each in (asked, replace(asked, rotates=False))
     ]
     exact = outputs(models[1], HELD_OUT)

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.model_cost import macs
-from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint
 from corp_deploy.planning.budget import dense_cost
 from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
@@ -20,7 +21,7 @@ from corp_deploy.planning.merge_costs import MergeCosts, merge_costs_in_macs
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, amounts_tried, merge_curves, merge_places
 from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.planning.schedule import best_schedule, most_at_once, shaped_schedule, shapes
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -256,14 +257,13 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
     path = tmp_path / "images.npy"
     np.save(path, tiny.images(24, size=48))
     images = images_for_model(dense.model, path)
-    asked = ReductionRequest(
-        preset="best",
-        method=replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0),
-        budget=Budget(currency="macs", share=0.6),
-        merging=MergingChoice(merge_tokens="auto"),
-    )
+    method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
+
+    def asked(**options: Any) -> ReductionRequest:
+        return request_of(ReduceOptions(merge_tokens="auto", **options), method=method)
+
     for loop in (None, "asymmetric"):
-        looped = replace(asked, closed_loop=loop)
+        looped = asked(macs=0.6, closed_loop=loop)
         reduction, planned = reduce_as_asked(dense, probe.moments, looped, images=images)
         assert planned.merging is not None
         assert sum(planned.merging.schedule) > 0
@@ -272,10 +272,9 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
     with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
-        reduce_as_asked(dense, probe.moments, replace(asked, budget=None), images=images)
-    other = replace(asked, budget=Budget(currency="params", share=0.6))
+        reduce_as_asked(dense, probe.moments, asked(), images=images)
     with pytest.raises(BadInput, match="keeps every parameter"):
-        reduce_as_asked(dense, probe.moments, other, images=images)
+        reduce_as_asked(dense, probe.moments, asked(params=0.6), images=images)
 
 
 @pytest.mark.slow("models")
@@ -285,13 +284,12 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
     path = tmp_path / "images.npy"
     np.save(path, tiny.images(24, size=48))
     images = images_for_model(dense.model, path)
-    asked = ReductionRequest(
-        preset="best",
-        method=replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0),
-        budget=Budget(currency="macs", share=0.6),
-        merging=MergingChoice(merge_tokens="4"),
-    )
-    reduction, planned = reduce_as_asked(dense, probe.moments, asked, images=images)
+    method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
+
+    def asked(**options: Any) -> ReductionRequest:
+        return request_of(ReduceOptions(merge_tokens="4", **options), method=method)
+
+    reduction, planned = reduce_as_asked(dense, probe.moments, asked(macs=0.6), images=images)
     merging = traced_model.merging_of(reduction.model)
     assert merging is not None
     assert merging.schedule == (4,) * DEPTH
@@ -302,6 +300,6 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
     assert alone > 0.6, "the widths had something to do"
     note = "the moments were taken without merged tokens"
     assert any(note in line for line in planned.decisions), "narrower sites were fitted to them"
-    for no_fit in ({"closed_loop": "asymmetric"}, {"budget": None}):
-        _, planned = reduce_as_asked(dense, probe.moments, replace(asked, allow_partial=True, **no_fit), images=images)
+    for no_fit in (asked(macs=0.6, closed_loop="asymmetric"), asked(allow_partial=True)):
+        _, planned = reduce_as_asked(dense, probe.moments, no_fit, images=images)
         assert not any(note in line for line in planned.decisions), planned.decisions

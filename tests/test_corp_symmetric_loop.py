@@ -18,7 +18,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import save
 from tests import tiny
 
@@ -54,7 +54,7 @@ def test_it_is_grails_loop(images: Images) -> None:
         block.mlp.fc1.bias = nn.Parameter(block.mlp.fc1.bias[kept])
         block.mlp.fc2.weight = nn.Parameter(torch.from_numpy(new))
     method = method_from_preset("grail", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
-    reduction = reduce_by_symmetric_loop(tiny.checkpoint().model, images, method)
+    reduction = reduce_traced(tiny.checkpoint().model, images, method)
     others = torch.from_numpy(tiny.images(6, seed=9))
     with torch.inference_mode():
         expected, found = by_hand(others.double()), reduction.model(others)
@@ -71,7 +71,7 @@ def test_it_is_grails_loop(images: Images) -> None:
 @pytest.mark.parametrize("preset", ["best", "corp", "corp-v1", "grail-fold", "fold", "none"])
 def test_every_method_walks_in_it(images: Images, preset: str) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    sites = sites_of(reduce_by_symmetric_loop(tiny.checkpoint().model, images, method).model).by_name
+    sites = sites_of(reduce_traced(tiny.checkpoint().model, images, method).model).by_name
     pairs = 48 if "fold" in preset else 24
     assert {(sites[f"blocks.{at}.mlp"].width, sites[f"blocks.{at}.attn.qk"].width) for at in (0, 1)} == {(96, pairs)}
 
@@ -80,7 +80,7 @@ def test_the_first_site_is_the_open_loops(images: Images) -> None:
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     widths = {"blocks.0.attn.qk": 24, "blocks.0.mlp": 96}
-    looped = reduce_by_symmetric_loop(model, images, method, widths=widths).sites
+    looped = reduce_traced(model, images, method, widths=widths).sites
     alone = {site.site: site for site in reduce(model, moments, method, widths=widths).sites}
     assert looped[0].error == pytest.approx(alone["blocks.0.attn.qk"].error, rel=1e-4)
     assert looped[1].error != pytest.approx(alone["blocks.0.mlp"].error, rel=1e-4)

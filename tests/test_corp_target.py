@@ -20,7 +20,7 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from tests import tiny
 
 Draw = tuple[Tensor, Tensor, Tensor]
@@ -165,7 +165,7 @@ def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path) -> None
     half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     method = method_from_preset("best", geometry="square", **half)
     halved, mirrored = (
-        reduce_by_closed_loop(model, images, method, loop=Loop(half_ids=images.ids[first::2])) for first in (0, 1)
+        reduce_traced(model, images, method, loop=Loop(half_ids=images.ids[first::2])) for first in (0, 1)
     )
     for one, other in zip(halved.sites, mirrored.sites, strict=True):
         assert (one.ridge_fit is None) == (one.part == "qk")
@@ -233,7 +233,7 @@ def test_ids_that_are_none_of_the_images_make_no_halves(tmp_path: Path) -> None:
     """Then some images are held out, which don't choose ridges."""
     model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 12)
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
-    unknown = reduce_by_closed_loop(model, images, method, loop=Loop(half_ids=torch.tensor([5])))
+    unknown = reduce_traced(model, images, method, loop=Loop(half_ids=torch.tensor([5])))
     assert [site.ridge_fit for site in unknown.sites] == [None, None]
-    plain = reduce_by_closed_loop(model, images, method)
+    plain = reduce_traced(model, images, method, loop=Loop())
     assert [site.loop for site in unknown.sites] == [site.loop for site in plain.sites]

@@ -14,8 +14,9 @@ from corp_deploy import load
 from corp_deploy.cli import main
 from corp_deploy.families import family
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
@@ -132,7 +133,7 @@ def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
     assert 0.6 < budget / dense <= 0.7
     model = load("dense")
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
-    looped = reduce_by_closed_loop(model, images_for_model(model, Path("calibration.npy")), method)
+    looped = reduce_traced(model, images_for_model(model, Path("calibration.npy")), method, loop=Loop())
     widths = {site.name: site.width for site in family.sites_of(looped.model).every}
     assert widths == {name: 2 * WIDTH if "wide" in name else WIDTH // 2 if "qk" in name else WIDTH for name in SITES}
     assert all(report.loop is not None for report in looped.sites if report.part != "qk")

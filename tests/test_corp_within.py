@@ -24,7 +24,6 @@ from corp_deploy.planning import execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
 from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
 from corp_deploy.planning.limit_search import STEPS, smallest_within
-from corp_deploy.planning.request import LimitRequest
 from corp_deploy.planning.sweep_points import SweepPoint, sentence_of_sweep, smallest_by_error
 from corp_deploy.planning.width_plan import WidthPlan
 from corp_deploy.reduction.calibrate import calibrate
@@ -115,7 +114,7 @@ def test_bisection_ends_where_a_scan_of_all_budgets_does(
 ) -> None:
     limit = limit_from_text(text)
     _, judging = Judges(labels_N=home.labels_N).apart(home.images, home.moments)
-    result, planned = smallest_within(LimitRequest(limit=limit), planner, judging, lambda plan: reduced(home, plan))
+    result, planned = smallest_within(limit, planner, judging, lambda plan: reduced(home, plan))
     record = cast(dict[str, Any], planned.within)
     answer = min((trial for trial in record["trials"] if trial["holds"]), key=lambda trial: trial["share"])
     by_hand = {share: measured_by_hand(home, model, limit.measure) for share, model in scan.items()}
@@ -152,6 +151,7 @@ class FakePlanner:
     """Its plans' first sentence is the share."""
 
     probe = SimpleNamespace(model=None)
+    currency = "macs"
 
     def widths_at(self, share: float) -> WidthPlan:
         return WidthPlan(method=METHOD, widths={}, decisions=(f"{share}",))
@@ -194,8 +194,9 @@ def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.M
         return cast(Reduction, SimpleNamespace(model=FakeModel(errors[float(plan.decisions[0])])))
 
     judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
-    request = LimitRequest(limit=Limit(measure="error", value=0.15))
-    result, plan = smallest_within(request, cast(BudgetPlanner, FakePlanner()), judging, as_planned)
+    result, plan = smallest_within(
+        Limit(measure="error", value=0.15), cast(BudgetPlanner, FakePlanner()), judging, as_planned
+    )
     share = float(plan.decisions[1])
     assert cast(FakeModel, result.model).error == errors[share] <= 0.15
     assert share <= 0.26 or errors[round(share - 0.01, 2)] > 0.15
@@ -207,8 +208,7 @@ def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_noth
     _, judging = Judges().apart(home.images, home.moments)
 
     def smallest(limit: str) -> tuple[Reduction, WidthPlan]:
-        request = LimitRequest(limit=limit_from_text(limit))
-        return smallest_within(request, planner, judging, lambda plan: reduced(home, plan))
+        return smallest_within(limit_from_text(limit), planner, judging, lambda plan: reduced(home, plan))
 
     _, plan = smallest("agreement 0.01")
     assert "no widths are narrower" in plan.decisions[0]

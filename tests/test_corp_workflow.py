@@ -23,8 +23,8 @@ from corp_deploy.planning.curves import cost_curves, eliminations
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.planning.sweep_scores import outputs
+from corp_deploy.proof.engine_search import RepairResult
 from corp_deploy.proof.locate import fix_command
-from corp_deploy.proof.mixed_precision import Mixed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
@@ -435,9 +435,9 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
     """Its name, its metadata and what is printed say so, and --batch and --heads are in it."""
     sought: list[str] = []
 
-    def nothing(*_: object, geometry: str, **__: object) -> Mixed:
+    def nothing(*_: object, geometry: str, **__: object) -> RepairResult:
         sought.append(geometry)
-        return Mixed(kept=(), relative_error=0.0)
+        return RepairResult(relative_error=0.0)
 
     monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
     narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")

@@ -66,7 +66,7 @@ def test_no_sentence_is_made_of_a_record_that_says_otherwise(
 
 def test_a_false_alarm_is_told() -> None:
     alarms = record("gate_alarms")
-    assert "of 320 there are 0, so fewer than 0.94 % at 95 %" in measurement_page.gate_alarms(alarms)
+    assert "there are 0 in 320, so their rate is below 0.94 % at 95 %" in measurement_page.gate_alarms(alarms)
     alarms["by_processes"]["4"]["FAIL"] = 2
     assert "| 4 | 65 | 40 | 25 | 2 | 12 |" in measurement_page.gate_alarms(alarms)
 

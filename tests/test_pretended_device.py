@@ -15,15 +15,16 @@ from benchmarks.real.head import SaliencyHead
 from benchmarks.real.measures import outputs
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.invocation.merging import MergingChoice
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.traced.models.modules import device
 from tests import small_convnets, tiny
@@ -171,21 +172,16 @@ def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", KINDS)
 def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
-    for loop, preset in ((reduce_by_closed_loop, "best"), (reduce_by_symmetric_loop, "grail")):
-        expected = loop(dense(kind).model, images(kind), method(preset, kind)).model
-        found = loop(on_device(dense(kind), there).model, images(kind), method(preset, kind)).model
+    for loop, preset in ((Loop(), "best"), (None, "grail")):
+        expected = reduce_traced(dense(kind).model, images(kind), method(preset, kind), loop=loop).model
+        found = reduce_traced(on_device(dense(kind), there).model, images(kind), method(preset, kind), loop=loop).model
         require_same(found, expected, kind, there)
 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("merge", [None, "2"])
 def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None) -> None:
-    asked = ReductionRequest(
-        preset="best",
-        method=method_from_preset("best", align_hidden=8, align_head=4),
-        budget=Budget(currency="macs", share=0.8),
-        merging=MergingChoice(merge_tokens=merge),
-    )
+    asked = request_of(ReduceOptions(macs=0.8, merge_tokens=merge, align={"mlp": 8, "head": 4}))
     own = dense("vit")
     taken = moments("vit")
     expected = reduce_as_asked(own, taken, asked, images=images("vit"))[0].model

@@ -23,8 +23,9 @@ from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.merging import Merging
@@ -168,7 +169,7 @@ def test_half_of_it_is_no_worse_than_its_repairs_promise(form: str, tmp_path: Pa
         bounds += [errors["corp"][site, part]] if part == "mlp" and not of_one_token else []
         assert all(of_best <= bound * (1.0 + 1e-9) for bound in bounds), (site, part)
     lost = {preset: error(of.model, dense.model, images) for preset, of in done.items()}
-    looped = reduce_by_closed_loop(dense.model, shown(form), method()).model
+    looped = reduce_traced(dense.model, shown(form), method(), loop=Loop()).model
     assert lost["best"] < min(1.1 * lost["corp"], lost["none"]) or form in EVAS, lost
     assert lost["corp"] < lost["none"] or form in VITS or form in EVAS, lost
     assert lost["best"] < lost["corp"] or not (form in BIASED or form in TIED), lost
@@ -202,7 +203,7 @@ def test_where_positions_turn_repairs_are_better_than_none_in_all() -> None:
 def test_a_closed_loop_is_better(form: str) -> None:
     """What is behind a norm behind the heads is fitted too."""
     model = checkpoint(form).model
-    done, images = reduce_by_closed_loop(model, shown(form), method()), pixels(model, 24)
+    done, images = reduce_traced(model, shown(form), method(), loop=Loop()), pixels(model, 24)
     assert error(done.model, model, images) < error(reduced(form).model, model, images)
 
 
@@ -305,7 +306,7 @@ def test_planted_redundancy_goes_at_no_loss(form: str) -> None:
     asked = method(geometry="padded" if form.startswith("efficientformer") else "square")
     images, others = opened(dense.model, PLANTED[form]), pixels(dense.model, 8, seed=5)
     taken, wanted = calibrate(dense, images, batch_size=8), uniform_widths(dense.model, asked)
-    for done in (reduce(dense.model, taken, asked), reduce_by_closed_loop(dense.model, images, asked)):
+    for done in (reduce(dense.model, taken, asked), reduce_traced(dense.model, images, asked, loop=Loop())):
         assert macs(done.model) < LEFT.get(form, 1.0) * macs(dense.model)
         assert error(done.model, dense.model, others) < 1e-3
         widths = {name: site.width for name, site in sites_of(done.model).by_name.items()}
@@ -348,7 +349,7 @@ def test_half_of_the_heads_go_with_their_biases_scales_and_turns(form: str, tmp_
     none: dict[str, Any] = dict.fromkeys(("mlp_sparsity", "attention_sparsity", "conv_sparsity"), 0.0)
     asked = method(**none, heads_sparsity=0.4 if form in EVAS else 0.5)
     widths = {name: each for name, each in uniform_widths(own.model, asked).items() if "token_only" not in name}
-    reduction = reduce_by_closed_loop(own.model, opened(own.model, 32), asked, widths=widths)
+    reduction = reduce_traced(own.model, opened(own.model, 32), asked, widths=widths, loop=Loop())
     gone = [each for each in reduction.sites if each.part == "heads"]
     assert len(gone) == HEADS[form]
     assert all(each.width == asked.heads_left(each.width_dense) for each in gone)

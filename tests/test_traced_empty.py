@@ -21,14 +21,16 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.widths import Widths
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowing import at_widths
@@ -130,11 +132,11 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
     assert torch.equal(outputs(load_checkpoint(tmp_path / "again").model), outputs(narrower))
 
 
-@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
-def test_loops_leave_constants_too(loop) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("loop", [Loop(), None])
+def test_loops_leave_constants_too(loop: Loop | None) -> None:
     rest = {site.name: site.size // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
     widths = {**rest, **EMPTIED}
-    looped = loop(dense().model, opened(), method(), widths=widths).model
+    looped = reduce_traced(dense().model, opened(), method(), widths=widths, loop=loop).model
     plain = reduce(dense().model, moments(), method(), widths=widths).model
     pixels = torch.from_numpy(images(24, seed=0))
     with torch.inference_mode():
@@ -142,7 +144,7 @@ def test_loops_leave_constants_too(loop) -> None:  # type: ignore[no-untyped-def
         errors = [float((each(pixels) - exact).norm()) for each in (looped, plain)]
     assert macs(looped) == macs(plain)
     assert looped.state_dict()[f"{GIVEN[MLP]}.weight"].numel() == 0
-    if loop is reduce_by_closed_loop:
+    if loop is not None:
         assert errors[0] < errors[1], "later sites make up for what is gone"
 
 
@@ -163,10 +165,8 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
     planted.model.requires_grad_(False)
     taken = calibrate(planted, opened(), batch_size=8)
     for empties in (True, False):
-        asked = ReductionRequest(
-            preset="best",
-            method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties),
-            budget=Budget(currency="macs", share=0.65),
+        asked = request_of(
+            ReduceOptions(macs=0.65), method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties)
         )
         reduction, _ = reduce_as_asked(planted, taken, asked, images=opened())
         model = reduction.model

@@ -16,9 +16,9 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
-from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import Reads
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.reduction.traced_read_tokens import places_read
 from corp_deploy.reduction.traced_targets import Target, _passed, rows_of, target_of
 from corp_deploy.store.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ def test_the_last_layer_makes_up_for_all_that_its_stream_lacks(read: int, tmp_pa
     pixels = torch.from_numpy(images(240 if read else 48, seed=1)).repeat_interleave(4, 0)
     np.save(tmp_path / "images.npy", pixels.numpy())
     repeated = images_for_model(dense.model, tmp_path / "images.npy")
-    reduction = reduce_by_closed_loop(dense.model, repeated, MLPS, loop=Loop(strengths=(1e-9,)))
+    reduction = reduce_traced(dense.model, repeated, MLPS, loop=Loop(strengths=(1e-9,)))
     fit = reduction.sites[-1].loop
     assert fit is not None
     assert fit.strength == 1e-9
@@ -92,8 +92,8 @@ def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> Non
     dense = checkpoint_named(name)
     opened_images = opened(dense, tmp_path)
     method = SQUARE if name == "own" else method_from_preset("best", **HALF)
-    asymmetric = reduce_by_closed_loop(dense.model, opened_images, method)
-    symmetric = reduce_by_symmetric_loop(dense.model, opened_images, method)
+    asymmetric = reduce_traced(dense.model, opened_images, method, loop=Loop())
+    symmetric = reduce_traced(dense.model, opened_images, method)
     plain = reduce(dense.model, calibrate(dense, opened_images, batch_size=16), method)
     for loop in (asymmetric, symmetric):
         assert {each.site: each.width for each in loop.sites} == {each.site: each.width for each in plain.sites}
@@ -106,11 +106,11 @@ def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
-def test_nothing_removed_is_the_same_model(loop: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", [Loop(), None])
+def test_nothing_removed_is_the_same_model(loop: Loop | None, tmp_path: Path) -> None:
     dense = own_checkpoint()
     before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
-    reduction: Reduction = loop(dense.model, opened(dense, tmp_path, 16), NOTHING)
+    reduction = reduce_traced(dense.model, opened(dense, tmp_path, 16), NOTHING, loop=loop)
     assert apart(reduction.model, dense.model) < 1e-6
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
 
@@ -128,17 +128,19 @@ def planted(shared: int) -> Checkpoint:
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
+@pytest.mark.parametrize("loop", [Loop(), None])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(shared: int, loop: Any, tmp_path: Path) -> None:
+def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(
+    shared: int, loop: Loop | None, tmp_path: Path
+) -> None:
     dense = planted(shared)
     method = method_from_preset("best", heads_sparsity=0.5, ridge_rel=1e-9)
-    reduction: Reduction = loop(dense.model, opened(dense, tmp_path), method)
+    reduction = reduce_traced(dense.model, opened(dense, tmp_path), method, loop=loop)
     groups = 4 // shared
     told = [(each.site, each.part, each.width_dense, each.width) for each in reduction.sites]
     assert told == [(f"h.{block}.attn.v", "heads", groups, groups // 2) for block in range(2)]
     assert all(each.r2 > 0.999 for each in reduction.sites)
-    assert all((each.loop is not None) == (loop is reduce_by_closed_loop) for each in reduction.sites)
+    assert all((each.loop is not None) == (loop is not None) for each in reduction.sites)
     assert apart(reduction.model, dense.model) < 1e-4
     kept = kept_of(reduction.model)
     for block in range(2):
@@ -149,8 +151,8 @@ def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(shared: int,
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("loop", [reduce_by_closed_loop, reduce_by_symmetric_loop])
-def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", [Loop(), None])
+def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Loop | None, tmp_path: Path) -> None:
     """Its dimensions would cost nothing either; but so many are kept of each head that is left."""
     dense = own_checkpoint()
     with torch.no_grad():
@@ -158,7 +160,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path
             dense.model.get_parameter(f"h.{block}.attn.c_proj.weight")[:, 16 * head : 16 * head + 16] = 0.0
     method = replace(SQUARE, mlp_sparsity=None, conv_sparsity=None, heads_sparsity=1 / 3)
     opened_images = opened(dense, tmp_path)
-    reduction: Reduction = loop(dense.model, opened_images, method)
+    reduction = reduce_traced(dense.model, opened_images, method, loop=loop)
     told = [(each.site, each.part, each.width) for each in reduction.sites if "h.0" in each.site]
     assert told == [("h.0.attn.v", "heads", 2), ("h.0.attn.qk", "qk", 8), ("h.0.attn.v", "v", 8)]
     of_heads = [each for each in reduction.sites if each.part == "heads"]
@@ -180,7 +182,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Any, tmp_path
 def test_what_a_loop_lacks_is_said(tmp_path: Path, count: int, method: Method, loop: Loop, reason: str) -> None:
     dense = own_checkpoint()
     with pytest.raises(BadInput, match=reason):
-        reduce_by_closed_loop(dense.model, opened(dense, tmp_path, count), method, loop=loop)
+        reduce_traced(dense.model, opened(dense, tmp_path, count), method, loop=loop)
 
 
 def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) -> bool:
@@ -215,7 +217,7 @@ def test_places_that_are_read_are_those_that_move_the_outputs(read: int) -> None
 def test_what_outputs_read_counts_unless_all_is_to(tmp_path: Path) -> None:
     dense = own_checkpoint(read=1)
     opened_images = opened(dense, tmp_path, 32)
-    ways = {reads: reduce_by_closed_loop(dense.model, opened_images, MLPS, loop=Loop(reads=reads)) for reads in READS}
+    ways = {reads: reduce_traced(dense.model, opened_images, MLPS, loop=Loop(reads=reads)) for reads in READS}
     errors = {reads: apart(each.model, dense.model) for reads, each in ways.items()}
     assert errors["pooled"] == errors[None] != errors["all"], errors
     assert ["h.1.c_out" in each.decisions[-1] for each in ways.values()] == [False, True, True]

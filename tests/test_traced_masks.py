@@ -16,11 +16,12 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
 from corp_deploy.reduction.streams import Pair
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
@@ -63,7 +64,7 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
 
 
 def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
-    return reduce_by_closed_loop(dense.model, texts, HALF).model
+    return reduce_traced(dense.model, texts, HALF, loop=Loop()).model
 
 
 def with_blocks_polished(dense: Checkpoint, texts: InputSet) -> nn.Module:

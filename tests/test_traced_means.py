@@ -12,9 +12,10 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.inputs import arrays_for_model
 
@@ -76,7 +77,7 @@ def test_loops_leave_the_mean_to_the_channels_that_stay(tmp_path: Path) -> None:
     model = traced(plain, Architecture(name="Responding", family="module"))
     save_file({"x": torch.randn(10, TOKENS, D)}, tmp_path / "x.safetensors")
     opened = arrays_for_model(model, tmp_path / "x.safetensors")
-    looped = reduce_by_closed_loop(model, opened, method_from_preset("best", mlp_sparsity=0.5, align_hidden=1))
+    looped = reduce_traced(model, opened, method_from_preset("best", mlp_sparsity=0.5, align_hidden=1), loop=Loop())
     (weight,) = (value for name, value in looped.model.state_dict().items() if name.endswith("mean_weight_0"))
     assert bool((weight >= 0).all())
     assert not [name for name in looped.model.state_dict() if "mean_weight_0_bias" in name]

@@ -19,9 +19,10 @@ from corp_deploy.families.traced_model import traced
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -175,7 +176,7 @@ def test_levers_that_walk_serve_several_outputs(tmp_path: Path) -> None:
     half = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4, align_head=4)
     moments = calibrate(Checkpoint(model=model, architecture=Architecture(name="x"), lineage={}), inputs, batch_size=16)
     opened = reduce(model, moments, half).model
-    closed = reduce_by_closed_loop(model, inputs, half).model
+    closed = reduce_traced(model, inputs, half, loop=Loop()).model
     sharper = polished(model, opened, inputs, PolishOptions(how="layer")).model
     pixels = torch.from_numpy(images(64, seed=2))
     with torch.no_grad():

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.speed.long_runs import own_mib
-from corp_deploy.families.decoder_checkpoint import state_to_transformers
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder
+from corp_deploy.families.text_names import state_to_transformers
 from corp_deploy.machine import versions
 from ground.files import write_json
 from perf.timing.environment import environment
@@ -69,7 +69,7 @@ def _random(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[str
 
 def _named(state: dict[str, torch.Tensor], architecture: DecoderArchitecture, kind: str) -> dict[str, torch.Tensor]:
     wide, narrow = (count * architecture.head for count in (architecture.heads, architecture.groups))
-    return state_to_transformers(state, (wide, narrow, narrow), architecture.layers, model_type=kind)
+    return state_to_transformers(state, (wide, narrow, narrow), architecture.layers, kind)
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> int:

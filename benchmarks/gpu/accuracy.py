@@ -112,7 +112,8 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
     """The row of one reduction block by block, polished where that is asked for; its images go through a file, as the
     closed loop reads them.
     """
-    from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+    from corp_deploy.reduction.loop import Loop as ClosedLoop
+    from corp_deploy.reduction.traced_loop import reduce_traced
 
     size, method = shop.setting.image_size, case.method(shop.setting)
 
@@ -124,7 +125,7 @@ def closed_loop(case: Case, shop: Workshop) -> Row:
             np.save(path, pictures.images_from_bytes(held, "cpu").numpy())
             images = open_images(path, image_shape=(3, size, size), transform=_untransformed)
             dense = models_copy(shop.model(), where)
-            reduced = reduce_by_closed_loop(dense, images, method).model
+            reduced = reduce_traced(dense, images, method, loop=ClosedLoop()).model
             if case.loop == "closed":
                 return reduced, count
             options = PolishOptions(how="model", time_s=sizes(shop.setting).polish_s)

@@ -22,7 +22,7 @@ from benchmarks.gpu.record import Record, Row, Task
 from benchmarks.gpu.reduction import reduced
 from benchmarks.gpu.setting import Setting
 from calib.collect import Collector, Precision
-from calib.products import add_gram_, mirror_
+from calib.products import add_gram_, matmul_precision, mirror_
 from corp_deploy.families.family import example_of, listened, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
 from perf.runners.memory import Gauge, TorchAllocator, resident_gauge
@@ -37,13 +37,9 @@ OF_SUMS: dict[Precision, Precision] = {"float32": "float32", "tf32": "float32", 
 @contextmanager
 def forward_in(precision: Precision, device: str) -> Iterator[None]:
     """What the collector's forward pass runs in."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    products = matmul_precision("high" if precision == "tf32" else "highest")
+    with products, torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+        yield
 
 
 def gauge_of(device: str) -> Gauge | None:

@@ -23,12 +23,12 @@ from calib.groups import group_ids
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import images_for_model
 from ground.effort import Stopwatch
@@ -135,12 +135,13 @@ class Subject:
         """The reduction of a case; `watch` takes the time of its parts."""
         uniform = case.widths == "uniform"
         sparsity = self.sparsities.of("joint", case.share) if uniform else None
-        asked = ReductionRequest(
-            preset="best",
-            method=method_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity),
-            budget=None if uniform else Budget(currency="macs", share=case.share),
+        options = ReduceOptions(
+            mlp=sparsity,
+            attn=sparsity,
+            macs=None if uniform else case.share,
             closed_loop="asymmetric" if case.loop == "closed" else None,
         )
+        asked = request_of(options)
         return reduce_as_asked(self.dense, self.moments, asked, images=self.images, watch=watch)[0].model
 
 

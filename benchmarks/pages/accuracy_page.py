@@ -46,7 +46,7 @@ def methods(record: dict[str, Any]) -> str:
     parts = [
         text,
         _errors(record, "joint", METHODS),
-        "The same of MLPs alone, with the presets that reduce nothing else:",
+        "The same for MLPs alone, with the presets that reduce nothing else:",
     ]
     parts.append(_errors(record, "mlp", MLP_METHODS))
     return "\n\n".join([*parts, *record.get("remarks", [])])
@@ -70,7 +70,7 @@ def hard_vit(record: dict[str, Any]) -> str:
         "hidden channels, queries and keys held equally strong and uncorrelated in training) on "
         f"{record['classes']} classes of the procedural images, dense {record['dense_accuracy']:.1%} ({low:.1%} to "
         f"{high:.1%}) of {record['held_out_images']:,} held-out images. Reduced from {record['calibration_images']} "
-        "images, labels never used but to judge; `by site` and `thorough` keep the MACs of uniform widths. Relative "
+        "images; labels are used only to judge; `by site` and `thorough` keep the MACs of uniform widths. Relative "
         "logit error, accuracy and its change in points with a paired interval:"
     )
     return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
@@ -101,9 +101,9 @@ def text_encoder(record: dict[str, Any]) -> str:
 def budgets(record: dict[str, Any]) -> str:
     """What the same share of the MACs loses by the curves of before and of now."""
     text = (
-        "Relative output error on held-out inputs of widths that a budget of MACs chose, in one pass: by one look at "
-        "each site at half its widths (`before`), by squared gradients on inputs set apart, values beside queries and "
-        "keys (`now`), and the better of that and a second allocation on the probe's inputs (`taken`):"
+        "Relative output error on held-out inputs, of widths that a budget of MACs chose in one pass: from one run of "
+        "each site at half its width (`before`), from squared gradients on separate inputs, with values beside queries "
+        "and keys (`now`), and the better one of that and a second allocation on the probe's inputs (`taken`):"
     )
     ways = ("before", "now", "taken")
     rows = [[row["model"], f"{row['share']:g}", *(f"{row[way]:.4f}" for way in ways)] for row in record["rows"]]

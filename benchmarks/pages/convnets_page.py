@@ -63,7 +63,7 @@ def latency(record: Mapping[str, Any]) -> str:
     names = ["model", "MACs", "batch", "dense p50 ms", "reduced p50 ms", "speed-up", "A/A noise"]
     text = (
         "ONNX Runtime on 2 CPU cores, FP32, random weights at uniform widths, interleaved in one process, few rounds "
-        "on a machine that others used too (the intervals and the dense model against itself say how much that blurs):"
+        "on a shared machine (the intervals and the dense model against itself show how much noise that adds):"
     )
     return text + "\n\n" + table(names, lines)
 

@@ -54,8 +54,8 @@ def proof_cost(record: dict[str, Any]) -> str:
     return (
         f"Verifying {record['model']}, its half and the half's FP32 and FP16 graphs on {record['images']} images at "
         f"batches {', '.join(map(str, record['batches']))}, {record['threads']} threads, {record['cpu']}: "
-        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times the passes over the images that it can't do "
-        f"without (each of the four, and the dense model in FP16), and {verify['peak_mb'] / 1e3:.1f} GB."
+        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times the passes that it needs in any "
+        f"case (one of each of the four, and one of the dense model in FP16), and {verify['peak_mb'] / 1e3:.1f} GB."
     )
 
 
@@ -64,7 +64,7 @@ def sweep_cost(record: dict[str, Any]) -> str:
     return (
         f"{len(record['sparsities'])} sparsities of {record['model']} from one moments file, scoring included, "
         f"{record['threads']} threads: {record['ratio']:.2f} times one whole solve and nine that reuse its "
-        f"eliminations, {record['of_ten_apart']:.2f} of ten solves made apart. No solve looks at an image."
+        f"eliminations, {record['of_ten_apart']:.2f} times ten separate solves. No solve reads an image."
     )
 
 
@@ -82,7 +82,6 @@ def long_runs(record: dict[str, Any]) -> str:
             ]
         )
     text = (
-        "Memory that a process holds for itself behind the first fifth of a long run, and its slope (Theil and Sen, "
-        "95 % interval):"
+        "Private memory of a process after the first fifth of a long run, and its slope (Theil and Sen, 95 % interval):"
     )
     return text + "\n\n" + table(["run", "MiB held", "MiB more per 1,000", "seconds"], rows)

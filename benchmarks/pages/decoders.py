@@ -6,8 +6,9 @@ from typing import Any
 from benchmarks.pages.markdown import table
 from corp_deploy.families.decoder_builder import CLASSES
 from corp_deploy.families.decoder_config import MODEL_TYPES, architecture_from_transformers
-from corp_deploy.families.decoder_saved import hidden_entry, refuse_unsayable
+from corp_deploy.families.decoder_saved import refuse_unsayable
 from corp_deploy.families.text_decoder import DecoderArchitecture
+from corp_deploy.families.text_names import hidden_entry
 from ground.errors import BadInput
 
 NAMES = {"opt": "OPT", "gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

@@ -12,10 +12,10 @@ def break_fusion(record: dict[str, Any]) -> str:
         by_site.setdefault(row["break"], []).append(row)
     targets = ", ".join(dict.fromkeys(row["target"] for row in record["rows"]))
     text = (
-        f"What `export --break-fusion SITE` does to a real builder: {record['depth']} blocks of a ViT-S, FP16, as "
-        f"TensorRT-RTX {record['library_version']} plans of batches 1:8:64 for SM {targets} (equal but for bytes), "
-        "built without a GPU; memory is weights and activations as the builder tells them. What a block's part gives "
-        "is taken out of the kernel behind it; a softmax takes attention out of its fused kernel:"
+        f"The effect of `export --break-fusion SITE`: {record['depth']} blocks of a ViT-S, FP16, as TensorRT-RTX "
+        f"{record['library_version']} plans of batches 1:8:64 for SM {targets} (equal except for their bytes), built "
+        "without a GPU; memory is weights and activations as the builder reports them. A break at a module's output "
+        "keeps the module out of the next kernel; a break at a softmax splits the fused attention kernel:"
     )
     head = ["fusion broken at", "kernels", "fused attention", "plan MB", "device memory MB"]
     return f"{text}\n\n{table(head, [_row(site, rows) for site, rows in by_site.items()])}\n\n{_price(record)}"
@@ -62,5 +62,5 @@ def engines(record: dict[str, Any]) -> str:
         ]
         for row in record["rows"]
     ]
-    text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; plans are the same bytes twice:"
+    text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; two builds give equal bytes:"
     return text + "\n\n" + table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)

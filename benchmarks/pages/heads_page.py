@@ -1,4 +1,4 @@
-"""What is said of heads, from the records of benchmarks/quality/rotation.py and whole_heads.py."""
+"""The texts on heads, from the records of benchmarks/quality/rotation.py and whole_heads.py."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ def rotation(record: Mapping[str, Any]) -> str:
     pairs: dict[tuple[str, int], dict[bool, Mapping[str, Any]]] = {}
     for row in record["rows"]:
         pairs.setdefault((row["model"], row["width"]), {})[row["rotates"]] = row
-    said = [
+    figures = [
         f"{model}, heads of {width}: logits {plain['int8_logits']:.2%} to {turned['int8_logits']:.2%}, outputs "
         f"{plain['int8_qk']:.2%} to {turned['int8_qk']:.2%} by queries and keys, {plain['int8_v']:.2%} to "
         f"{turned['int8_v']:.2%} by values and what enters the projection; FP16 {plain['fp16']:.2%} to "
@@ -21,8 +21,8 @@ def rotation(record: Mapping[str, Any]) -> str:
     ]
     worst = max(row["fp32"] for row in record["rows"])
     return (
-        f"Reduced heads in a rotated basis (`--rotate`), against the same in FP32, which moves by {worst:.0e} at most, "
-        f"in simulated INT8 of one scale a tensor, without and with the rotation: {'; '.join(said)}."
+        "Error of simulated INT8 (one scale for each tensor) against FP32, without and with rotated heads (`--rotate`);"
+        f" the rotation itself changes FP32 outputs by at most {worst:.0e}: {'; '.join(figures)}."
     )
 
 
@@ -50,9 +50,9 @@ def whole_heads(record: Mapping[str, Any]) -> str:
         "Whole heads (`--whole-heads`, by OBS and as preset `grail` does) beside narrower ones of about the same "
         "multiply-adds, attention alone reduced, preset best, open loop: relative error of the outputs on held-out "
         "images, and TensorRT-RTX plans in FP16 built without a GPU. At like multiply-adds narrower square heads lost "
-        "less on both models and their plans have as many kernels, so narrow heads first. Whole heads are for heads "
-        "that say the same thing, where fewer softmaxes count (not timed here), or where heads would become narrower "
-        "than an engine fuses (8 on digits); a single head left is not fused either, of which `reduce` warns. Queries "
+        "less on both models and their plans have as many kernels, so narrow heads first. Remove whole heads if some "
+        "are redundant, if fewer softmaxes save time (not timed here), or if narrower heads would not be fused by an "
+        "engine (8 on digits). A single remaining head is not fused either, and `reduce` warns of it. Queries "
         "and keys of 8, padded, are the most that narrowing them alone removes:"
     )
     return text + "\n\n" + table(head, rows)

@@ -14,11 +14,10 @@ def gate_alarms(record: Record) -> str:
     every, plan = record["all"], record["plan"]
     below = math.ceil(1e4 * every["false_alarms_below"]) / 100  # a bound is rounded up
     text = (
-        "A model against itself on two cores that other programs used as well, beside none to four processes that "
-        f"compute, sweep memory or write files, all the time or in turns; rule `{record['rule']}`, at most "
-        f"{plan['time_limit_s']:g} seconds each. Every FAIL would be a false alarm: of {every['comparisons']} there "
-        f"are {every['FAIL']}, so fewer than {below:.2f} % at 95 %. The naive comparison takes the mean of 20 calls of "
-        "one, then of the other:"
+        "A model compared with itself on two shared cores, while none to four other processes compute, sweep memory or "
+        f"write files, all the time or in turns; rule `{record['rule']}`, at most {plan['time_limit_s']:g} seconds "
+        f"each. Every FAIL would be a false alarm: there are {every['FAIL']} in {every['comparisons']}, so their rate "
+        f"is below {below:.2f} % at 95 %. The naive comparison takes the mean of 20 calls of one, then of the other:"
     )
     lines = [
         [
@@ -34,8 +33,8 @@ def gate_alarms(record: Record) -> str:
             "median half-width", "median s"]  # fmt: skip
     share = every["intervals_that_hold_one"] / every["intervals"]
     after = (
-        f"The interval holds the true ratio in {100 * share:.0f} % in place of 95 %: a load that comes and goes within "
-        "a measurement makes it too narrow, which the margin of 3 % in the rule bears."
+        f"The interval contains the true ratio in {100 * share:.0f} % instead of 95 % of the comparisons: a load that "
+        "starts and stops within a measurement makes it too narrow. The margin of 3 % in the rule allows for that."
     )
     return "\n\n".join([text, table(head, lines), after])
 
@@ -53,8 +52,8 @@ def gate_noise(record: Record) -> str:
         verdicts = (str(row[verdict]) for verdict in ("PASS", "FAIL", "INCONCLUSIVE"))
         lines.append([words, str(row["repetitions"]), *verdicts, f"{right} of {row['repetitions']}"])
     text = (
-        f"The same rule under {record['background_processes']} processes that come and go, on a model against itself "
-        "and against one that is slower; the last column has how often a naive mean of 20 calls says the right thing:"
+        f"The same rule while {record['background_processes']} other processes start and stop, for a model compared "
+        "with itself and with a slower one; the last column counts how often a naive mean of 20 calls is right:"
     )
     return f"{text}\n\n{table(['against', 'repetitions', 'PASS', 'FAIL', 'INCONCLUSIVE', 'naive right'], lines)}"
 
@@ -63,6 +62,6 @@ def harness_overhead(record: Record) -> str:
     """What timing adds."""
     share = (record["inside_us"] + record["around_us"]) / (1e3 * record["call_ms"])
     return (
-        f"The timing code takes {record['inside_us']:.2f} µs inside what it times and {record['around_us']:.1f} µs "
+        f"The timing code takes {record['inside_us']:.2f} µs inside the timed section and {record['around_us']:.1f} µs "
         f"around it: {100 * share:.2f} % of a call of {record['call_ms']:.0f} ms."
     )

@@ -17,10 +17,10 @@ def polish(record: Mapping[str, Any]) -> str:
     present = {row["model"] for row in record["rows"]}
     models = "; ".join(words for name, words in MODELS.items() if name in present)
     text = (
-        "`--polish block` and `--polish model` from where the closed form ends, and the error on inputs that neither "
-        f"fitted nor chose ({models}; minutes with {record['threads']} "
+        "`--polish block` and `--polish model` after the closed form: error on inputs that were used neither to fit "
+        f"nor to choose ({models}; minutes with {record['threads']} "
         f"{'thread' if record['threads'] == 1 else 'threads'}). "
-        "Where nothing errs less on the inputs held out, the model stays as it was:"
+        "If no polished model has a smaller error on the held-out inputs, the model stays as it was:"
     )
     rows = [
         [
@@ -40,9 +40,9 @@ def polish(record: Mapping[str, Any]) -> str:
 def layer_polish(record: Mapping[str, Any]) -> str:
     """Sublayers fitted without gradients and with them."""
     text = (
-        "Every sublayer fitted to the dense stream behind a closed loop at 50 %, by `--polish layer` (Gauss-Newton "
-        "steps and regressions in turn) and by Adam on the same sublayers: error of the outputs, about their mean, on "
-        "inputs that none of it has seen, and the processor's seconds:"
+        "Every sublayer fitted to the dense stream, after a closed loop at 50 %, by `--polish layer` (Gauss-Newton "
+        "steps and regressions in turn) and by Adam on the same sublayers: error of the outputs about their mean on "
+        "inputs that no step has seen, and CPU seconds:"
     )
     rows = [[row["model"], row["how"], f"{row['error']:.4f}", f"{row['cpu_seconds']:.0f}"] for row in record["rows"]]
     return text + "\n\n" + table(["model", "fit", "error", "CPU s"], rows)

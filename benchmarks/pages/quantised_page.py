@@ -17,9 +17,9 @@ def quantised(record: dict[str, Any]) -> str:
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
     text = (
         "INT8 and FP8 by Q/DQ: relative error of each graph's outputs against the FP32 graph on held-out images (and "
-        "accuracy), all else in FP32. `plain` ends each range at the largest value seen, `balanced` first gives norms' "
-        "outliers to the weights behind them, `mse` and `entropy` clip what is balanced, and `auto`, the default, "
-        "takes the one of these that is nearest on the images of the ranges:"
+        "accuracy), everything else in FP32. `plain` ends each range at the largest value, `balanced` first moves "
+        "outliers of norms into the next weights, `mse` and `entropy` also clip the ranges, and `auto`, the default, "
+        "uses the one of these with the smallest error on the images that the ranges come from:"
     )
     at = {(row["model"], row["precision"], row["way"]): row for row in rows}
     models = dict.fromkeys(row["model"] for row in rows)

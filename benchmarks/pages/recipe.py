@@ -1,5 +1,5 @@
 """The keys of a recipe as tables: what may stand there and what holds where nothing does, from the typed recipe; what
-it does, in the words of the command's own option or of recipe.toml.
+it does, in the words of its declaration or, where a recipe takes it in its own form, of recipe.toml.
 """
 
 import tomllib
@@ -8,26 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 from msgspec import NODEFAULT, inspect, json
 
 from benchmarks.pages.markdown import table
-from corp_deploy.cli import main
-from corp_deploy.invocation.option_support import spelled
 from corp_deploy.release.recipe import Recipe
+from corp_deploy.release.recipe_file import SECTIONS
+from corp_deploy.release.recipe_tables import TargetTable
 
 MEANINGS = Path(__file__).with_name("recipe.toml")
-COMMANDS = {
-    "model": "calibrate",
-    "calibration": "calibrate",
-    "held_out": "verify",
-    "reduce": "reduce",
-    "export": "export",
-    "parity": "verify",
-    "bench": "bench",
-    "gate": "gate",
-}
-"""The command whose option of the same name a table's key is."""
 
 
 @cache
@@ -36,15 +24,9 @@ def _own_meanings() -> dict[str, dict[str, str]]:
 
 
 def meaning(section: str, key: str) -> str:
-    """What a key does. Raises KeyError where neither recipe.toml nor an option says it."""
-    own = _own_meanings().get(section, {})
-    if key in own:
-        return own[key]
-    command = main.commands[COMMANDS[section]] if section in COMMANDS else None
-    for option in command.params if command is not None else ():
-        if (option.name == key or spelled(key) in option.opts) and isinstance(option, click.Option) and option.help:
-            return option.help
-    raise KeyError(f"{section}.{key}: no option of that name; say in {MEANINGS.name} what it does")
+    """What a key does."""
+    table = TargetTable if section == "targets" else SECTIONS[section]
+    return _own_meanings().get(section, {}).get(key) or table.helps[key]
 
 
 def _expected(kind: inspect.Type) -> list[str]:

@@ -31,9 +31,10 @@ from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import LoopName, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import images_for_model
@@ -97,9 +98,9 @@ def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments:
     """By one way, at these widths."""
     method = method_from_preset(way.preset, align_conv=ALIGN)
     if way.loop == "symmetric":
-        return reduce_by_symmetric_loop(model, images, method, widths=widths).model
+        return reduce_traced(model, images, method, widths=widths).model
     if way.loop == "asymmetric":
-        return reduce_by_closed_loop(model, images, method, widths=widths).model
+        return reduce_traced(model, images, method, widths=widths, loop=Loop()).model
     return reduce(model, moments, method, widths=widths).model
 
 

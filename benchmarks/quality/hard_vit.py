@@ -27,15 +27,17 @@ from benchmarks.quality.methods import logits
 from benchmarks.quality.procedural_images import CLASSES, Labelled, made
 from benchmarks.real.record import Record, Row
 from corp_deploy.families.model_cost import macs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishName, PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, model_digest
 from perf.parity.labels import accuracy, mcnemar
@@ -98,11 +100,10 @@ class Subject:
         model, method, widths = self.dense.model, way.method(sparsity), None
         if way.by_site:
             uniform = reduce(model, self.moments, Way("uniform", "none").method(sparsity)).model
-            budget = Budget(currency="macs", share=macs(uniform) / macs(model))
-            asked = ReductionRequest(preset=way.preset, method=method, budget=budget)
-            widths = plan(self.dense, self.moments, asked, self.images).widths
+            asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
+            widths = plan(self.dense, self.moments, request_of(asked, method=method), self.images).widths
         if way.closed_loop:
-            reduced = reduce_by_closed_loop(model, self.images, method, widths=widths).model
+            reduced = reduce_traced(model, self.images, method, widths=widths, loop=Loop()).model
         else:
             reduced = reduce(model, self.moments, method, widths=widths, images=self.images).model
         if way.polish == "none":

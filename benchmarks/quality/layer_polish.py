@@ -33,7 +33,7 @@ from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.modules import replaced
@@ -144,7 +144,7 @@ def rows_of(subject: Subject) -> Rows:
     geometry: dict[str, Any] = {"geometry": "ragged", "align_hidden": 8, "align_head": subject.align}
     method = method_from_preset("best", mlp_sparsity=SPARSITY, attention_sparsity=SPARSITY, **geometry)
     start = time.process_time()
-    reduced = reduce_by_closed_loop(dense, inputs, method, loop=Loop()).model
+    reduced = reduce_traced(dense, inputs, method, loop=Loop()).model
 
     def row(how: str, model: nn.Module, seconds: float) -> dict[str, Any]:
         spread = (wanted - wanted.mean(dim=0)).norm()

@@ -33,7 +33,7 @@ from corp_deploy.families.family import listened, sites_of
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop, reduce_by_symmetric_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.inputs import images_for_model, lineage_for_moments
 from corp_deploy.traced.models.sites import calibration_taps
@@ -144,9 +144,9 @@ class Bench:
     def _reduced(self, variant: Variant, method: Method) -> nn.Module:
         model = self.subject.checkpoint.model
         if variant.loop == "symmetric":
-            return reduce_by_symmetric_loop(model, self.images, method).model
+            return reduce_traced(model, self.images, method).model
         if variant.loop is not None:
-            return reduce_by_closed_loop(model, self.images, method, loop=variant.loop).model
+            return reduce_traced(model, self.images, method, loop=variant.loop).model
         return reduce(model, self.moments, method, eliminations=self.eliminations, images=self.images).model
 
     def row(self, method: Variant, kind: Kind, sparsity: float) -> Row:

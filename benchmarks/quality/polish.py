@@ -39,9 +39,10 @@ from corp_deploy.machine import versions
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import images_for_model
@@ -74,7 +75,7 @@ class Subject:
     def reduced(self) -> nn.Module:
         """The model before it is polished."""
         if self.closed_loop:
-            return reduce_by_closed_loop(self.dense.model, self.inputs, self.method).model
+            return reduce_traced(self.dense.model, self.inputs, self.method, loop=Loop()).model
         return reduce(self.dense.model, calibrate(self.dense, self.inputs, batch_size=BATCH), self.method).model
 
 

@@ -39,11 +39,12 @@ from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
 from corp_deploy.reduction.sparse_options import KINDS
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
@@ -164,7 +165,7 @@ def _sparse(how: Sparsifying, narrower: float = 0.0, *, loop: bool = False) -> C
 
 def _narrower(subject: Subject, method: Method, *, loop: bool) -> nn.Module:
     if loop:
-        return reduce_by_closed_loop(subject.dense.model, subject.inputs, method).model
+        return reduce_traced(subject.dense.model, subject.inputs, method, loop=Loop()).model
     return reduce(subject.dense.model, subject.moments, method).model
 
 

@@ -26,16 +26,17 @@ from benchmarks.real.record import Record
 from calib.inputs import run_model
 from calib.texts import Texts
 from corp_deploy.families.model_cost import macs
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.plan import plan
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.named_loop import reduce_by_closed_loop
+from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.transformers_directory import load_transformers
 
@@ -94,12 +95,11 @@ class Subject:
         model, texts, method, widths = self.dense.model, self.calibration, variant.method(kind, sparsity), None
         if variant.by_site:
             uniform = reduce(model, self.moments, Variant("uniform", "none").method(kind, sparsity)).model
-            budget = Budget(currency="macs", share=macs(uniform) / macs(model))
-            asked = ReductionRequest(preset="best", method=method, budget=budget)
+            asked = request_of(ReduceOptions(macs=macs(uniform) / macs(model)), method=method)
             widths = plan(self.dense, self.moments, asked, texts).widths
         if variant.loop is None:
             return reduce(model, self.moments, method, widths=widths).model
-        looped = reduce_by_closed_loop(model, texts, method, widths=widths, loop=variant.loop).model
+        looped = reduce_traced(model, texts, method, widths=widths, loop=variant.loop).model
         return polished(model, looped, texts, PolishOptions(how="layer")).model if variant.layers else looped
 
     def error(self, variant: Variant, kind: str, sparsity: float) -> float:

@@ -24,11 +24,11 @@ from calib import store
 from calib.images import Images
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import input_ports
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.request import Budget, ReductionRequest
+from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.method import loop_from, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.inputs import images_for_model
 from ground.files import write_json
@@ -43,10 +43,10 @@ Samples = dict[str, dict[str, list[float]]]
 
 def asked(row: str, share: float) -> ReductionRequest:
     """What a row's `reduce` is asked for: half of every width, or widths by site for a share of the MACs."""
-    budget = Budget(currency="macs", share=share) if "macs" in row else None
-    sparsity = SPARSITY if budget is None else 0.0
-    method = method_from_preset("best", mlp_sparsity=sparsity, attention_sparsity=sparsity)
-    return ReductionRequest(preset="best", method=method, budget=budget, closed_loop=loop_from("loop" in row))
+    loop, by_site = "loop" in row, "macs" in row
+    if by_site:
+        return request_of(ReduceOptions(mlp=0.0, attn=0.0, macs=share, closed_loop=loop))
+    return request_of(ReduceOptions(mlp=SPARSITY, attn=SPARSITY, closed_loop=loop))
 
 
 ROWS = ("calibrate", "uniform", "macs", "loop", "macs and loop")

@@ -16,30 +16,29 @@ from benchmarks.trust.faults import RECORD, ROOT
 PAGE = ROOT / "docs" / "security" / "faults.md"
 STATES = ("old", "new", "kept", "some", "torn")
 COUNTED = ("tried", *STATES, "left")
-HEAD = """# What is left where a command is disturbed
+HEAD = """# What an interrupted or failing command leaves behind
 
-`python -m benchmarks.trust.faults --home DIR` disturbs commands and records what stands afterwards; this page is made
-of that record by `python -m benchmarks.trust.faults_page`, and a test fails where it is not. A library before the C
-library's (`tests/faults.c`) counts what a process opens, writes, syncs, renames and makes below its output, whoever
-does it, and lets the Nth fail. After each fault the same command is run again, undisturbed: it has to end well, with
-the bytes that it gives when nothing happens at all. (Where every file is as before the fault, that run is the
-undisturbed one.)
+`python -m benchmarks.trust.faults --home DIR` makes commands fail and records which files exist afterwards. `python -m
+benchmarks.trust.faults_page` writes this page from the record, and a test fails if the two differ. A preloaded library
+(`tests/faults.c`) counts every open, write, sync, rename and mkdir below the output directory, in every process of the
+command, and makes the Nth one fail. After each fault the same command runs again without a fault: it must succeed, and
+write the same bytes as a run that never failed. (If the fault changed no file, an undisturbed run serves as the second
+run.)
 
-* **tried**: how often the fault came: at every operation, one after the other until none is left, or at {some} that
-  are drawn by a fixed seed, or at {times} moments while the command runs ("at any time").
-* **old**, **new**: what stood before, or what was to be made, is there whole. **kept**: the process was killed, or the
-  disk failed for good, between two renames of files that belong together; the former ones lie beside in `.former`, and
-  whoever loads or writes there next puts them back. **some**: of files that are read one by one, each old or new; an
-  older file of held-out moments goes as the new moments come. **torn**: a file that is neither.
-* **left**: how often hidden files stayed, of processes that could not remove them. No command takes them for
-  anything; where no command is at work they can be removed, but for `.former`.
-* **exit**: 4 where the machine fails (its disk, its memory), 2 where a path can't be written to, 130 by SIGINT, 143 by
-  SIGTERM, as shells have it; -9 is SIGKILL's; 0 where the command had all but ended, or where a folder could not be
-  made that is there already.
-* **wrong**: other exit codes, tracebacks, torn or mixed files, second runs that don't end well or with other bytes.
+* **tried**: how many faults were injected: at every operation in turn, or at {some} operations drawn with a fixed seed,
+  or at {times} moments while the command runs ("at any time").
+* **old**, **new**: the previous files, or the new ones, are complete. **kept**: the process was killed, or the disk
+  failed for good, between two renames of files that belong together; the previous files are in `.former`, and the next
+  command that reads or writes there restores them. **some**: of files that are read separately, each is old or new; an
+  old file of held-out moments is removed when the new moments are written. **torn**: a file that is neither.
+* **left**: how often hidden files remained because the process could not remove them. Commands ignore them; you can
+  delete them when no command is running, except `.former`.
+* **exit**: 4 if the machine fails (disk, memory), 2 if a path can't be written, 130 for SIGINT, 143 for SIGTERM, -9 for
+  SIGKILL; 0 if the command had nearly finished, or if the folder that could not be made already existed.
+* **wrong**: other exit codes, tracebacks, torn or mixed files, and second runs that fail or write other bytes.
 
-A directory that one process alone may write to has a lock, which the kernel releases when the process ends, however it
-ends; no file of it keeps anybody out.
+A directory that only one process may write to has a lock. The kernel releases it when the process ends, for whatever
+reason, so that a file left behind never blocks the next command.
 """
 
 
@@ -81,7 +80,7 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
     from benchmarks.trust.faults import SOME, TIMES
 
     yield HEAD.format(some=SOME, times=TIMES)
-    yield "## All of it\n"
+    yield "## All faults\n"
     yield _by_fault(record["rows"]) + "\n"
     yield "## Other processes, memory, disks and clocks\n"
     yield _happenings(record["happenings"]) + "\n"

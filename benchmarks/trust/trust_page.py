@@ -155,12 +155,20 @@ def unlisted(found: Sequence[Place], told: Words) -> list[str]:
     return [*new, *gone, *vague]
 
 
-HEAD = """# What is opened, started, run and asked, and what each place trusts
+HEAD = """# Files, processes, code and networks, and what each use trusts
 
-Found in the source by `python -m benchmarks.trust.trust_page`, which writes this page; what is trusted is kept by hand
-in `benchmarks/trust/trust.toml`, and a test fails where a place is not in it. [SECURITY.md](../../SECURITY.md) says
-what that comes to.
+`python -m benchmarks.trust.trust_page` finds every place in the source that opens or writes a file, starts a process,
+runs code or uses a network, and writes this page. What each place trusts is written by hand in
+`benchmarks/trust/trust.toml`; a test fails if a place is missing there. [SECURITY.md](../../SECURITY.md) explains the
+consequences.
 """
+TITLES: Mapping[Kind, str] = {
+    "reads": "Reads files",
+    "writes": "Writes files",
+    "starts": "Starts processes",
+    "runs": "Runs code",
+    "asks": "Uses a network",
+}
 
 
 def page(found: Sequence[Place], told: Words) -> str:
@@ -173,7 +181,7 @@ def page(found: Sequence[Place], told: Words) -> str:
             if place.kind == kind:
                 short, remark = told.of(place)
                 rows.append((f"`{place.file}`", ", ".join(f"`{call}`" for call in place.calls), short, remark))
-        parts += [f"## What {kind}", "", table(("file", "by", "trusts", "what it is"), rows), ""]
+        parts += [f"## {TITLES[kind]}", "", table(("file", "calls", "trusts", "what it is"), rows), ""]
     return "\n".join(parts)
 
 

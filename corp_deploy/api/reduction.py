@@ -17,7 +17,7 @@ from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import judges_from_choice
 from corp_deploy.planning.lineage import record_of_reduction
-from corp_deploy.planning.request import request_from_choice
+from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.traced.models.module import is_reduced
@@ -105,7 +105,7 @@ def reduce(call: ReduceCall) -> Reduced:
         result, planned = reduce_checkpoint(
             dense,
             Path(call.moments),
-            request_from_choice(call, seed=call.seed),
+            request_of(call, seed=call.seed),
             directory=Path(call.output),
             images=input_set,
             judges=judges_from_choice(dense.model, input_set, call),

@@ -21,7 +21,7 @@ from .options import DIRECTORY, output_options
 @click.option("--inputs-only", is_flag=True, help="Write the example's model and images, to start from, and no more.")
 @output_options
 def demo(output: Path, example: str, inputs_only: bool, out: Output) -> None:
-    """Run all of it on digits, without a GPU, in three minutes.
+    """Run every step on digits, without a GPU, in three minutes.
 
     Example: corp-deploy demo -o demo-out
     """

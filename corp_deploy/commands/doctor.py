@@ -11,7 +11,7 @@ from .options import output_options
 @click.command(cls=Above)
 @output_options
 def doctor(out: Output) -> None:
-    """Show what this machine has, and what each lack disables.
+    """Show what this machine has, and what it lacks.
 
     Example: corp-deploy doctor --json
     """

@@ -1,4 +1,4 @@
-"""What a proof is made on, as it is said on the command line: real inputs, or random ones where they are meant."""
+"""The inputs of a proof on the command line: real ones, or random ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def reduce_command(
     from corp_deploy.planning.judging import judges_from_choice
     from corp_deploy.planning.lineage import record_of_reduction
     from corp_deploy.planning.polishing import Polishing
-    from corp_deploy.planning.request import request_from_choice
+    from corp_deploy.planning.request import request_of
     from corp_deploy.polish.state import state_beside
     from corp_deploy.proof.speed import measured_speedup
     from corp_deploy.reduction.calibrate import ranks_of_this_run
@@ -63,7 +63,7 @@ def reduce_command(
     from ground.gpu import require_device
 
     require_device(reduction.device)
-    request = request_from_choice(reduction, seed=inputs.seed)
+    request = request_of(reduction, seed=inputs.seed)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with (

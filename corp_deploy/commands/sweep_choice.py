@@ -1,4 +1,4 @@
-"""Which models a sweep tries, as it is asked for on the command line."""
+"""Options of `sweep`: which models it tries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -53,7 +53,7 @@ def verify(
     options: VerifyRun,
     out: Output,
 ) -> None:
-    """Prove on real inputs how far CANDIDATES are from REFERENCE. That is named as --model elsewhere names a model.
+    """Prove on real inputs how far CANDIDATES are from REFERENCE. Name REFERENCE as you name --model of other commands.
 
     Link by link; exit code 1 when one fails. A link without a limit is measured, not passed: set --min-agreement or
     --max-error. Exit 3 when no link had one.

@@ -1,19 +1,17 @@
 """What `verify` runs, and engines of one graph held against each other, in one environment or in two."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from corp_deploy.invocation.decoding import DecoderProof
 from corp_deploy.invocation.option import option
-from corp_deploy.invocation.proof import ProofOptions
-from corp_deploy.invocation.values import DIRECTORY, FILE, Repeated, text_of
+from corp_deploy.invocation.proof import MetricOptions, ProofOptions
+from corp_deploy.invocation.values import DIRECTORY, FILE
 from corp_deploy.views.console import Output
-from ground.errors import BadInput
-from ground.quantities import SECONDS
 
 from .options import explicit_options
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
+class VerifyRun(MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
     """What else is compared and kept. Of engines alone `write_golden` and `other_graph`; of models `polygraphy`."""
 
     output: Path | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
@@ -41,16 +39,6 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
         default=False,
         help="Compare engines although they were built from different graphs; the record has both digests.",
     )
-    metric: Sequence[str] = option(
-        Repeated(each=text_of("[NAME=]COMMAND")),
-        (),
-        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell "
-        "for the dense model and each candidate, with the .npz of its outputs, names and labels in place of "
-        "{outputs}; the last line that it prints is the number. Or module:PATH.py:FUNCTION (with "
-        "--trust-code), given the arrays. Engines that are compared without their model have no labels. Only "
-        "commands given here or in a recipe are run; repeat.",
-    )
-    metric_time_limit: float = option(SECONDS, 600.0, help="Seconds that one run of a --metric may take.")
     polygraphy: Path | None = option(
         DIRECTORY,
         help="Also write inputs and golden answers of every graph as Polygraphy's JSON, with the commands that "
@@ -60,11 +48,6 @@ class VerifyRun(ProofOptions, DecoderProof, heading="Proof"):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.metrics
-
-    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        super().refuse_ignored(options)
-        if "metric_time_limit" in options and not self.metric:
-            raise BadInput("--metric-time-limit is for --metric; give that too, or leave it out")
 
     @property
     def metrics(self) -> "tuple[MetricRequest, ...]":

@@ -14,21 +14,15 @@ from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 
-from .decoder_checkpoint import state_to_transformers
 from .decoder_config import architecture_from_transformers
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
 from .text_decoder import DecoderArchitecture
+from .text_names import hidden_entry, state_to_transformers
 from .widths import Width, Widths
 
-_HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}
 _WITHOUT_HEADS = ("opt", "gpt2")
 _OF_HEADS = (".qk", ".v")
-
-
-def hidden_entry(model_type: str) -> str:
-    """The entry of their configuration that says how wide an MLP is."""
-    return _HIDDEN.get(model_type, "intermediate_size")
 
 
 def _narrower(name: str, dense: DecoderArchitecture, kind: str) -> str:
@@ -112,7 +106,7 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     _refuse_biases(state, dense)
     hidden, groups = widths["blocks.0.mlp"], widths["blocks.0.attn.v"] // dense.head
     rows = groups * dense.heads // dense.groups * dense.head, groups * dense.head, groups * dense.head
-    tensors = state_to_transformers(state, rows, dense.layers, model_type=kind)
+    tensors = state_to_transformers(state, rows, dense.layers, kind)
     return Saved(
         config=_config(config, hidden, groups, dense),
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from corp_deploy.traced.models.merging import How, Metric
+from corp_deploy.traced.models.merging import Merging, Metric
 
 COMPARED: Mapping[Metric, str] = {
     "ward": "what merging them changes in the residual stream",
@@ -15,7 +15,7 @@ COMPARED: Mapping[Metric, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergingRecord:
+class MergingRecord(Merging):
     """A schedule, and what it comes to.
 
     `tokens`: those that enter the first block, then those behind each; `protected` of them are never merged. Multiply-
@@ -23,10 +23,6 @@ class MergingRecord:
     `macs_with_all_tokens` at the same widths with nothing merged.
     """
 
-    schedule: tuple[int, ...]
-    metric: Metric
-    how: How
-    unmerged: bool
     protected: int
     tokens: tuple[int, ...]
     macs: int

@@ -9,7 +9,6 @@ Legend: B sequences, N tokens, C channels, V words.
 
 from typing import Annotated
 
-import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
@@ -17,26 +16,19 @@ from torch.nn import functional as F
 
 from .head_attention import HeadAttention
 from .sequence_rotary import Rope, SequenceRotary
-from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Mlp, Rows, Width
+from .text_encoder import ACTIVATIONS, Eps, Heads, Mlp, TextArchitecture, Width
 
 
-class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecoderArchitecture(TextArchitecture, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that it takes to build a decoder. `head`: the width of a head; `groups` of heads share keys and values.
 
-    `rope`: how places turn queries and keys, None for rows of a table, of which the first `first_position` stand for no
-    place. `rms`: norms without means (RMSNorm, arXiv 1910.07467). `window`: how many tokens back one may see, in models
-    that are run on no more. `tied`: the words' embeddings are the head's rows, too.
+    `rope`: how places turn queries and keys, None for rows of a table. `rms`: norms without means (RMSNorm, arXiv
+    1910.07467). `window`: how many tokens back one may see, in models that are run on no more. `tied`: the words'
+    embeddings are the head's rows, too.
     """
 
-    vocabulary: Rows
-    positions: Rows
-    first_position: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    width: Width
-    heads: Heads
     groups: Heads
     head: Width
-    hidden: Width
-    layers: Layers
     activation: str = "silu"
     gated: bool = True
     rms: bool = True
@@ -54,10 +46,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             raise ValueError(f"{self.heads} heads are no multiple of {self.groups} groups that share keys and values")
         if self.rope is not None and self.head % 2:
             raise ValueError(f"heads of {self.head} dimensions, which make no whole planes to be turned")
-        if self.longest < 1:
-            raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are no places")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r:.60}, expected one of {', '.join(ACTIVATIONS)}")
+        TextArchitecture.__post_init__(self)
 
     @property
     def longest(self) -> int:

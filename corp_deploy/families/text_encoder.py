@@ -35,27 +35,22 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that it takes to build an encoder. `positions` are rows of the table, of which the first `first_position`
-    stand for no place in a text; `token_types` may be 0.
+class TextArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What encoders and decoders have. `positions` are rows of a table, of which the first `first_position` stand for
+    no place in a text.
     """
 
     vocabulary: Rows
     positions: Rows
     first_position: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    token_types: TokenTypes = 0
     width: Width
     heads: Heads
     hidden: Width
     layers: Layers
     activation: str = "gelu"
     eps: Eps = 1e-12
-    pooling: Pooling = "mean"
-    normalize: bool = False
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"a width of {self.width} is no multiple of {self.heads} heads")
         if self.longest < 1:
             raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are no places")
         if self.activation not in ACTIVATIONS:
@@ -65,6 +60,19 @@ class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def longest(self) -> int:
         """The most tokens that a text may have."""
         return self.positions - self.first_position
+
+
+class EncoderArchitecture(TextArchitecture, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that it takes to build an encoder; `token_types` may be 0."""
+
+    token_types: TokenTypes = 0
+    pooling: Pooling = "mean"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"a width of {self.width} is no multiple of {self.heads} heads")
+        TextArchitecture.__post_init__(self)
 
 
 class Embeddings(nn.Module):

@@ -1,4 +1,4 @@
-"""What settles the widths of a reduction beside shares to remove: a budget, or what may be lost. No torch."""
+"""Options of a budget: a cost to keep, or a limit on the loss. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -32,8 +32,8 @@ class BudgetChoice(Record, heading="Budget"):
     most_cut: float = option(
         SHARE,
         MOST_CUT,
-        help="A budget of MACs or parameters that takes more than this share of every site that it may cut, evenly, is "
-        "refused: so much that the model is not one to repair, mostly because little of it can be cut (see inspect).",
+        help="Refuse a budget of MACs or parameters that takes more than this share of every site that it may cut, "
+        "evenly: little of such a model can be cut (see inspect), and what can would be cut too far to repair.",
     )
     within: Limit | str | None = option(
         ParsedText(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),

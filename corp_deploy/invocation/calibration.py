@@ -1,7 +1,4 @@
-"""A calibration as a command, a recipe or Python asks for it: which statistics, of which inputs, how the model is run.
-
-No torch before it is asked for.
-"""
+"""Options of a calibration: which statistics, of which inputs, how the model is run. Torch is imported on use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +136,7 @@ class PassOptions(Record, heading="The pass"):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
-    """What `calibrate` is asked for. Raises BadInput for what the device doesn't honour, too."""
+    """All options of `calibrate`. Raises BadInput for one that the device doesn't honour."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""How graphs of decoders are written, compared and timed, as commands ask for it. No torch."""
+"""Options for graphs of decoders: writing, comparing and timing them. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .values import DIRECTORY, ListOf
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderExport(Record):
-    """In which precision; of what caches are told."""
+    """The precision, and what cache sizes are shown for."""
 
     precision: Literal["fp32", "int8", "int4", "fp16"] = option(
         default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."
@@ -27,7 +27,7 @@ class DecoderExport(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderProof(Record, heading="A decoder's graph"):
-    """What `verify` asks a decoder's graph."""
+    """How `verify` runs a decoder's graph."""
 
     length: int = option(TOKENS, 32, help=f"Tokens of a sequence. {VERIFY_REFERENCE.help('length')}")
     provider: Literal["cpu", "cuda"] = option(

@@ -1,4 +1,4 @@
-"""What builds an engine, or an optimised graph, and what shapes it, as a command asks for it. No torch."""
+"""Options of `build` and `audit`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class EngineOptions(Record, heading="Engine"):
     sm: Sequence[str] = option(
         Repeated(),
         (),
+        in_recipe="sms",
         help=f"A target such as 86; may be given several times; without it the plan is portable. {BUILD.help('sm')}",
     )
     precision: str | None = option(OneOf(EVERY_WORD), help="Refuse a graph of another precision.")

@@ -1,4 +1,4 @@
-"""Which graphs are written of a model, as a command, a recipe or Python asks for it. No torch."""
+"""Options of `export`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +122,9 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     def require_inputs(self, has_inputs: bool) -> None:
         """Raise BadInput where precisions look at inputs and there are none, or would not look at those given."""
         if self.quantised and not has_inputs:
-            raise BadInput(f"{' and '.join(self.quantised)} takes its ranges of real inputs; give --images (or --text)")
+            raise BadInput(
+                f"{' and '.join(self.quantised)} computes its ranges from real inputs; give --images (or --text)"
+            )
         if self.auto != has_inputs and not self.quantised:
             raise BadInput("--auto looks for the blocks on real inputs; give --auto and --images (or --text) together")
 
@@ -145,5 +147,5 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Those of the precisions whose ranges are taken of inputs."""
+        """The precisions whose ranges are computed from inputs."""
         return tuple(name for name in self.precisions if name in QUANTISED)

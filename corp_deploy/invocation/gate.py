@@ -1,4 +1,4 @@
-"""By what rules records are judged, as a command or a recipe asks for it. No torch."""
+"""Options of `gate`. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

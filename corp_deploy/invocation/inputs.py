@@ -1,4 +1,4 @@
-"""Inputs of a model, as a command, a recipe or Python names them. No torch before they are opened."""
+"""Options that name the inputs of a model. Torch is imported when they are opened."""
 
 import shlex
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Decoded(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutOptions(Record, heading="Inputs"):
-    """Which of them calibrate was told to hold out. Raises BadInput for groups of which none are."""
+    """Which inputs calibrate held out. Raises BadInput for groups without a number of held-out inputs."""
 
     hold_out: int | None = option(
         IMAGES,

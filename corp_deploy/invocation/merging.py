@@ -1,4 +1,4 @@
-"""Token merging as a command, a recipe or Python asks for it. No torch."""
+"""Options of token merging. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,11 +46,11 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.merge_how == "drop" and self.is_auto:
+        if self.merge_how == "drop" and self.auto_merging:
             raise BadInput("--merge-tokens auto weighs what merging loses; with --merge-how drop give a schedule")
 
     @property
-    def is_auto(self) -> bool:
+    def auto_merging(self) -> bool:
         """Whether a budget chooses the schedule."""
         return self.merge_tokens == AUTO
 
@@ -79,7 +79,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
     @property
     def of_statistics(self) -> "MergedStatistics":
         """Under which moments are taken: nothing is merged yet where a budget will choose the schedule."""
-        return MergedStatistics() if self.is_auto else MergedStatistics.from_options(self.values)
+        return MergedStatistics() if self.auto_merging else MergedStatistics.from_options(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is done to sites, as a command, a recipe or a demo asks for it: a preset and what is set otherwise. No torch."""
+"""Options of the method: a preset, and what replaces parts of it. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class GeometryOptions(Record, heading="Widths and method"):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Record, heading="Widths and method"):
-    """A preset with what is asked otherwise than it says. Raises BadInput for a combination that makes no sense."""
+    """A preset, and options that replace parts of it. Raises BadInput for a combination that makes no sense."""
 
     mlp: float | None = option(
         SHARE_REMOVED,
@@ -78,7 +78,7 @@ class MethodChoice(Record, heading="Widths and method"):
         "best",
         help="How to choose and repair. "
         + "; ".join(f"{name}: {composition.describe}" for name, composition in COMPOSITIONS.items())
-        + ", where those options say nothing else, and a budget.",
+        + ", unless those options are given; for use with a budget.",
     )
     select: str | Mapping[str, str] | None = option(
         RANKING,

@@ -6,7 +6,8 @@ table, and api/verb.py the parameters of a function; its constructor takes value
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import get_annotations
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 
 from ground.errors import BadInput
@@ -16,6 +17,8 @@ from .option_support import spelled
 from .values import FLAG, TEXT, ListOf, OneOf, Repeated, Values
 
 PathLike: TypeAlias = str | os.PathLike[str]
+NEEDED = MISSING
+"""The default of an option that has to be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,9 @@ def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
         each.name: Option(
             name=each.name,
             default=each.default,
-            heading=next(own.heading for own in record.__mro__ if issubclass(own, Record) and each.name in vars(own)),
+            heading=next(
+                own.heading for own in record.__mro__ if issubclass(own, Record) and each.name in get_annotations(own)
+            ),
             **{
                 **each.metadata,
                 "of": each.metadata["of"] or _values_of(each.type),

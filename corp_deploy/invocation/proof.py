@@ -1,18 +1,17 @@
-"""What is proved of a reduced model, at which batches and by which heads, as a command, a recipe or Python asks for it.
-No torch.
-"""
+"""Options of a proof: limits, batch sizes, runtimes, heads and measures. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ground.quantities import LEVEL
+from ground.errors import BadInput
+from ground.quantities import LEVEL, SECONDS
 from ground.quantity import BATCH
 
 from .option import PathLike, Record, option
 from .proof_limits import LimitOptions
 from .table import VERIFY_HEADS
-from .values import FILE, ListOf, OneOf, Repeated
+from .values import FILE, ListOf, OneOf, Repeated, text_of
 
 Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
 
@@ -60,3 +59,26 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
     def command_options(self) -> dict[str, Any]:
         supported = VERIFY_HEADS.supported(self._way, super().command_options)
         return {name: value for name, value in supported.items() if self.shares or name != "confidence"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricOptions(Record, heading="Proof"):
+    """Measures of the user's own."""
+
+    metric: Sequence[str] = option(
+        Repeated(each=text_of("[NAME=]COMMAND")),
+        (),
+        help="A measure of your own for gate rules (metric.NAME < dense - 0.01): a command, run without a shell "
+        "for the dense model and each candidate, with the .npz of its outputs, names and labels in place of "
+        "{outputs}; the last line that it prints is the number. Or module:PATH.py:FUNCTION (with "
+        "--trust-code), given the arrays. Engines that are compared without their model have no labels. Only "
+        "commands given here or in a recipe are run; repeat.",
+    )
+    metric_time_limit: float = option(
+        SECONDS, 600.0, in_recipe=False, help="Seconds that one run of a --metric may take."
+    )
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        super().refuse_ignored(options)
+        if "metric_time_limit" in options and not self.metric:
+            raise BadInput("--metric-time-limit is for --metric; give that too, or leave it out")

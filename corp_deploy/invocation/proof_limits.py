@@ -1,4 +1,4 @@
-"""What a reduced model or decoder may differ by, as a command or Python asks for it. No torch."""
+"""Limits on the difference of a reduced model or decoder. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

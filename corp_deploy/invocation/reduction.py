@@ -1,4 +1,4 @@
-"""A reduction as a command, a recipe, Python or a demo asks for it: values that refuse what contradicts itself.
+"""All options of a reduction, and the refusals of combinations that contradict themselves.
 
 No torch. Fields have the names of the options of `reduce`, and a refusal spells them so.
 """
@@ -75,7 +75,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, MethodChoice):
-    """What `reduce` is asked for, by the names of the command's options.
+    """All options of `reduce`.
 
     Raises BadInput where nothing is asked for or what nothing honours, where a budget or a limit meets sparsities, and
     for held-out moments with a closed loop.
@@ -153,14 +153,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         if not repairs or any(each is not None for each in self.sparsities):
             return self.method
         return replace(self.method, mlp_sparsity=0.0, attention_sparsity=0.0)
-
-    @property
-    def merging(self) -> MergingChoice:
-        return MergingChoice.from_options(self.values)
-
-    @property
-    def sparsity(self) -> SparseChoice:
-        return SparseChoice.from_options(self.values)
 
     @property
     def auto_heads(self) -> bool:

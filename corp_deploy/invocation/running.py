@@ -1,4 +1,4 @@
-"""How two models are run side by side and measured, as it is asked for. No torch."""
+"""Options of `bench`: how two models are run side by side and measured. No torch."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Record, heading="What runs them"):
-    """How both are run; what is None was not asked for. An option that what runs them would ignore is refused.
+    """How both are run; None is the default of the backend. An option that the backend would ignore is refused.
 
     `backend` is for model directories: torch, aotinductor after compiling a package, or onnxruntime (the default) or
     openvino after an export to FP32, which is for graphs, too. See BENCH.
@@ -107,7 +107,7 @@ def _two_names(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
-    """What `bench` is asked for."""
+    """All options of `bench`."""
 
     batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
     names: tuple[str, str] = option(

@@ -1,4 +1,4 @@
-"""How a server is to run what `package` writes, as a command asks for it. No torch."""
+"""Options of `package`: how a server runs the models. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

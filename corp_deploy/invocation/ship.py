@@ -1,4 +1,4 @@
-"""What a whole release is made on and for, where nobody has written a recipe. No torch."""
+"""Options of `ship`. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Where a model comes from, as a command, a recipe or Python says it. No torch before it is loaded."""
+"""Options that name a model. Torch is imported when it is loaded."""
 
 import os
 from collections.abc import Mapping, Sequence

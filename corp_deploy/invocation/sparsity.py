@@ -1,4 +1,4 @@
-"""Which weights a reduction sets to zero, as a command, a recipe or Python asks for it. No torch."""
+"""Options of sparse weights. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

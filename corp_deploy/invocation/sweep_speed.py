@@ -1,4 +1,4 @@
-"""What trials of a sweep are timed in and built for, as it is asked for, and who honours which option. No torch."""
+"""Options of timing and building the trials of a sweep, and which runtime honours which. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

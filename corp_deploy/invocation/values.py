@@ -54,13 +54,16 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedText:
-    """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves."""
+    """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves;
+    `pattern`: a regular expression that the text has to fit.
+    """
 
     span: str
     expected: str
     kind: type
     read: Callable[[str], Any]
     or_whole: bool = False
+    pattern: str = r"\S"
 
     def __str__(self) -> str:
         return self.expected
@@ -108,6 +111,21 @@ FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
 FILE, DIRECTORY, PATH = (
     ParsedText(span=span, expected="a text that is not empty", kind=Path, read=Path)
     for span in ("FILE", "DIRECTORY", "PATH")
+)
+TABLE = ParsedText(span="json", expected="a table of arguments", kind=dict, read=str)
+SERVED_NAME = ParsedText(
+    span="NAME",
+    expected="letters, digits, '_', '.' and '-', starting with a letter or digit",
+    kind=str,
+    read=str,
+    pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z",
+)
+LICENCE = ParsedText(
+    span="SPDX",
+    expected="an SPDX expression, such as 'Apache-2.0', 'CC-BY-4.0 AND MIT' or 'LicenseRef-ours'",
+    kind=str,
+    read=str,
+    pattern=r"\A(?=.{1,500}\Z)\(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*(?: (?:AND|OR|WITH) \(*[A-Za-z0-9][A-Za-z0-9.+-]*\)*)*\Z",
 )
 
 

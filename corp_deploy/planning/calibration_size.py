@@ -21,32 +21,13 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from ground.errors import BadInput
 from perf.parity.measures import relative_errors
+from perf.report.images_plot import ImagesPoint
 
 from .sweep_scores import Scored, outputs
 
 WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizePoint:
-    """The model reduced from the moments of so many `images`.
-
-    `fitted` and `held_out` are losses summed over parts of sites, each a share of the part's dense variance, on the
-    images of the fit and on those held out. `relative_error` and `agreement` are of the output on judged inputs.
-    `over_largest`: this error over that of the largest number of images, by relative_error where inputs judge, else by
-    held_out; `low` and `high` bound it at 95 % over judged inputs, drawn in pairs (equal to it where none judge).
-    """
-
-    images: int
-    fitted: float
-    held_out: float | None
-    relative_error: float | None
-    agreement: float | None
-    over_largest: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +57,7 @@ class CalibrationSize:
     falls. The fit is of held_out, or of relative_error without held-out moments (`fit_of`).
     """
 
-    points: tuple[SizePoint, ...]
+    points: tuple[ImagesPoint, ...]
     within: float
     sufficient: int | None
     judged_by: str
@@ -85,7 +66,7 @@ class CalibrationSize:
     images_by_fit: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """kind `corp-deploy/calibration-size`, version 1: `sentence`, `points` (the fields of SizePoint), `within`,
+        """kind `corp-deploy/calibration-size`, version 1: `sentence`, `points` (the fields of ImagesPoint), `within`,
         `sufficient`, `judged_by` (relative_error or held_out), `fit_of`, `fit` (limit, slope, residual) and
         `images_by_fit`.
         """
@@ -130,7 +111,7 @@ def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
     return float(errors_N.mean() / largest_N.mean()), float(low), float(high)
 
 
-def smallest_sufficient(points: Sequence[SizePoint], within: float) -> int | None:
+def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
     """The least number of images from which on all are within the share of the largest; None for the largest alone."""
     enough = None
     for point in reversed(points[:-1]):
@@ -212,7 +193,7 @@ def _concluded(
     for place, (count, (fitted, held_out)) in enumerate(zip(images, losses, strict=True)):
         ratio, low, high = ratio_to(errors[place], errors[-1]) if errors else _exact(held_out, losses[-1][1])
         points.append(
-            SizePoint(
+            ImagesPoint(
                 images=count,
                 fitted=fitted,
                 held_out=held_out,

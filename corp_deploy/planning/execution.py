@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,17 +25,15 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
-from .budget_planner import budget_planner
-from .joint_planner import joint_planner
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .lineage import reduced_checkpoint
 from .merging import merging_as_planned
-from .plan import plan
+from .plan import plan, planner_of
 from .polishing import Polishing, inputs_to_polish, with_polish
 from .reach import refuse_far_budget
 from .refusals import as_merged, refuse_idle, refuse_other_eps, refuse_partial
-from .request import LimitRequest, ReductionRequest, loop_of
+from .request import ReductionRequest
 from .saving import refuse_outdated, require_sayable
 from .width_plan import WidthPlan
 
@@ -56,7 +55,7 @@ def _fits_to_moments(planned: WidthPlan, model: nn.Module, request: ReductionReq
     """Whether layers are fitted to the moments: not in a closed loop, and not where every site stays whole."""
     widths = uniform_widths(model, planned.method) if planned.widths is None else planned.widths
     narrower = any(widths.get(site.name, site.width) != site.width for site in sites_of(model).every)
-    return request.closed_loop is None and narrower
+    return request.options.loop is None and narrower
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
@@ -101,78 +100,46 @@ def reduce_as_asked(
     require_same_model(dense.model, moments)
     refuse_idle(dense, request)
     refuse_other_eps(moments, request)
-    if request.closed_loop is not None and held_out is not None:
-        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.closed_loop]}; reduce without one of the two")
+    if request.options.loop is not None and held_out is not None:
+        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.options.loop]}; reduce without one of the two")
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
     refuse_partial(dense, request)
     refuse_far_budget(dense.model, request)
-    if request.within is not None:
-        with measured(watch, "within"):
-            return _within(
-                dense,
-                moments,
-                request,
-                request.within,
-                images=images,
-                judges=judges,
-                held_out=held_out,
-                on_progress=on_progress,
-                watch=watch,
+    reduced = partial(_as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
+    if request.options.limit is not None:
+        if images is None or judges is None:
+            raise BadInput(
+                "--within looks at the calibration images and judges by others; give --images (with some that "
+                "calibrate --hold-out left out, or --judge), or --text for a text encoder"
             )
-    looks = request.budget is not None or request.auto_heads
+        fitted, judging = judges.apart(images, moments)
+        with measured(watch, "within"):
+            with torch.inference_mode():
+                planner = planner_of(dense, moments, request, fitted, watch)
+            return smallest_within(
+                request.options.limit,
+                planner,
+                judging,
+                lambda planned: reduced(merging_as_planned(dense, planned.merging), planned, images=fitted),
+                on_progress=on_progress,
+            )
+    looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measured(watch if looks else None, "plan"):
         planned = plan(dense, moments, request, without_held_out(images, held_out), watch)
     # Weights that are copied in inference mode can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     planned = _with_words(planned, dense.model, moments, request)
-    return as_planned(
-        dense, moments, request, planned, images=images, held_out=held_out, on_progress=on_progress, watch=watch
-    ), planned
+    return reduced(dense, planned, images=images, on_progress=on_progress), planned
 
 
-def _within(
+def _as_planned(
     dense: Checkpoint,
-    moments: Moments,
-    request: ReductionRequest,
-    within: LimitRequest,
-    *,
-    images: InputSet | None,
-    judges: Judges | None,
-    held_out: Moments | None,
-    on_progress: Callable[[int, int], None] | None,
-    watch: Stopwatch | None,
-) -> tuple[Reduction, WidthPlan]:
-    """The smallest model within a limit; every budget on the way is planned from one look at the images."""
-    if images is None or judges is None:
-        raise BadInput(
-            "--within looks at the calibration images and judges by others; give --images (with some that calibrate "
-            "--hold-out left out, or --judge), or --text for a text encoder"
-        )
-    fitted, judging = judges.apart(images, moments)
-    with torch.inference_mode():
-        planner = (
-            joint_planner(dense, moments, request, fitted, within.currency, where=within.where, watch=watch)
-            if request.merging.is_auto
-            else budget_planner(
-                dense, moments, request.method, fitted, currency=within.currency, where=within.where, watch=watch
-            )
-        )
-
-    def reduced(planned: WidthPlan) -> Reduction:
-        merging = merging_as_planned(dense, planned.merging)
-        return as_planned(merging, moments, request, planned, images=fitted, held_out=held_out, watch=watch)
-
-    return smallest_within(within, planner, judging, reduced, on_progress=on_progress)
-
-
-def as_planned(
-    dense: Checkpoint,
-    moments: Moments,
-    request: ReductionRequest,
     planned: WidthPlan,
     *,
+    moments: Moments,
+    request: ReductionRequest,
     images: InputSet | None,
     held_out: Moments | None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -181,10 +148,10 @@ def as_planned(
     """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
     recovery and of a loop, which does both in turns, apart.
     """
-    if request.closed_loop is not None:
+    if request.options.loop is not None:
         assert images is not None
         with measured(watch, "closed loop"):
-            loop, widths, metrics = loop_of(request, moments), planned.widths, planned.metrics
+            loop, widths, metrics = request.loop(moments), planned.widths, planned.metrics
             reduction = reduce_traced(
                 dense.model,
                 images,
@@ -230,9 +197,10 @@ def _within_still(
     judges: Judges | None,
 ) -> Reduction:
     """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
-    if request.within is None or images is None or judges is None:
+    limit = request.options.limit
+    if limit is None or images is None or judges is None:
         return polished
-    limit, (_, judging) = request.within.limit, judges.apart(images, moments)
+    _, judging = judges.apart(images, moments)
     judged = Judge(dense, judging, limit.measure).of(polished.model)
     if limit.holds(judged.value):
         return replace(
@@ -275,20 +243,22 @@ def reduce_checkpoint(
     )
     if polish_inputs is not None and request.polish is not None:
         with measured(watch, "polish"):
-            polished = with_polish(dense.model, reduction, request.polish, polish_inputs, how, reads=request.reads)
+            polished = with_polish(
+                dense.model, reduction, request.polish, polish_inputs, how, reads=request.options.reads
+            )
         reduction = _within_still(dense.model, statistics, request, reduction, polished, images=images, judges=judges)
-    if request.sparsity.patterns:
+    if request.options.patterns:
         with measured(watch, "sparsify"):
             fitted = images if polish_inputs is None else polish_inputs.fitted
-            reduction = _with_sparsity(reduction, request.sparsity, fitted, on_progress)
+            reduction = _with_sparsity(reduction, request.options, fitted, on_progress)
     reduction = replace(reduction, model=reduction.model.cpu())
     if how.ranks.rank == 0:
         # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
         chosen_by = [images, None if judges is None else judges.inputs]
-        only_reported = request.within is None and request.polish is None
+        only_reported = request.options.within is None and request.polish is None
         looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-        written = reduced_checkpoint(dense, reduction, planned, request, moments, held_out, looked_at)
-        theirs = None if request.save_as is None else transformers_form(written)
+        written = reduced_checkpoint(dense, reduction, planned, request.options.preset, moments, held_out, looked_at)
+        theirs = None if request.options.save_as is None else transformers_form(written)
         save(written, directory)
         if theirs is not None:
             write_transformers(*theirs, directory / FOLDER)

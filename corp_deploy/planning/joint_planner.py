@@ -13,13 +13,12 @@ from ground.errors import BadInput
 from .budget_planner import probe_of
 from .curves import cost_curves, site_curves
 from .joint import TRIED, Joint, JointAllocation
-from .latency import LatencyTarget
 from .merge_curves import merge_curves
 from .merge_prices import prices_in_macs, prices_in_time
 from .merging import merging_of_schedule
 from .probe import Probe
 from .probe_split import from_everywhere
-from .request import ReductionRequest, loop_of
+from .request import ReductionRequest
 from .width_plan import ProbedAllocation, WidthPlan, left_alone
 
 
@@ -32,6 +31,10 @@ class JointPlanner:
     @property
     def probe(self) -> Probe:
         return self.joint.probe
+
+    @property
+    def currency(self) -> str:
+        return self.joint.prices.currency
 
     def narrowest(self) -> float:
         """About the least share that is within reach."""
@@ -83,9 +86,7 @@ def joint_planner(
     moments: Moments,
     request: ReductionRequest,
     images: InputSet,
-    currency: str,
     *,
-    where: LatencyTarget | None = None,
     watch: Stopwatch | None = None,
 ) -> JointPlanner:
     """Learn what merging and narrower sites lose, and what they cost: one look at the images, and for latency a few
@@ -93,10 +94,11 @@ def joint_planner(
     """
     if refusal := traced_model.merging_refusal(dense.model):
         raise BadInput(f"--merge-tokens auto: {refusal}; leave it out")
+    currency, where = request.priced_in, request.where
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")
-    probe = probe_of(dense, moments, request.method, images, loop_of(request, moments), watch)
+    probe = probe_of(dense, moments, request.method, images, request.loop(moments), watch)
     own = site_curves(probe)
     unfitted = replace(probe, inputs=from_everywhere(dense, images))
     curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
@@ -105,7 +107,7 @@ def joint_planner(
         prices = prices_in_time(dense, probe, curves, losses, where)
     else:
         prices = prices_in_macs(probe, curves, losses)
-    merging = partial(merging_of_schedule, request.merging)
+    merging = partial(merging_of_schedule, request.options)
     return JointPlanner(
         joint=Joint(probe=probe, unfitted=unfitted, own=own, merging=merging, losses=losses, prices=prices)
     )

@@ -18,7 +18,6 @@ from perf.stats.shares import share_interval
 from .budget_planner import BudgetPlanner
 from .joint_planner import JointPlanner
 from .judging import Judge, Judgement, Judging
-from .request import LimitRequest
 from .width_plan import WidthPlan
 
 # Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
@@ -131,7 +130,7 @@ def _refuse_unreachable(limit: Limit, currency: str, judges: str, trials: Sequen
 
 
 def smallest_within(
-    request: LimitRequest,
+    limit: Limit,
     planner: BudgetPlanner | JointPlanner,
     judging: Judging,
     reduced: Callable[[WidthPlan], Reduction],
@@ -144,7 +143,7 @@ def smallest_within(
     many at most. At most log2(STEPS) + 1 models are
     reduced, each judged in one pass over the inputs. Raises BadInput where even the largest budget is not within it.
     """
-    judge = Judge(planner.probe.model, judging, request.limit.measure)
+    judge = Judge(planner.probe.model, judging, limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS
     trials: list[Trial] = []
     answer: tuple[Reduction, WidthPlan] | None = None
@@ -153,7 +152,7 @@ def smallest_within(
         planned = planner.widths_at(middle / STEPS)
         reduction = reduced(planned)
         judged = judge.of(reduction.model)
-        trials.append(Trial(share=middle / STEPS, judged=judged, holds=request.limit.holds(judged.value)))
+        trials.append(Trial(share=middle / STEPS, judged=judged, holds=limit.holds(judged.value)))
         if trials[-1].holds:
             holds, answer = middle, (reduction, planned)
         else:
@@ -161,10 +160,10 @@ def smallest_within(
         if on_progress is not None:
             on_progress(len(trials), len(trials) + max(holds - fails - 1, 0).bit_length())
     if answer is None:
-        _refuse_unreachable(request.limit, request.currency, str(judging), trials)
+        _refuse_unreachable(limit, planner.currency, str(judging), trials)
     within = LimitSearch(
-        limit=request.limit,
-        currency=request.currency,
+        limit=limit,
+        currency=planner.currency,
         judges=str(judging),
         count=judging.inputs.count,
         noun=judging.inputs.noun,

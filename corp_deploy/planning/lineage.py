@@ -19,7 +19,6 @@ from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.model_config import FITTED
 from ground.files import sha256_of_file
 
-from .request import ReductionRequest
 from .width_plan import WidthPlan
 
 
@@ -46,7 +45,7 @@ def reduced_checkpoint(
     dense: Checkpoint,
     reduction: Reduction,
     planned: WidthPlan,
-    request: ReductionRequest,
+    preset: str,
     moments: Path,
     held_out: Moments | None,
     looked_at: Sequence[InputSet | None] = (),
@@ -60,7 +59,7 @@ def reduced_checkpoint(
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments),
         "images": carried["images"],
-        "preset": request.preset,
+        "preset": preset,
         "reduction": record_of_reduction(reduction, planned),
     }
     fingerprints = _used_fingerprints(dense, fitted, looked_at)

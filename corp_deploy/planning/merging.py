@@ -1,4 +1,4 @@
-"""Which tokens a model is to merge away, settled from what was asked for."""
+"""The merging of tokens that the options request."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
     text = choice.schedule
     if text is None:
         return None
-    if choice.is_auto:
+    if choice.auto_merging:
         raise BadInput(
             "--merge-tokens auto chooses for a budget what each block merges away; give reduce --macs with it, or "
             "say how many tokens: 12 in each block, grow:36"

@@ -12,11 +12,11 @@ from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate, dense_cost, uniform
-from .budget_planner import budget_planner, probe_of, probed
+from .budget_planner import BudgetPlanner, budget_planner, probe_of, probed
 from .curves import cost_curves
-from .joint_planner import joint_planner
+from .joint_planner import JointPlanner, joint_planner
 from .probe import Probe
-from .request import ReductionRequest, loop_of
+from .request import ReductionRequest
 from .width_plan import WidthPlan
 
 
@@ -55,6 +55,24 @@ def choose_heads(probe: Probe, share: float | None) -> HeadChoice:
     return HeadChoice(method=better[0].method, allocated=better[1], reason=reason, ways=every)
 
 
+def planner_of(
+    dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
+) -> BudgetPlanner | JointPlanner:
+    """For every share of the cost that the request counts, from one look at the images."""
+    if request.options.auto_merging:
+        return joint_planner(dense, moments, request, images, watch=watch)
+    return budget_planner(
+        dense,
+        moments,
+        request.method,
+        images,
+        currency=request.priced_in,
+        where=request.where,
+        loop=request.loop(moments),
+        watch=watch,
+    )
+
+
 def plan(
     dense: Checkpoint,
     moments: Moments,
@@ -65,24 +83,25 @@ def plan(
     """Settle geometry and widths. `watch` takes the time of selecting as a part of its own. Raises BadInput when images
     are needed and missing.
     """
-    if request.merging.is_auto and (request.budget is None or request.auto_heads):
+    options, share = request.options, request.options.share
+    if options.auto_merging and (share is None or options.auto_heads):
         raise BadInput(
             "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
             "--heads auto) or --within, or say how many tokens: 12 in each block, grow:36"
         )
-    if request.needs_images and images is None:
+    if options.needs_images and images is None:
         raise BadInput(
             "a budget, --within, --heads auto, --closed-loop, --rescale, --polish, --sparse, heads that "
             "are merged (--select heads=fold) and presets that merge channels (grail-fold, fold) look at the "
             "calibration images; give them with --images, or --text for a text encoder"
         )
-    if images is None or not (request.budget or request.auto_heads):
+    if images is None or (share is None and not options.auto_heads):
         return WidthPlan(method=request.method, widths=None, decisions=())
-    if request.auto_heads:
-        if request.budget is not None and request.budget.currency != "macs":
+    if options.auto_heads:
+        if share is not None and request.priced_in != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
         probe = probe_of(dense, moments, request.method, images, watch=watch)
-        choice = choose_heads(probe, None if request.budget is None else request.budget.share)
+        choice = choose_heads(probe, share)
         return WidthPlan(
             method=choice.method,
             widths=choice.allocated.widths,
@@ -91,19 +110,5 @@ def plan(
             eliminations=probe.eliminations,
             metrics=probe.moments.metrics,
         )
-    budget = request.budget
-    assert budget is not None, request
-    if request.merging.is_auto:
-        joint = joint_planner(dense, moments, request, images, budget.currency, where=budget.where, watch=watch)
-        return joint.tried_at(budget.share)
-    planner = budget_planner(
-        dense,
-        moments,
-        request.method,
-        images,
-        currency=budget.currency,
-        where=budget.where,
-        loop=loop_of(request, moments),
-        watch=watch,
-    )
-    return planner.tried_at(budget.share)
+    assert share is not None, request
+    return planner_of(dense, moments, request, images, watch).tried_at(share)

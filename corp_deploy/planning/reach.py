@@ -151,7 +151,8 @@ def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
     """Likewise of a reduction as it is asked for; what latency costs only its tables tell, and what merging tokens
     saves beside widths only its curves.
     """
-    budget = request.budget
-    if budget is None or budget.currency == "latency" or request.merging.is_auto or not request.method.has_curves:
+    options, currency = request.options, request.options.currency
+    if currency is None or currency == "latency" or options.auto_merging or not request.method.has_curves:
         return
-    refuse_far(model, request.method, budget.currency, budget.share, request.most_cut)
+    assert options.share is not None, options
+    refuse_far(model, request.method, currency, options.share, options.most_cut)

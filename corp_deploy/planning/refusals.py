@@ -1,4 +1,4 @@
-"""What can't be asked of a reduction of this model by these moments."""
+"""Refusals of options that don't fit this model or these moments."""
 
 from dataclasses import replace
 
@@ -21,17 +21,17 @@ from .saving import require_sayable
 
 def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
-    if request.allow_partial or request.budget is not None or request.within is not None:
+    if request.options.allow_partial or request.options.allocates:
         return
     # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
-    method = replace(request.method, geometry="square") if request.auto_heads else request.method
+    method = replace(request.method, geometry="square") if request.options.auto_heads else request.method
     widths = uniform_widths(dense.model, method)
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
 def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput for what is asked of sites of a kind, of a model that has none."""
-    geometry = "auto" if request.auto_heads else request.method.geometry
+    """Raise BadInput for options of a kind of sites that the model doesn't have."""
+    geometry = "auto" if request.options.auto_heads else request.method.geometry
     # Heads are padded where nothing is said of them.
     heads = None if geometry == "padded" else geometry
     of_heads = {
@@ -55,9 +55,10 @@ def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint,
     """The model that merges tokens as asked for, but where a budget will say how, and the request as that model takes
     it. Raises BadInput for a schedule that is none of its blocks.
     """
-    dense = dense if request.merging.is_auto else merging_checkpoint(dense, request.merging)
+    auto = request.options.auto_merging
+    dense = dense if auto else merging_checkpoint(dense, request.options)
     merging = traced_model.merging_of(dense.model)
-    if request.merging.is_auto or merging is not None:  # tokens merge behind attentions
+    if auto or merging is not None:  # tokens merge behind attentions
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request
 
@@ -76,7 +77,7 @@ def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:
     ranked = "active" in (request.method.mlp_selection, request.method.conv_selection)
     counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
     other = [eps for eps in counted if eps != ACTIVE_EPS]
-    if request.closed_loop is not None and ranked and other:
+    if request.options.loop is not None and ranked and other:
         raise BadInput(
             f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
             "calibrate with that --active-eps, or reduce without --closed-loop"

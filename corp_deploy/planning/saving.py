@@ -16,20 +16,20 @@ from .request import ReductionRequest
 
 def _unsayable(dense: Checkpoint, request: ReductionRequest) -> str:
     """Why no configuration can say what is asked for, or nothing, as far as the options tell."""
-    if request.merging.schedule is not None or traced_model.merging_of(dense.model) is not None:
+    if request.options.schedule is not None or traced_model.merging_of(dense.model) is not None:
         return "no class of transformers merges tokens"
-    if request.budget is not None or request.within is not None:
+    if request.options.allocates:
         return (
             "a budget gives every layer widths of its own, and a configuration has one for all; give --mlp and --attn"
         )
-    if request.auto_heads:
+    if request.options.auto_heads:
         return "--heads auto may leave queries and keys narrower than values; give --heads square"
     return ""
 
 
 def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput, before any work, for a reduction that could not be saved as it is asked for."""
-    if request.save_as is None:
+    if request.options.save_as is None:
         return
     origin = origin_of(dense)
     if reason := _unsayable(dense, request):
@@ -40,7 +40,7 @@ def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
 def refuse_outdated(directory: Path, request: ReductionRequest) -> None:
     """Raise BadInput where a form of transformers would stay beside a model that it is not of."""
     theirs = directory / FOLDER
-    if request.save_as is None and (theirs / CONFIG).is_file():
+    if request.options.save_as is None and (theirs / CONFIG).is_file():
         raise BadInput(
             f"{theirs}: this transformers directory of another model would remain beside this one; remove it, "
             "overwrite it with --save-as hf, or choose another --output"

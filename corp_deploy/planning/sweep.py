@@ -20,7 +20,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
-from corp_deploy.reduction.model import Reduction
+from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.inputs import model_digest
@@ -32,9 +32,7 @@ from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
 from .curves import eliminations
-from .execution import as_planned
 from .lineage import reduced_checkpoint
-from .request import Budget, ReductionRequest
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, outputs
 from .sweep_speed import Bench, is_leader, this_machine
@@ -116,14 +114,18 @@ class SweepCache:
         """As `reduce` does it when asked for the same."""
         with measured(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
-        dense = self.swept.dense
-        budget = None if request.budget is None else Budget(currency="macs", share=request.budget)
-        full_request = ReductionRequest(preset=request.preset, method=request.method, budget=budget, allow_partial=True)
-        moments = self.moments(request.moments)
-        images = self.swept.calibration
-        reduction = as_planned(dense, moments, full_request, planned, images=images, held_out=None, watch=watch)
-        path = self.swept.moments[request.moments]
-        return reduction, reduced_checkpoint(dense, reduction, planned, full_request, path, None, (images,))
+        dense, images, path = self.swept.dense, self.swept.calibration, self.swept.moments[request.moments]
+        with measured(watch, "recover"):
+            reduction = reduce(
+                dense.model,
+                self.moments(request.moments),
+                planned.method,
+                widths=planned.widths,
+                eliminations=planned.eliminations,
+                images=images,
+                watch=watch,
+            )
+        return reduction, reduced_checkpoint(dense, reduction, planned, request.preset, path, None, (images,))
 
 
 def _sites(reduction: Reduction) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """In which precision a polish computes."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from calib.products import matmul_precision
 
 
 def reduced_precision(where: torch.device) -> AbstractContextManager[Any]:
@@ -12,15 +13,6 @@ def reduced_precision(where: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", torch.bfloat16) if where.type == "cuda" else nullcontext()
 
 
-@contextmanager
-def tf32(where: torch.device) -> Iterator[None]:
+def tf32(where: torch.device) -> AbstractContextManager[None]:
     """On a GPU the products that stay float32 by TF32, as long as the body lasts."""
-    if where.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return matmul_precision("high") if where.type == "cuda" else nullcontext()

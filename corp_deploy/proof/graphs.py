@@ -78,7 +78,7 @@ class Graphs:
         how: dict[str, Any] = {"opset": options.opset, "geometry": options.heads, "float_type": float_type}
         both = self._checkpoint, self._dense, self._feeds
         if options.engine is None:
-            return RepairResult(kept=sites_to_keep(*both, **how).kept)
+            return sites_to_keep(*both, **how)
         return mended_mixed(*both, self._answers(options.engine, self._feeds), breaks=options.breaks, **how)
 
     def _left(self, precision: str) -> RepairResult:
@@ -88,7 +88,7 @@ class Graphs:
         bounds = bounds_of(self._dense, precision, self._feeds)
         how = self._checkpoint, self._made_of, precision, self._chosen, self._fed, bounds
         if self._options.engine is None:
-            return RepairResult(kept=sites_to_leave(*how, batch=self._options.batch).sites)
+            return sites_to_leave(*how, batch=self._options.batch)
         return mended_quantised(*how, self._answers(self._options.engine, self._fed), breaks=self._options.breaks)
 
     def paths(self, output: Path) -> dict[str, Path]:

@@ -17,9 +17,9 @@ from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32
 from perf.parity import tolerance
 from perf.parity.diagnosis import locate_in_half
+from perf.parity.judging import judge
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import Measures, measures
-from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
 
 from .candidates import Candidate, outputs_at
@@ -27,14 +27,6 @@ from .engine_search import Answers, RepairResult, mended
 from .locate import dense_noise, worst_inputs
 
 BATCH = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """The sites to keep in FP32, and the largest relative error of such a graph's outputs against its FP32 twin's."""
-
-    kept: tuple[str, ...]
-    relative_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +63,7 @@ def sites_to_keep(
     geometry: HeadGeometry | None = None,
     factor: float = 4.0,
     float_type: FloatType = FLOAT16,
-) -> Mixed:
+) -> RepairResult:
     """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
     tolerance on these inputs.
 
@@ -82,10 +74,9 @@ def sites_to_keep(
         fp32, half = Path(scratch) / "fp32.onnx", Path(scratch) / "half.onnx"
         mixed = mixed_with_float32(float_type)
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
+        bounds = _bounds(dense, float_type, factor, Path(scratch), feeds, opset)
         ports = output_ports(checkpoint.model)
         reference = _run(fp32, FLOAT32, feeds, ports)
-        noise = _dense_errors(dense, float_type, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.half(noise[port.name], float_type=float_type, factor=factor) for port in ports}
         errors = [0.0]
 
         def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
@@ -110,7 +101,7 @@ def sites_to_keep(
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
             raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
-    return Mixed(kept=kept, relative_error=errors[-1])
+    return RepairResult(kept=kept, relative_error=errors[-1])
 
 
 def mended_mixed(
@@ -138,19 +129,19 @@ def mended_mixed(
     with tempfile.TemporaryDirectory() as scratch:
         fp32 = Path(scratch) / "fp32.onnx"
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
-        noise = _dense_errors(dense, float_type, Path(scratch), feeds, opset)
-        bounds = {port.name: tolerance.half(noise[port.name], float_type=float_type, factor=factor) for port in ports}
+        bounds = _bounds(dense, float_type, factor, Path(scratch), feeds, opset)
         reference = _run(fp32, FLOAT32, feeds, ports)
         return mended(write, answers, reference=reference, ports=ports, bounds=bounds, scratch=Path(scratch))
 
 
-def _dense_errors(
-    dense: Checkpoint, float_type: FloatType, scratch: Path, feeds: Feeds, opset: int | None
-) -> dict[str, Measures]:
-    """Of the dense model in that type, by output."""
+def _bounds(
+    dense: Checkpoint, float_type: FloatType, factor: float, scratch: Path, feeds: Feeds, opset: int | None
+) -> dict[str, Tolerance]:
+    """By output `factor` times the dense model's own error in that type."""
     fp32, half = scratch / "dense.onnx", scratch / "dense16.onnx"
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
     export_checkpoint(dense, half, precision=mixed_with_float32(float_type).pure, opset=opset)
     ports = output_ports(dense.model)
     exact, rounded = _run(fp32, FLOAT32, feeds, ports), _run(half, float_type, feeds, ports)
-    return {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}
+    noise = {port.name: measures(exact[port.name], rounded[port.name], role=port.role) for port in ports}
+    return {name: tolerance.half(each, float_type=float_type, factor=factor) for name, each in noise.items()}

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from ground.ports import OutputPort
 from ground.precision import type_by_name
 from perf.parity import tolerance
 from perf.parity.block_outputs import site_of
+from perf.parity.judging import judge
 from perf.parity.measures import Measures, measures
-from perf.parity.parity import judge
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
@@ -31,14 +31,6 @@ from .candidates import Candidate, outputs_at
 from .engine_search import Answers, RepairResult, mended
 
 BATCH = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """The sites that stay as they are, the most sensitive one first, and the error of such a graph."""
-
-    sites: tuple[str, ...]
-    relative_error: float
 
 
 def sites_to_leave(
@@ -49,7 +41,7 @@ def sites_to_leave(
     feeds: Feeds,
     bounds: Mapping[str, Tolerance],
     batch: int | None,
-) -> Kept:
+) -> RepairResult:
     """Sites in the order of what quantising each alone costs; the fewest of the first ones whose leaving lets the graph
     pass `bounds` (by output) against its FP32 twin, found by bisection and made sure of.
 
@@ -60,7 +52,7 @@ def sites_to_leave(
         trial = _Trial(made_of, precision, chosen, feeds, ports, Path(scratch), batch)
         errors = trial.errors(())
         if trial.passes(errors, bounds):
-            return Kept(sites=(), relative_error=_worst(errors))
+            return RepairResult(relative_error=_worst(errors))
         alone = {site: _worst(trial.errors([each for each in trial.sites if each != site])) for site in trial.sites}
         order = sorted(alone, key=lambda site: (-alone[site], site))
         count = _fewest(len(order) - 1, lambda count: trial.passes(trial.errors(order[:count]), bounds))
@@ -71,7 +63,7 @@ def sites_to_leave(
                 f"quantised it is still off by {alone[least]:.2g}; export {chosen.rest}"
             )
         kept = tuple(order[:count])
-        return Kept(sites=kept, relative_error=_worst(trial.errors(kept)))
+        return RepairResult(kept=kept, relative_error=_worst(trial.errors(kept)))
 
 
 def mended_quantised(

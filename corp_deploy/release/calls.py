@@ -98,7 +98,7 @@ def reduce(recipe: Recipe, root: Path) -> Invocation:
 
 
 def range_samples(recipe: Recipe) -> int:
-    """Of how many of the calibration's images the ranges of INT8 and FP8 are taken."""
+    """How many calibration images the ranges of INT8 and FP8 are computed from."""
     return min(recipe.export.range_samples or RANGE_SAMPLES, recipe.calibration.samples or RANGE_SAMPLES)
 
 

@@ -15,7 +15,7 @@ from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
-from corp_deploy.planning.request import request_from_choice
+from corp_deploy.planning.request import request_of
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.proof.reach import unreachable
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
@@ -44,7 +44,7 @@ PROVING = {"size", "samples", "parity"}
 
 def _read_reduction(recipe: Recipe, dense: Checkpoint, mistakes: RecipeProblems) -> None:
     with mistakes.at("[reduce]"):
-        refuse_unfit(dense, request_from_choice(recipe.reduce.choice))
+        refuse_unfit(dense, request_of(recipe.reduce.choice))
     if recipe.reduce.latency_tables is not None:
         for path in sorted(recipe.reduce.latency_tables.glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):
@@ -60,7 +60,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
         return None
     if recipe.export.quantised and range_samples(recipe) > images.available:
         mistakes.add(
-            f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are taken of "
+            f"export.range_samples: the ranges of {', '.join(recipe.export.quantised)} are computed from "
             f"{range_samples(recipe)} of calibration.images, which are {images.available}; write range_samples = "
             f"{images.available} or fewer under [export]"
         )

@@ -118,8 +118,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.export.quantised:
             raise BadInput(
-                f"export.precisions has {self.export.quantised[0]}, whose ranges are taken of any calibration images, "
-                "also of those that calibration.hold_out leaves out to prove the result; give held_out.images"
+                f"export.precisions has {self.export.quantised[0]}, whose ranges are computed from any calibration "
+                "images, also of those that calibration.hold_out leaves out to prove the result; give held_out.images"
             )
         if self.licences.held_out is not None:
             raise BadInput(
@@ -173,7 +173,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        return self.release.name
+        name: str = self.release.name
+        return name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
         """What a release of this recipe is told: its inputs lie elsewhere, and it may run code of its user's;

@@ -2,25 +2,23 @@
 
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.recipe_keys import ExportKeys
 from ground.errors import BadInput
 from ground.precision import MIXED, QUANTISED, precision_by_name
 
 from .recipe_record import record_of, table_of
-from .recipe_values import Images
 
-KEYS = options_of(ExportOptions, "precision", "keep_fp32", "graph_input") | options_of(QuantisedOptions)
-KEYS |= options_of(ExportOptions, "break_fusion")
+OPTIONS = options_of(ExportKeys) | options_of(ExportOptions, "precision", "keep_fp32", "graph_input")
+OPTIONS |= options_of(QuantisedOptions) | options_of(ExportOptions, "break_fusion")
 UNSAID = dict.fromkeys(("rest", "scales", "balance", "weight_bits"))
 
 
-class ExportTable(
-    table_of("ExportKeys", KEYS, ("range_samples", Images | None, None), precisions=("fp32", "fp16"), **UNSAID)  # type: ignore[misc]
-):
-    """`range_samples`: of how many of the calibration's images ranges are taken."""
+class ExportTable(table_of("ExportTable", OPTIONS, precisions=("fp32", "fp16"), **UNSAID)):  # type: ignore[misc]
+    """`range_samples`: how many calibration images ranges are computed from."""
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The precisions whose ranges are taken of images."""
+        """The precisions whose ranges are computed from images."""
         return tuple(name for name in self.precisions if name in QUANTISED)
 
     @property

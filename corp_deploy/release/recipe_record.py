@@ -2,47 +2,77 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import fields
 
-from corp_deploy.invocation.option import Option, Record, options_of
-from corp_deploy.invocation.values import CHANNELS, TEXT, ByKind, ListOf, OneOf, ParsedText, Repeated, Values
+from corp_deploy.invocation.option import NEEDED, Option, Record, options_of
+from corp_deploy.invocation.values import CHANNELS, TABLE, TEXT, ByKind, ListOf, OneOf, ParsedText, Repeated, Values
 from ground.errors import BadInput
-from ground.quantity import Count, Real
-
-from .recipe_values import list_of, number_in
+from ground.quantity import Count, Quantity, Real
 
 R = TypeVar("R", bound=Record)
 
 
 class Table(Struct, frozen=True):
-    """Some keys of a recipe and their values."""
+    """Some keys of a recipe and their values; `helps` say what each is for."""
+
+    helps: ClassVar[Mapping[str, str]] = {}
+
+
+def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
+    """The bounds of a quantity for numbers that are written as whole ones, or with a point."""
+    low, high = kind(quantity.low), kind(quantity.high)
+    assert (low, high) == (quantity.low, quantity.high), quantity
+    if isinstance(quantity, Count):
+        return Meta(ge=low, le=high, description=str(quantity))
+    bounds: dict[str, Any] = {
+        "gt" if quantity.low_open else "ge": low,
+        "lt" if quantity.high_open else "le": high,
+    }
+    return Meta(**bounds, description=str(quantity))
+
+
+def _number_in(quantity: Quantity) -> Any:
+    """The type of such a number; one that is written without a point stays as it is written."""
+    if isinstance(quantity, Real) and not (quantity.low.is_integer() and quantity.high.is_integer()):
+        return Annotated[float, _in(quantity, float)]
+    integer = Annotated[int, _in(quantity, int)]
+    return integer if isinstance(quantity, Count) else integer | Annotated[float, _in(quantity, float)]
+
+
+def _list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -> Any:
+    """A list of at least so many values; uniqueItems is JSON Schema's word, and the reader holds to it."""
+    description = f"a list of {'different ' * different}values, {words}"
+    return Annotated[
+        tuple[each, ...], Meta(min_length=least, description=description, extra_json_schema={"uniqueItems": different})
+    ]
 
 
 def type_of(values: Values) -> Any:
     """What msgspec reads, which a refusal describes."""
     if isinstance(values, Count | Real):
-        return number_in(values)
-    meta, text = Meta(description=str(values)), Meta(pattern=r"\S", description=str(values))
+        return _number_in(values)
+    meta = Meta(description=str(values))
     match values:
         case OneOf(words, on):
             literal = Literal[words]  # type: ignore[valid-type]  # of a tuple that is made here
             return Annotated[bool | literal if on else literal, meta]
         case ListOf(each, example, different):
             such = [each.from_text(word) for word in example.split(",")]
-            return list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
+            return _list_of(type_of(each), f"such as {such}, each {each}", least=1, different=different)
         case Repeated(each=each):
-            return list_of(type_of(each or TEXT), f"each {each or TEXT}")
+            return _list_of(type_of(each or TEXT), f"each {each or TEXT}")
         case ParsedText(kind=kind) if kind is tuple:
-            return list_of(type_of(TEXT), str(values), least=1)
-        case ParsedText(kind=kind) if kind in (bool, Path):
-            return Annotated[kind, meta]
-        case ParsedText(or_whole=True):
-            return Annotated[int, Meta(ge=0, le=2**16, description=str(values))] | Annotated[str, text]
+            return _list_of(type_of(TEXT), str(values), least=1)
+        case ParsedText(kind=kind) if kind in (bool, Path) or values is TABLE:
+            return Annotated[dict[str, Any] if kind is dict else kind, meta]
+        case ParsedText(or_whole=or_whole, pattern=pattern):
+            text = Annotated[str, Meta(pattern=pattern, description=str(values))]
+            return Annotated[int, Meta(ge=0, le=2**16, description=str(values))] | text if or_whole else text
         case _:
-            return Annotated[str, text]
+            raise TypeError(f"{values!r}: no type of a recipe's key")
 
 
 def _keys(option: Option) -> Iterator[tuple[str, str, Values, Any]]:
@@ -56,17 +86,30 @@ def _keys(option: Option) -> Iterator[tuple[str, str, Values, Any]]:
         yield name if kind == CHANNELS else f"{name}_{kind}", kind, option.of.kinds[kind], defaults.get(kind)
 
 
-def table_of(name: str, options: Mapping[str, Option], *own: tuple[Any, ...], **defaults: Any) -> Any:
-    """The class of a table with the options' keys behind its `own`, each a name, a type, and a default where it has
-    one; `defaults` are those of options that are others here.
-    """
+def table_of(name: str, options: Mapping[str, Option], **defaults: Any) -> Any:
+    """The class of a table with the options' keys; `defaults` are those of options that are others here."""
     keys = [
-        (key, type_of(values) if (kept := defaults.get(key, default)) is not None else type_of(values) | None, kept)
+        _key(key, type_of(values), defaults.get(key, default))
         for option in options.values()
-        if option.in_recipe and option.name not in {key for key, *_ in own}
+        if option.in_recipe
         for key, _, values, default in _keys(option)
     ]
-    return defstruct(name, [*own, *keys], bases=(Table,), frozen=True, kw_only=True, forbid_unknown_fields=True)
+    helps = {key: option.help for option in options.values() for key, *_ in _keys(option)}
+    return defstruct(
+        name,
+        keys,
+        bases=(Table,),
+        namespace={"helps": helps},
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+def _key(name: str, kind: Any, default: Any) -> tuple[Any, ...]:
+    if default is NEEDED:
+        return name, kind
+    return (name, kind, default) if default is not None else (name, kind | None, None)
 
 
 def record_of(record: type[R], table: Table, where: str, **others: Any) -> R:

@@ -14,36 +14,36 @@ from corp_deploy.invocation.engine import EngineOptions
 from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
 from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.recipe_keys import (
+    CalibrationKeys,
+    LicenceKeys,
+    ModelKeys,
+    PackageKeys,
+    ReleaseKeys,
+    SampleKeys,
+    TargetKeys,
+)
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, PlanOptions
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.source import Source
-from corp_deploy.invocation.values import OneOf
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 
-from . import recipe_values
-from .recipe_record import Table, record_of, table_of, type_of
+from .recipe_record import record_of, table_of
+
+MODEL = options_of(ModelKeys) | options_of(Source) | options_of(ModelKeys, "kwargs")
 
 
-class ReleaseTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`version` is what a signature is of, beside the name."""
-
-    name: recipe_values.Text
-    version: recipe_values.ServedName | None = None
+class ReleaseTable(table_of("ReleaseTable", options_of(ReleaseKeys))):  # type: ignore[misc]
+    """What it is called; a signature is of name and `version`."""
 
 
-class LicencesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SPDX expressions for the model, the dense one's and so the reduced one's, and for the images."""
-
-    model: recipe_values.Licence | None = None
-    calibration: recipe_values.Licence | None = None
-    held_out: recipe_values.Licence | None = None
+class LicencesTable(table_of("LicencesTable", options_of(LicenceKeys))):  # type: ignore[misc]
+    """SPDX expressions."""
 
 
-class ModelTable(
-    table_of("ModelKeys", options_of(Source), ("model", recipe_values.Text), ("kwargs", recipe_values.Arguments, {}))  # type: ignore[misc]
-):
+class ModelTable(table_of("ModelTable", MODEL, kwargs={})):  # type: ignore[misc]
     """`model` is a directory as an absolute path, behind hf: where transformers wrote it, a timm name, which goes
     with `weights`, or module:PATH.py:FUNCTION with the absolute path of a user's code.
     """
@@ -92,15 +92,12 @@ def require_more(fitted: int, snapshots: tuple[int, ...]) -> None:
 
 class CalibrationTable(
     table_of(  # type: ignore[misc]
-        "CalibrationKeys",
-        options_of(Drawn)
+        "CalibrationTable",
+        options_of(CalibrationKeys)
+        | options_of(Drawn)
         | options_of(CalibrateRun, "batch_size", "device")
         | options_of(Decoded)
         | options_of(CalibrateRun, "hold_out", "active_eps", "snapshots"),
-        ("images", recipe_values.Location),
-        ("groups", type_of(OneOf(("image", "folder", "file"))) | None, None),
-        ("group_labels", recipe_values.Location | None, None),
-        ("attention_system", type_of(OneOf(("whole", "kept"))) | None, None),
         active_eps=None,
         snapshots=None,
     )
@@ -117,7 +114,7 @@ class CalibrationTable(
 
 
 class HeldOutTable(
-    table_of("HeldOutKeys", options_of(InputOptions, "images", "labels", "samples", "seed"))  # type: ignore[misc]
+    table_of("HeldOutTable", options_of(InputOptions, "images", "labels", "samples", "seed"))  # type: ignore[misc]
 ):
     """Images that prove the result: `images`, or those that calibration.hold_out leaves out where there are none;
     `labels` are then of all calibration images.
@@ -131,7 +128,7 @@ class HeldOutTable(
             )
 
 
-class ReduceTable(table_of("ReduceKeys", options_of(ReduceOptions))):  # type: ignore[misc]
+class ReduceTable(table_of("ReduceTable", options_of(ReduceOptions))):  # type: ignore[misc]
     """Shares to remove (`mlp`, `attn`, `conv`, `residual`), to keep of the whole model (`macs`, `params`,
     `latency` by the tables of a directory), or the most that may be lost (`within`), and how.
     """
@@ -146,7 +143,7 @@ class ReduceTable(table_of("ReduceKeys", options_of(ReduceOptions))):  # type: i
 
 
 class BenchTable(
-    table_of("BenchKeys", options_of(PlanOptions) | options_of(BenchOptions, "batches", "threads"))  # type: ignore[misc]
+    table_of("BenchTable", options_of(PlanOptions) | options_of(BenchOptions, "batches", "threads"))  # type: ignore[misc]
 ):
     """How long is measured, and of what."""
 
@@ -155,27 +152,25 @@ class BenchTable(
         return record_of(PlanOptions, self, "bench")
 
 
-class GateTable(table_of("GateKeys", options_of(GateOptions))):  # type: ignore[misc]
+class GateTable(table_of("GateTable", options_of(GateOptions))):  # type: ignore[misc]
     """`history`: the directory that keeps the first target's bench record of every release."""
 
 
-class SamplesTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    count: recipe_values.Images = 16
+class SamplesTable(table_of("SamplesTable", options_of(SampleKeys))):  # type: ignore[misc]
+    """The held-out inputs that are kept."""
 
 
-class PackageTable(
-    table_of("PackageKeys", options_of(ServingOptions, "labels"), ("name", recipe_values.ServedName | None, None))  # type: ignore[misc]
-):
+class PackageTable(table_of("PackageTable", options_of(PackageKeys) | options_of(ServingOptions, "labels"))):  # type: ignore[misc]
     """The model repository that is written where it is named."""
 
 
 class TargetTable(
     table_of(  # type: ignore[misc]
-        "TargetKeys",
-        options_of(EngineOptions, "precision", "sparse"),
-        ("batch", recipe_values.Text | None, None),
-        ("sms", recipe_values.Texts, ()),
-        ("fail_if", recipe_values.Texts, ()),
+        "TargetTable",
+        options_of(TargetKeys)
+        | options_of(EngineOptions, "sm")
+        | options_of(GateOptions, "rules")
+        | options_of(EngineOptions, "precision", "sparse"),
     )
 ):
     """One of [targets], which may leave out what follows from the other tables."""

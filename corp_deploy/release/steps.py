@@ -19,7 +19,7 @@ from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.planning.polishing import Polishing
-from corp_deploy.planning.request import request_from_choice
+from corp_deploy.planning.request import request_of
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.custom_metrics import Meter
@@ -107,7 +107,7 @@ def write_reduced(dirs: StageDirs, run: Invocation) -> None:
     reduce_checkpoint(
         dense,
         dirs.root / run["moments"],
-        request_from_choice(choice, seed=seed),
+        request_of(choice, seed=seed),
         directory=dirs.into / run["output"],
         images=images,
         judges=None if choice.within is None else Judges(),

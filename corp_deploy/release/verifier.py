@@ -116,7 +116,7 @@ class Certified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sigstore:
-    """An identity that an OpenID issuer vouched for when the release was signed. This alone asks a network."""
+    """An identity that an OpenID issuer vouched for when the release was signed. This alone uses a network."""
 
     identity: str
     issuer: str

@@ -7,9 +7,9 @@ from typing import Any
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_checkpoint import state_from_transformers
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_files import LENGTH, Changes, decoder_files
+from corp_deploy.families.text_names import state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 
@@ -56,7 +56,7 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({
     kind, arguments = decoder_arguments(directory, kwargs)
     architecture = decoder.architecture_of(kind, arguments)
     file = weights_of_transformers(directory)
-    state = state_from_transformers(state_as_named(file), arguments.decoder, model_type=kind, where=str(file))
+    state, _ = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
     model = dense_from_architecture(architecture)
     require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)

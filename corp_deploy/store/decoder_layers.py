@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_checkpoint import (
+from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
+from corp_deploy.families.text_names import (
     block_from_transformers,
     names_by_block,
     outside_from_transformers,
     refuse_foreign,
 )
-from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
 from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
@@ -72,7 +72,10 @@ class DecoderLayers:
         names = self._names[1].get(index, {})
         where = f"{self.weights}: block {index}"
         state = block_from_transformers(
-            dict(zip(names, self._read(names.values()), strict=True)), self.arguments.decoder, self.kind, where=where
+            dict(zip(names, self._read(names.values()), strict=True)),
+            self.kind,
+            where=where,
+            decoder=self.arguments.decoder,
         )
         with torch.device("meta"):
             empty = DecoderBlock(self.arguments.decoder)
@@ -95,7 +98,7 @@ class DecoderLayers:
     def _outside(self) -> dict[str, Tensor]:
         names = self._names[0]
         state = dict(zip(names, self._read(names.values()), strict=True))
-        mapped, foreign = outside_from_transformers(state, self.arguments.decoder, self.kind)
+        mapped, foreign = outside_from_transformers(state, self.kind, tied=self.arguments.decoder.tied)
         refuse_foreign(foreign, self.kind, where=str(self.weights))
         return mapped
 

@@ -19,7 +19,7 @@ from corp_deploy.families import (
     trusted_code,
 )
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.bert_checkpoint import MODEL_TYPES
+from corp_deploy.families.bert_config import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.traced.models.outputs import Outputs

@@ -52,7 +52,7 @@ def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
 
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     from corp_deploy.families import hf_config
-    from corp_deploy.families.bert_checkpoint import MODEL_TYPES
+    from corp_deploy.families.bert_config import MODEL_TYPES
 
     name = config.get("architecture")
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from corp_deploy.families import bert
 from corp_deploy.families.bert import EncoderArguments
-from corp_deploy.families.bert_checkpoint import architecture_from_transformers, prefix_in, state_from_transformers
+from corp_deploy.families.bert_config import architecture_from_transformers
 from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
+from corp_deploy.families.text_names import prefix_in, state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
 from corp_deploy.families.traced_model import load_extra_files_
 
@@ -74,7 +75,7 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     kind, arguments = encoder_arguments(directory, kwargs)
     file = weights_of_transformers(directory)
     read = read_weights(file)
-    state, beside = state_from_transformers(read.state, model_type=kind, where=str(file))
+    state, beside = state_from_transformers(read.state, kind, where=str(file))
     architecture = bert.architecture_of(kind, arguments)
     model = dense_from_architecture(architecture)
     require_fit(model, Weights(path=file, state=state))

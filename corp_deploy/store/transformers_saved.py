@@ -10,7 +10,7 @@ import msgspec
 from safetensors.torch import save_file
 
 from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved, traced_model
-from corp_deploy.families.bert_checkpoint import MODEL_TYPES
+from corp_deploy.families.bert_config import MODEL_TYPES
 from corp_deploy.families.decoder_files import require_decoder_files
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model

@@ -1,12 +1,11 @@
 """A sweep as one self-contained HTML page: the trials nothing beats, plots against latency and MACs, all figures."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 from corp_deploy.planning.calibration_size import CalibrationSize
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
 from perf.record.fitted import FittedInputs
-from perf.report.images_plot import ImagesPoint, images_figure, images_table
+from perf.report.images_plot import images_figure, images_table
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, scatter
 from perf.report.svg import Figure
@@ -207,10 +206,9 @@ def sweep_page(
 
 
 def _of_size(size: CalibrationSize) -> Section:
-    spots = tuple(ImagesPoint(**asdict(point)) for point in size.points)
     return Section(
         title="Calibration images",
         remarks=(Remark(text=_as_sentence(size.sentence)),),
-        figures=(images_figure(spots),),
-        tables=(images_table(spots, sentence=""),),
+        figures=(images_figure(size.points),),
+        tables=(images_table(size.points, sentence=""),),
     )

@@ -6,13 +6,12 @@ machine's and decides nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
-from perf.record.runs import differing_keys
 from perf.stats.decision import (
     STRADDLES,
     Decision,
@@ -26,8 +25,9 @@ from perf.stats.decision import (
 from perf.stats.shares import percent, share_interval
 from perf.stats.stats import UNBOUNDED, Interval
 
-from .evidence import Evidence, Reading, exact, own_metric
-from .rule import BASELINE, TIMED, Rule
+from .baseline_match import differing, divided_by_machine_change, machine_change
+from .evidence import Evidence, Reading, exact
+from .rule import BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
 EXIT_CODES: dict[Verdict, int] = {
@@ -40,8 +40,6 @@ EXIT_CODES: dict[Verdict, int] = {
 GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS", "UNJUDGED")
 BLOCKS_IN_ROUND = 4
 PARITY = "parity"  # the metric of the row that is a proof's own verdict
-MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
-SHOWN = 16  # of a digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
     judged_rule = partial(_judged_rule, rule, now.confidence)
     value = now.reading(rule, rule.subject, "this record")
     bound = _bound(rule, now, baseline)
-    differ = _differing(rule, now, baseline)
+    differ = differing(rule, now, baseline)
     if differ:
         return judged_rule("NOT-COMPARABLE", "measured differently", value, bound, keys=differ)
     if value.broken is not None or bound.broken is not None:
@@ -135,12 +133,9 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence) -> JudgedRule:
     verdict = _compared(rule, figure, limit)
     if verdict == "INCONCLUSIVE":
         return judged_rule(verdict, _data_needed(rule, value, bound, now.confidence), value, bound)
-    machine_change = _machine_change(rule, now, baseline)
-    if (
-        machine_change is not None
-        and _compared(rule, _divided_by_machine_change(figure, machine_change), limit) != verdict
-    ):
-        change = f"{100 * (machine_change.value - 1):+.1f} %"
+    machine = machine_change(rule, now, baseline)
+    if machine is not None and _compared(rule, divided_by_machine_change(figure, machine), limit) != verdict:
+        change = f"{100 * (machine.value - 1):+.1f} %"
         message = f"the machine itself moved: the reference model's own figure changed by {change}"
         return judged_rule("INCONCLUSIVE", message, value, bound)
     return judged_rule(verdict, None, value, bound)
@@ -160,33 +155,6 @@ def _scaled(rule: Rule, reference: Interval) -> Interval:
     """The bound that a rule makes of the figure that it names."""
     low, high = sorted(rule.scale * end + rule.offset for end in (reference.low, reference.high))
     return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
-
-
-def _differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
-    """The keys that forbid comparing a figure with the baseline's: a timed one needs an equal machine, an error equal
-    inputs, a measure of the user's own an equal command too; a size needs nothing.
-    """
-    if not rule.wants_baseline:
-        return ()
-    keys: Mapping[str, tuple[Any, Any]] = {}
-    if not rule.is_of_bench:
-        keys = _differing_parity_inputs(rule, now, baseline)
-    elif rule.metric in TIMED:
-        assert now.bench is not None, rule
-        assert baseline.bench is not None, rule
-        keys = differing_keys(baseline.bench, now.bench)
-    return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
-
-
-def _differing_parity_inputs(rule: Rule, now: Evidence, baseline: Evidence) -> Mapping[str, tuple[Any, Any]]:
-    """What differs between two parity records of what the rule's figure was measured on and by."""
-    assert now.parity is not None, rule
-    assert baseline.parity is not None, rule
-    pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
-    if rule.is_own:
-        old, new = (own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
-        pairs["command"] = (old.sha256, new.sha256)
-    return {key: (one[:SHOWN], other[:SHOWN]) for key, (one, other) in pairs.items() if one != other}
 
 
 def _paired(rule: Rule, now: Evidence, figure: Interval, limit: Interval) -> Interval:
@@ -251,33 +219,6 @@ def _images_needed(rule: Rule, share: float, bound: Reading, value: Reading, con
 def _too_few(value: Reading, confidence: float) -> str:
     only = f"only {value.count} {value.unit} were kept, too few for an interval"
     return f"{only} {confidence_text(confidence)}; measure longer"
-
-
-def _divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:
-    """The figure with the machine's own change divided out, as uncertain as both together."""
-    value = figure.value / machine_change.value
-    below, above = (
-        math.hypot(end / figure.value - 1, machine_change.half_width_rel) for end in (figure.low, figure.high)
-    )
-    return Interval(value=value, low=value * (1 - below), high=value * (1 + above))
-
-
-def _machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
-    """The reference model's figure now over then, when it is the same model and not the one the rule is about."""
-    if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
-        return None
-    if now.bench is None or baseline.bench is None:
-        return None
-    reference, before = now.bench.reference, baseline.bench.reference
-    if reference.sha256 is None or reference.sha256 != before.sha256 or rule.subject == reference.name:
-        return None
-    new = now.reading(rule, reference.name, "this record").interval
-    old = baseline.reading(rule, before.name, "the baseline").interval
-    if new is None or old is None:
-        return None
-    value = new.value / old.value
-    width = value * math.hypot(new.half_width_rel, old.half_width_rel)
-    return Interval(value=value, low=value - width, high=value + width)
 
 
 def _judged_rule(

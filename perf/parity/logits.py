@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.shares import wilson
 
-from .rows import AnyMeasures, Bools, Floats, OutputKind, Rows
+from .rows import Bools, CommonMeasures, Floats, OutputKind, RowErrors, Rows
 
 LOGITS = OutputKind(
     name="logits",
@@ -30,38 +30,27 @@ TOKEN_LOGITS = OutputKind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerImage:
-    """One figure per image. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees."""
+class PerImage(RowErrors):
+    """One figure per image. Where the candidate gives NaN or Inf, nothing agrees."""
 
-    relative_error_N: Floats
-    max_abs_N: Floats
-    cosine_N: Floats
     kl_N: Floats
     top5_overlap_N: Floats
     margin_N: Floats
     agrees_N: Bools
-    finite_N: Bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitMeasures(AnyMeasures):
+class LogitMeasures(CommonMeasures):
     """Errors of a whole set of images.
 
-    relative_error is ||candidate - reference||_F / ||reference||_F of the logits as they are (not centred), KL is in
-    nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A decisive flip
-    is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise. spread_ratio is
-    how much the candidate's logits vary over the images, relative to the reference's; 0 is a constant output.
+    KL is in nats from the reference's softmax to the candidate's, the agreement's bounds are Wilson's at 95 %. A
+    decisive flip is a top-1 flip on an image whose reference margin (first minus second logit) exceeds margin_noise.
     """
 
     output_kind: ClassVar[OutputKind] = LOGITS
     share: ClassVar[str] = "top1_agreement"
     agreement_name: ClassVar[str] = "top-1 agreement"
 
-    images: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
     top1_agreement: Figure
     top1_agreement_low: Figure
     top1_agreement_high: Figure
@@ -72,8 +61,6 @@ class LogitMeasures(AnyMeasures):
     margin_noise: float
     decisive_images: int
     decisive_flips: int
-    nonfinite_images: int
-    spread_ratio: Figure
 
     @property
     def disagreement_line(self) -> str:
@@ -81,7 +68,7 @@ class LogitMeasures(AnyMeasures):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogitMeasures(AnyMeasures):
+class TokenLogitMeasures(CommonMeasures):
     """The same of the tokens of a whole set of inputs; cosine and KL are of tokens. Tokens of one input are alike, so
     that the agreement's bounds are Wilson's as if each input had been asked once.
     """
@@ -90,12 +77,7 @@ class TokenLogitMeasures(AnyMeasures):
     share: ClassVar[str] = "token_agreement"
     agreement_name: ClassVar[str] = "token agreement"
 
-    images: int
     tokens: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
     token_agreement: Figure
     token_agreement_low: Figure
     token_agreement_high: Figure
@@ -105,8 +87,6 @@ class TokenLogitMeasures(AnyMeasures):
     margin_noise: float
     decisive_tokens: int
     decisive_flips: int
-    nonfinite_images: int
-    spread_ratio: Figure
 
     @property
     def disagreement_line(self) -> str:

@@ -14,8 +14,8 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record, record_from_file, record_from_value
 from perf.record.fitted import FittedInputs
-from perf.stats.decision import percent_limit, share_against
 
+from .judging import Verdict, judge, with_ties
 from .labels import Accuracy, PairedAccuracy
 from .locate import FaultLocation
 from .maps import THRESHOLD, Head
@@ -28,11 +28,8 @@ from .tolerance import Tolerance
 
 KIND, VERSION = "parity", 1
 AGAIN = "make the record again with `corp-deploy verify`"
-# Under this share of the reference's variation over images, outputs are called constant.
-CONSTANT_SPREAD = 0.01
 
 LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
-Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +231,7 @@ def link(
     unlimited = replace(tolerance, max_relative_error=None, min_agreement=None, min_iou=None)
     of_some = tolerance if kind in ("exact", "half", "quantised") else unlimited
     judged = {
-        batch: _with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
+        batch: with_ties(judge(errors, tolerance), ties.get(batch), errors.inputs)
         if batch in full_batches
         else judge(errors, of_some)
         for batch, errors in at.items()
@@ -272,67 +269,6 @@ def link(
         output=port.name if several else None,
         ties=ties.get(worst),
     )
-
-
-def _with_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
-    """A judgement with a note on the inputs whose ties were broken differently; too many of them fail the link.
-
-    A share is one of all inputs: of the first few one may be a quarter.
-    """
-    status, reason = status_and_reason
-    if ties is None or not ties.apart:
-        return status_and_reason
-    return (status if ties.holds else "FAIL"), f"{reason}; {ties.line(noun)}"
-
-
-def judge(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Status and the sentence that says why. Outputs that are not finite or don't depend on the image fail any link."""
-    bound, error = tolerance.max_relative_error, f"relative error {errors.relative_error:.2g}"
-    if errors.nonfinite_images:
-        return "FAIL", f"NaN or Inf on {errors.nonfinite_images} of {errors.images} {errors.inputs}"
-    if errors.spread_ratio < CONSTANT_SPREAD:
-        one = errors.inputs.removesuffix("s")
-        return "FAIL", f"the outputs hardly depend on the {one} (spread {errors.spread_ratio:.1g} of the reference's)"
-    if bound is not None and errors.relative_error > bound:
-        return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
-    agreed, agreement = _agreed(errors, tolerance)
-    if agreed == "FAIL":
-        return "FAIL", f"{agreement} ({errors.disagreement_line})"
-    if tolerance.min_iou is not None and (errors.overlap is None or errors.overlap < tolerance.min_iou):
-        return "FAIL", f"{errors.agreement_line}; an IoU of {tolerance.min_iou:g} at least was wanted"
-    if tolerance.max_decisive_flips is not None and errors.decisive_flips > tolerance.max_decisive_flips:
-        return (
-            "FAIL",
-            f"{errors.decisive_flips} top-1 flips on {errors.inputs} whose margin exceeds {tolerance.margin_noise:.2g}",
-        )
-    if agreed == "INCONCLUSIVE":
-        return "INCONCLUSIVE", agreement
-    if not tolerance.bounds:
-        return "UNJUDGED", f"{error}, {errors.agreement_line}; no limit was set"
-    if agreed == "UNJUDGED" and not replace(tolerance, min_agreement=None).bounds:
-        return "UNJUDGED", f"{error}, {agreement}"
-    met = [f"{error} within {bound:.2g}"] if bound is not None else []
-    met += [agreement] if agreement else []
-    met += [f"IoU {errors.overlap:.4f}, at least {tolerance.min_iou:g} wanted"] if tolerance.min_iou is not None else []
-    return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
-
-
-def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Whether the agreement keeps to its limit, in words; empty without a limit. Where there is no agreement nothing is
-    decided, and what is open here is not judged where it is elsewhere.
-    """
-    least = tolerance.min_agreement
-    if least is None:
-        return "PASS", ""
-    limit = percent_limit(least)
-    if errors.agreement is None:
-        return "INCONCLUSIVE", f"{errors.agreement_line}: there is no agreement to hold to the limit, {limit}"
-    decision, sentence = share_against(
-        errors.agreement, least, count=errors.images, noun=errors.inputs, confidence=tolerance.confidence
-    )
-    if decision == "INCONCLUSIVE" and tolerance.elsewhere:
-        return "UNJUDGED", f"{errors.agreement_name} {sentence}; it is judged on {tolerance.elsewhere}"
-    return decision, f"{errors.agreement_name} {sentence}"
 
 
 def load_parity(path: Path) -> Parity:

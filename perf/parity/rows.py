@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Figure
 from perf.stats.shares import percent
 
 Floats = NDArray[np.float64]
@@ -134,8 +135,8 @@ class OutputKind:
 class AnyMeasures:
     """The measures of any role. A record reads them by the role; see perf.parity.parity.load_parity.
 
-    `share`: the field of the share of inputs, or of what they have of, that agrees, None where none is defined; its
-    bounds stand beside it. `agreement_name`: what it is called.
+    `share`: the field of the share of inputs, tokens or pixels that agrees, None where none is defined; its bounds
+    stand beside it. `agreement_name`: what it is called.
     """
 
     __slots__ = ()
@@ -169,7 +170,23 @@ class AnyMeasures:
         return None
 
 
-class WithoutMargins(AnyMeasures):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonMeasures(AnyMeasures):
+    """What is measured in every role. relative_error is ||candidate - reference||_F / ||reference||_F of the answers as
+    they are (not centred); spread_ratio is how much the candidate's vary over the inputs, relative to the reference's;
+    0 is a constant output.
+    """
+
+    images: int
+    relative_error: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    nonfinite_images: int
+    spread_ratio: Figure
+
+
+class WithoutMargins(CommonMeasures):
     """Those of answers that have no margin, so that no flip is decisive."""
 
     __slots__ = ()

@@ -28,23 +28,16 @@ class EmbeddingMeasures(WithoutMargins):
 
     neighbour_agreement is the share of inputs whose nearest neighbour among the others, by cosine, is the reference's,
     with Wilson's bounds at 95 %; None for fewer than 3 inputs. linear_cka is debiased and of at
-    most 1,024 inputs, None for fewer than 4. The rest is as in LogitMeasures.
+    most 1,024 inputs, None for fewer than 4.
     """
 
     output_kind: ClassVar[OutputKind] = EMBEDDING
     share: ClassVar[str] = "neighbour_agreement"
     agreement_name: ClassVar[str] = "agreement of nearest neighbours"
 
-    images: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
     neighbour_agreement: float | None
     neighbour_agreement_low: float | None
     neighbour_agreement_high: float | None
-    nonfinite_images: int
-    spread_ratio: Figure
     linear_cka: Figure | None = None
 
     @property
@@ -72,13 +65,6 @@ class FeatureMapMeasures(WithoutMargins):
     share: ClassVar[str] = "neighbour_agreement"
     agreement_name: ClassVar[str] = "agreement of nearest tokens"
 
-    images: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
-    nonfinite_images: int
-    spread_ratio: Figure
     token_cosine_mean: Figure | None = None
     token_cosine_q01: Figure | None = None
     tokens_compared: int | None = None

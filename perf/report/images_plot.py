@@ -10,8 +10,13 @@ from .table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesPoint:
-    """Losses of the fit on its own images and on others, the output's error and agreement, and the error over that of
-    the largest number of images with its interval; None: not judged.
+    """The model reduced from the moments of so many `images`.
+
+    `fitted` and `held_out` are losses summed over parts of sites, each a share of the part's dense variance, on the
+    images of the fit and on those held out. `relative_error` and `agreement` are of the output on judged inputs; None:
+    not judged. `over_largest`: this error over that of the largest number of images, by relative_error where inputs
+    judge, else by held_out; `low` and `high` bound it at 95 % over judged inputs, drawn in pairs (equal to it where
+    none judge).
     """
 
     images: int

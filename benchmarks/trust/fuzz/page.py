@@ -14,27 +14,28 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "security" / "fuzzing.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-HEAD = """# Files and calls of chance
+HEAD = """# Fuzzed files and invalid calls
 
-Written by `python -m benchmarks.trust.fuzz.page` from the records beside their scripts.
+`python -m benchmarks.trust.fuzz.page` writes this page from the records of the two scripts below.
 
 ## Files
 
-`python -m benchmarks.trust.fuzz` gives every reader of foreign files what was a whole file before: bytes changed by
-[atheris](https://github.com/google/atheris), which follows the lines of this tool's source that a file reaches, and
-values of documents and bytes changed by [hypothesis](https://hypothesis.readthedocs.io). Digests are made right again,
-as whoever alters a file can. What was read is used as a command would. A finding is an exception other than the one
-message of exit code 2, more than 5 CPU seconds, more than 3 GiB of memory, or anything opened, started or asked that is
-none of the reader's own. *Taken* are the files that no check refused; of configs for the inference server all, as their
-faults are listed. `tests/test_fuzz.py` repeats a slice, and keeps what was found and mended as cases.
+`python -m benchmarks.trust.fuzz` changes valid files at random and gives them to the reader of their kind.
+[atheris](https://github.com/google/atheris) changes bytes, guided by the lines of source that a file reaches;
+[hypothesis](https://hypothesis.readthedocs.io) changes bytes and values of documents. Digests in a file are corrected
+after the change, as an attacker would do. If a file is read, the result is used as a command would use it. A finding is
+an exception other than the message of exit code 2, more than 5 CPU seconds, more than 3 GiB of memory, or a file,
+process or connection that the reader should not open. *Accepted* counts the files that no check refused (all configs
+for the inference server, since their errors are listed instead). `tests/test_fuzz.py` repeats a part of the runs and
+keeps each fixed finding as a test case.
 """
 CALLS = """
 ## Calls
 
-`python -m benchmarks.trust.bad_calls` takes a call of each command that goes well and spoils one option, argument or
-file of it: numbers that are none, words, broken documents, pipes, devices, files of another kind, nothing. A fault is
-another exit code than 2 (bad input) or 4 (this machine lacks it), a traceback, no message or a book, a minute, a file
-left behind or changed.
+`python -m benchmarks.trust.bad_calls` takes a valid call of each command and makes one option, argument or file
+invalid: wrong numbers, words, broken documents, pipes, devices, files of another kind, nothing. A fault is an exit code
+other than 2 (bad input) or 4 (this machine lacks something), a traceback, no message or a very long one, more than a
+minute, or a file that is left behind or changed.
 """
 
 
@@ -73,7 +74,7 @@ def page() -> str:
     """The whole page."""
     files = json.loads((RESULTS / "fuzz.json").read_text())
     calls = json.loads((RESULTS / "bad_calls.json").read_text())
-    columns = ["reader", "by atheris", "by hypothesis", "taken", "slowest (CPU s)", "peak (MiB)", "findings"]
+    columns = ["reader", "by atheris", "by hypothesis", "accepted", "slowest (CPU s)", "peak (MiB)", "findings"]
     sums = f"\n{calls['calls']:,} calls, {calls['faults']} faults.\n\n"
     return (
         HEAD

@@ -1,4 +1,4 @@
-"""Decoders' tensors under transformers' names and under those here, both ways.
+"""The tensors of text encoders and decoders under transformers' names and under those here, both ways.
 
 A name is of the embeddings, of a block or of the end; q, k and v are one fused projection here. GPT-2 keeps its linear
 layers transposed, and its q, k and v fused as well.
@@ -6,7 +6,7 @@ layers transposed, and its q, k and v fused as well.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,37 +15,46 @@ from ground.errors import BadInput
 
 from .text_decoder import DecoderArchitecture
 
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position_ids|token_type_ids))")
+_OLD = {"gamma": "weight", "beta": "bias"}
+"""What old files call the entries of a layer norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How a kind of decoder calls its tensors. `blocks`: what stands before a block's number; `base`: what stands
-    before everything but the head in a whole model's file; `parts`: within a block, theirs by ours; `fused`: of q, k
-    and v, one name where they are one tensor. `transposed`: linear layers are [inputs, outputs].
+    """How a kind of model calls its tensors. `blocks`: what stands before a block's number; `base`: what stands before
+    everything but the head in a whole model's file; `parts`: within a block, theirs by ours; `outside`: of no block,
+    likewise; `fused`: of q, k and v, one name where they are one tensor. `transposed`: linear layers are [inputs,
+    outputs]. `own`: how the names begin that are the model's own; others are those of poolers and of heads of tasks.
     """
 
+    noun: str
     base: str
     blocks: str
-    word: str
-    last_norm: str
+    outside: Mapping[str, str]
     parts: Mapping[str, str]
     fused: tuple[str, ...]
-    position: str = ""
-    head: str = "lm_head"
     transposed: bool = False
+    own: tuple[str, ...] = ("",)
 
     def of_block(self, index: int) -> str:
         """What stands before the names of a block's own."""
         return f"{self.base}{self.blocks}{index}."
 
+    @property
+    def ours_outside(self) -> dict[str, str]:
+        """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
+        return {
+            f"{theirs}.{entry}": f"{ours}.{entry}" for ours, theirs in self.outside.items() for entry in _OLD.values()
+        }
 
+
+_WORDS = {"embeddings.word": "embed_tokens", "head": "lm_head"}
 _OPT = Names(
+    noun="decoder",
     base="model.decoder.",
     blocks="layers.",
-    word="embed_tokens",
-    position="embed_positions",
-    last_norm="final_layer_norm",
+    outside=_WORDS | {"embeddings.position": "embed_positions", "norm": "final_layer_norm"},
     parts={
         "norm1": "self_attn_layer_norm",
         "attn.proj": "self_attn.out_proj",
@@ -56,11 +65,10 @@ _OPT = Names(
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
 _GPT2 = Names(
+    noun="decoder",
     base="transformer.",
     blocks="h.",
-    word="wte",
-    position="wpe",
-    last_norm="ln_f",
+    outside={"embeddings.word": "wte", "embeddings.position": "wpe", "norm": "ln_f", "head": "lm_head"},
     parts={
         "norm1": "ln_1",
         "attn.proj": "attn.c_proj",
@@ -72,10 +80,10 @@ _GPT2 = Names(
     transposed=True,
 )
 _LLAMA = Names(
+    noun="decoder",
     base="model.",
     blocks="layers.",
-    word="embed_tokens",
-    last_norm="norm",
+    outside=_WORDS | {"norm": "norm"},
     parts={
         "norm1": "input_layernorm",
         "attn.proj": "self_attn.o_proj",
@@ -88,6 +96,39 @@ _LLAMA = Names(
     },
     fused=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 )
+_BERT = Names(
+    noun="encoder",
+    base="bert.",
+    blocks="encoder.layer.",
+    outside={
+        **{f"embeddings.{name}": f"embeddings.{name}_embeddings" for name in ("word", "position", "token_type")},
+        "embeddings.norm": "embeddings.LayerNorm",
+    },
+    parts={
+        "attn.proj": "attention.output.dense",
+        "norm1": "attention.output.LayerNorm",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+        "norm2": "output.LayerNorm",
+    },
+    fused=("attention.self.query", "attention.self.key", "attention.self.value"),
+    own=("embeddings.", "encoder.layer."),
+)
+_ROBERTA = replace(_BERT, base="roberta.")
+_DISTILBERT = replace(
+    _BERT,
+    base="distilbert.",
+    blocks="transformer.layer.",
+    parts={
+        "attn.proj": "attention.out_lin",
+        "norm1": "sa_layer_norm",
+        "mlp.fc1": "ffn.lin1",
+        "mlp.fc2": "ffn.lin2",
+        "norm2": "output_layer_norm",
+    },
+    fused=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    own=("embeddings.", "transformer.layer."),
+)
 _NAMES: Mapping[str, Names] = {
     "opt": _OPT,
     "gpt2": _GPT2,
@@ -95,8 +136,26 @@ _NAMES: Mapping[str, Names] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "distilbert": _DISTILBERT,
+    "electra": replace(_BERT, base="electra."),
 }
+_HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner", "distilbert": "hidden_dim"}
 _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
+
+
+def hidden_entry(model_type: str) -> str:
+    """The entry of their configuration that says how wide an MLP is."""
+    return _HIDDEN.get(model_type, "intermediate_size")
+
+
+def prefix_in(state: Mapping[str, Tensor], model_type: str) -> str:
+    """What stands before a model's names in a file that has more than the model, empty where it has not."""
+    base = _NAMES[model_type].base
+    return base if any(name.startswith(f"{base}embeddings.") for name in state) else ""
 
 
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
@@ -104,22 +163,22 @@ def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
     return tensor.T if names.transposed and tensor.ndim == 2 and path in _LINEAR else tensor
 
 
-def _qkv(names: Names, at: str, theirs: Mapping[str, dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+def _qkv(names: Names, theirs: Mapping[str, dict[str, Tensor]], where: str) -> dict[str, Tensor]:
     """The fused projection of a block, weight and perhaps bias."""
     joined = {}
     for entry in ("weight", "bias"):
         tensors = [theirs[name][entry] for name in names.fused if entry in theirs.get(name, {})]
         if (tensors and len(tensors) < len(names.fused)) or (entry == "weight" and not tensors):
-            raise BadInput(f"{where}: {at}: expected {', '.join(names.fused)} with a {entry} each")
+            raise BadInput(f"{where}: expected {', '.join(names.fused)} with a {entry} each")
         if len({each.shape[1:] for each in tensors}) > 1:
-            raise BadInput(f"{where}: {at}: {', '.join(names.fused)} read other numbers of channels")
+            raise BadInput(f"{where}: {', '.join(names.fused)} read other numbers of channels")
         if tensors:
             joined[f"attn.qkv.{entry}"] = torch.cat([_laid_out(names, "attn.qkv", each) for each in tensors])
     return joined
 
 
 def block_from_transformers(
-    state: Mapping[str, Tensor], architecture: DecoderArchitecture, model_type: str, *, where: str
+    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture | None = None
 ) -> dict[str, Tensor]:
     """A block's tensors, by their names within it, under those here, with what no file has: how fast planes turn.
     Raises BadInput for a tensor that has no place here.
@@ -128,7 +187,8 @@ def block_from_transformers(
     ours = {theirs: path for path, theirs in names.parts.items()}
     mapped, fused, foreign = dict[str, Tensor](), dict[str, dict[str, Tensor]](), list[str]()
     for name, tensor in state.items():
-        theirs, _, entry = name.rpartition(".")
+        theirs, _, kept = name.rpartition(".")
+        entry = _OLD.get(kept, kept)
         if theirs in ours:
             mapped[f"{ours[theirs]}.{entry}"] = _laid_out(names, ours[theirs], tensor)
         elif theirs in names.fused:
@@ -136,30 +196,24 @@ def block_from_transformers(
         elif not _BUFFERS.fullmatch(name):
             foreign.append(name)
     refuse_foreign(foreign, model_type, where=where)
-    if architecture.rope is not None:
-        mapped["attn.rotary.freqs_HP"] = architecture.rope.frequencies(architecture.head // 2).unsqueeze(0)
-    return mapped | _qkv(names, where, fused, where)
-
-
-def outside_names(model_type: str) -> dict[str, str]:
-    """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
-    names = _NAMES[model_type]
-    outside = {f"{names.word}.weight": "embeddings.word.weight", f"{names.head}.weight": "head.weight"}
-    outside |= {f"{names.last_norm}.{entry}": f"norm.{entry}" for entry in ("weight", "bias")}
-    if names.position:
-        outside[f"{names.position}.weight"] = "embeddings.position.weight"
-    return outside
+    if decoder is not None and decoder.rope is not None:
+        mapped["attn.rotary.freqs_HP"] = decoder.rope.frequencies(decoder.head // 2).unsqueeze(0)
+    return mapped | _qkv(names, fused, where)
 
 
 def outside_from_transformers(
-    state: Mapping[str, Tensor], architecture: DecoderArchitecture, model_type: str
+    state: Mapping[str, Tensor], model_type: str, *, tied: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of no block under those names here, and names that have no place; a head that is tied has no own."""
-    ours = outside_names(model_type)
-    mapped = {ours[name]: tensor for name, tensor in state.items() if name in ours}
-    if architecture.tied:
-        mapped.pop("head.weight", None)
-    return mapped, [name for name in state if name not in ours and not _BUFFERS.fullmatch(name)]
+    """Tensors of no block under those names here, and names that have no place; a head that is `tied` has no own."""
+    ours, mapped, foreign = _NAMES[model_type].ours_outside, dict[str, Tensor](), list[str]()
+    for name, tensor in state.items():
+        path, _, entry = name.rpartition(".")
+        known = ours.get(f"{path}.{_OLD.get(entry, entry)}")
+        if known is not None and not (tied and known == "head.weight"):
+            mapped[known] = tensor
+        elif known is None and not _BUFFERS.fullmatch(name):
+            foreign.append(name)
+    return mapped, foreign
 
 
 def names_by_block(
@@ -189,22 +243,25 @@ def _parted(state: Iterable[str], names: Names, where: str) -> Iterator[tuple[st
 def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
     """Raise BadInput, naming the first one, where a tensor has no place here."""
     for name in sorted(foreign):
-        raise BadInput(f"{where}: {name!r:.150} has no place in a {model_type} decoder: its blocks are of another kind")
+        model = f"{model_type} {_NAMES[model_type].noun}"
+        raise BadInput(f"{where}: {name!r:.150} has no place in a {model}: its blocks are of another kind")
 
 
 def state_from_transformers(
-    state: Mapping[str, Tensor], architecture: DecoderArchitecture, *, model_type: str, where: str
-) -> dict[str, Tensor]:
-    """A state dict under this model's names. Raises BadInput for a tensor that has no place here."""
+    state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture | None = None
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """A state dict under this model's names, and the names that belong to no encoder and are left out: poolers and
+    heads of tasks. Raises BadInput for a tensor of the model that has no place here.
+    """
     outside, blocks = names_by_block(state, model_type, where=where)
-    own_outside = {own: state[name] for own, name in outside.items()}
-    mapped, foreign = outside_from_transformers(own_outside, architecture, model_type)
+    own = {name: state[full] for name, full in outside.items() if name.startswith(_NAMES[model_type].own)}
+    mapped, foreign = outside_from_transformers(own, model_type, tied=decoder is not None and decoder.tied)
     for index, names in sorted(blocks.items()):
-        own = {within: state[name] for within, name in names.items()}
-        block = block_from_transformers(own, architecture, model_type, where=f"{where}: block {index}")
+        within = {name: state[full] for name, full in names.items()}
+        block = block_from_transformers(within, model_type, where=f"{where}: block {index}", decoder=decoder)
         mapped |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
     refuse_foreign(foreign, model_type, where=where)
-    return mapped
+    return mapped, tuple(sorted(full for name, full in outside.items() if name not in own))
 
 
 def _block_to_transformers(
@@ -221,20 +278,22 @@ def _block_to_transformers(
 
 
 def state_to_transformers(
-    state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, *, model_type: str
+    state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, model_type: str, *, base: str | None = None
 ) -> dict[str, Tensor]:
     """A state dict of a whole model under transformers' names; `rows` of each block's fused projection are q's, k's and
-    v's.
+    v's. `base`: what stands before the names, where that is not what the class of the whole model has.
     """
-    names = _NAMES[model_type]
-    theirs = {ours: name for name, ours in outside_names(model_type).items() if ours != "head.weight"}
-    named = {f"{names.base}{theirs[name]}": tensor for name, tensor in state.items() if name in theirs}
+    names = _NAMES[model_type] if base is None else replace(_NAMES[model_type], base=base)
+    theirs = {ours: name for name, ours in names.ours_outside.items()}
+    named = {
+        f"{'' if name == 'head.weight' else names.base}{theirs[name]}": tensor
+        for name, tensor in state.items()
+        if name in theirs
+    }
     for index in range(layers):
         at = f"blocks.{index}."
         block = {name.removeprefix(at): tensor for name, tensor in state.items() if name.startswith(at)}
         named |= {
             f"{names.of_block(index)}{name}": tensor for name, tensor in _block_to_transformers(block, rows, names)
         }
-    if "head.weight" in state:
-        named[f"{names.head}.weight"] = state["head.weight"]
     return named
