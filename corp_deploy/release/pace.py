@@ -34,7 +34,7 @@ class Pace:
         self._began = self._clock()
 
     def __call__(self, stage: Stage, why: str) -> None:
-        """A stage and why it is done, if not for the first time; told of again, what goes otherwise than asked in it."""
+        """A stage, and why it is done again; told of once more, what goes otherwise than asked in it."""
         is_open = stage.name in self._open and stage.name != self._now
         self._now = stage.name
         self._say(f"{self._place(stage.name) if is_open else ''}{stage.name}{'' if why == NOT_DONE else f': {why}'}")
