@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -137,8 +138,14 @@ def test_a_mark_of_nothing_or_without_an_end_is_refused(page: str, words: str) -
         for_site(page)
 
 
-def test_a_key_that_nobody_explains_is_told() -> None:
-    with pytest.raises(KeyError, match=r"say in recipe\.toml what it does"):
+def test_every_key_is_explained_and_recipe_toml_explains_no_other() -> None:
+    keys = {section: [field.encode_name for field in fields] for _, section, fields in recipe.sections()}
+    assert all(recipe.meaning(section, key) for section, own in keys.items() for key in own)
+    explained = tomllib.loads(recipe.MEANINGS.read_text())
+    assert {(section, key) for section, own in explained.items() for key in own if key} <= {
+        (section, key) for section, own in keys.items() for key in own
+    }
+    with pytest.raises(KeyError):
         recipe.meaning("bench", "batches_of_tomorrow")
 
 
