@@ -3,18 +3,18 @@
 Nothing is executed: a configuration is typed and bounded where it is read, and a tensor without a place is refused.
 """
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from msgspec import Meta
 from torch import Tensor
 
 from ground.errors import BadInput
 
 from .text_encoder import ACTIVATIONS, EncoderArchitecture, Eps, Heads, Layers, Rows, TokenTypes, Width
+from .transformers_names import Names, block_from, by_block, outside_from, refuse_foreign
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,15 +48,6 @@ _OF_DISTILBERT = {
     "n_layers": "num_hidden_layers",
     "activation": "hidden_act",
 }
-_PREFIXES = {
-    "bert": "bert.",
-    "roberta": "roberta.",
-    "xlm-roberta": "roberta.",
-    "camembert": "roberta.",
-    "distilbert": "distilbert.",
-    "electra": "electra.",
-}
-MODEL_TYPES = tuple(_PREFIXES)
 _OFFSET = ("roberta", "xlm-roberta", "camembert")
 
 
@@ -113,49 +104,50 @@ def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> 
         raise BadInput(f"{where}: not the configuration of a {kind} encoder: {words}") from None
 
 
-# Of BERT and of DistilBERT: their path of a layer norm or linear layer in a block, and the one here.
-_IN_BLOCK = {
-    "attention.output.dense": "attn.proj",
-    "attention.out_lin": "attn.proj",
-    "attention.output.LayerNorm": "norm1",
-    "sa_layer_norm": "norm1",
-    "intermediate.dense": "mlp.fc1",
-    "ffn.lin1": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-    "ffn.lin2": "mlp.fc2",
-    "output.LayerNorm": "norm2",
-    "output_layer_norm": "norm2",
+_OUTSIDE = {
+    f"embeddings.{theirs}.{entry}": f"embeddings.{ours}.{entry}"
+    for theirs, ours, entries in (
+        ("word_embeddings", "word", ("weight",)),
+        ("position_embeddings", "position", ("weight",)),
+        ("token_type_embeddings", "token_type", ("weight",)),
+        ("LayerNorm", "norm", ("weight", "bias")),
+    )
+    for entry in entries
 }
-_FUSED = ("attention.self.query", "attention.self.key", "attention.self.value")
-_FUSED_OF_DISTILBERT = ("attention.q_lin", "attention.k_lin", "attention.v_lin")
-_IN_EMBEDDINGS = {
-    "word_embeddings": "word",
-    "position_embeddings": "position",
-    "token_type_embeddings": "token_type",
-    "LayerNorm": "norm",
+_BERT = Names(
+    base="bert.",
+    blocks="encoder.layer.",
+    outside=_OUTSIDE,
+    parts={
+        "attn.proj": "attention.output.dense",
+        "norm1": "attention.output.LayerNorm",
+        "mlp.fc1": "intermediate.dense",
+        "mlp.fc2": "output.dense",
+        "norm2": "output.LayerNorm",
+    },
+    fused=("attention.self.query", "attention.self.key", "attention.self.value"),
+)
+_ROBERTA = replace(_BERT, base="roberta.")
+_DISTILBERT = Names(
+    base="distilbert.",
+    blocks="transformer.layer.",
+    outside=_OUTSIDE,
+    parts={
+        "attn.proj": "attention.out_lin",
+        "norm1": "sa_layer_norm",
+        "mlp.fc1": "ffn.lin1",
+        "mlp.fc2": "ffn.lin2",
+        "norm2": "output_layer_norm",
+    },
+    fused=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+)
+NAMES: Mapping[str, Names] = {
+    "bert": _BERT,
+    **dict.fromkeys(_OFFSET, _ROBERTA),
+    "distilbert": _DISTILBERT,
+    "electra": replace(_BERT, base="electra."),
 }
-_BLOCK = re.compile(r"(?:encoder|transformer)\.layer\.(\d{1,4})\.(.+)\.(weight|bias|gamma|beta)")
-_EMBEDDING = re.compile(r"embeddings\.(\w+)\.(weight|bias|gamma|beta)")
-_ENCODER = ("embeddings.", "encoder.layer.", "transformer.layer.")
-_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-_OLD = {"gamma": "weight", "beta": "bias"}
-
-
-def name_in_block(path: str, model_type: str) -> str:
-    """Of BERT or DistilBERT: their path of what is here a block's layer norm or linear layer."""
-    bert, distilbert = [theirs for theirs, ours in _IN_BLOCK.items() if ours == path]
-    return distilbert if model_type == "distilbert" else bert
-
-
-def name_in_embeddings(path: str) -> str:
-    """Their name of a part of the embeddings."""
-    (theirs,) = [theirs for theirs, ours in _IN_EMBEDDINGS.items() if ours == path]
-    return theirs
-
-
-def fused_names(model_type: str) -> tuple[str, str, str]:
-    """Their paths of the projections that are one here: queries, keys, values."""
-    return _FUSED_OF_DISTILBERT if model_type == "distilbert" else _FUSED
+MODEL_TYPES = tuple(NAMES)
 
 
 def hidden_entry(model_type: str) -> str:
@@ -165,36 +157,13 @@ def hidden_entry(model_type: str) -> str:
 
 def prefix_in(state: Mapping[str, Tensor], model_type: str) -> str:
     """The name of the encoder in a file's model, with its dot; empty where the file is the encoder's own."""
-    prefix = _PREFIXES[model_type]
+    prefix = NAMES[model_type].base
     return prefix if any(name.startswith(f"{prefix}embeddings.") for name in state) else ""
 
 
-def _encoder(state: Mapping[str, Tensor], prefix: str, where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The encoder's tensors without the name of the model that they are in, and the names of what stands beside it."""
-    encoder: dict[str, Tensor] = {}
-    beside: list[str] = []
-    for name, tensor in state.items():
-        own = name.removeprefix(prefix)
-        if own in encoder:
-            raise BadInput(f"{where}: {own!r:.150} is there with and without {prefix!r}; save one of the two")
-        if not own.startswith(_ENCODER):
-            beside.append(name)
-        elif own not in _BUFFERS:
-            encoder[own] = tensor
-    return encoder, tuple(sorted(beside))
-
-
-def _joined(at: str, blocks: Mapping[str, dict[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """qkv of a block from its three projections."""
-    names = _FUSED if any(name in blocks for name in _FUSED) else _FUSED_OF_DISTILBERT
-    joined = {}
-    for kind in ("weight", "bias"):
-        projections = [blocks.get(name, {}).get(kind) for name in names]
-        present = [each for each in projections if each is not None]
-        if len(present) < len(projections) or len({each.shape for each in present}) > 1:
-            raise BadInput(f"{where}: {at}: expected {', '.join(names)} with a {kind} each, of one shape")
-        joined[f"attn.qkv.{kind}"] = torch.cat(present)
-    return joined
+def _named_now(name: str) -> str:
+    """Norms of old files have a gamma and a beta."""
+    return name.replace(".gamma", ".weight").replace(".beta", ".bias")
 
 
 def state_from_transformers(
@@ -205,20 +174,12 @@ def state_from_transformers(
 
     Raises BadInput for a tensor of the encoder that has no place here.
     """
-    encoder, beside = _encoder(state, _PREFIXES[model_type], where)
-    mapped: dict[str, Tensor] = {}
-    fused: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for name, tensor in encoder.items():
-        if (match := _EMBEDDING.fullmatch(name)) and match[1] in _IN_EMBEDDINGS:
-            mapped[f"embeddings.{_IN_EMBEDDINGS[match[1]]}.{_OLD.get(match[2], match[2])}"] = tensor
-        elif (match := _BLOCK.fullmatch(name)) and match[2] in _IN_BLOCK:
-            mapped[f"blocks.{int(match[1])}.{_IN_BLOCK[match[2]]}.{_OLD.get(match[3], match[3])}"] = tensor
-        elif match and match[2] in (*_FUSED, *_FUSED_OF_DISTILBERT):
-            fused.setdefault(f"blocks.{int(match[1])}", {}).setdefault(match[2], {})[match[3]] = tensor
-        else:
-            raise BadInput(
-                f"{where}: {name!r:.150} has no place in a {model_type} encoder; its blocks are of another kind"
-            )
-    for at, projections in fused.items():
-        mapped |= {f"{at}.{key}": value for key, value in _joined(at, projections, where).items()}
-    return mapped, beside
+    names, what = NAMES[model_type], f"{model_type} encoder"
+    outside, blocks = by_block(state, names, where=where)
+    mapped, others = outside_from({_named_now(own): state[name] for own, name in outside.items()}, names)
+    refuse_foreign([name for name in others if name.startswith(("embeddings.", names.blocks))], what, where=where)
+    for index, inside in blocks.items():
+        own = {_named_now(within): state[name] for within, name in inside.items()}
+        block = block_from(own, names, what, where=f"{where}: blocks.{index}")
+        mapped |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
+    return mapped, tuple(sorted(name for own, name in outside.items() if not own.startswith("embeddings.")))

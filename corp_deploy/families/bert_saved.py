@@ -1,7 +1,6 @@
 """A reduced text encoder as transformers' own class has it, where its configuration can say the widths.
 
-That is one MLP width for all layers; none of these classes reads a width of heads. Names are those of
-bert_checkpoint.py the other way round.
+That is one MLP width for all layers; none of these classes reads a width of heads.
 """
 
 from collections.abc import Mapping
@@ -12,16 +11,11 @@ from torch import Tensor, nn
 
 from ground.errors import BadInput
 
-from .bert_checkpoint import (
-    architecture_from_transformers,
-    fused_names,
-    hidden_entry,
-    name_in_block,
-    name_in_embeddings,
-)
+from .bert_checkpoint import NAMES, architecture_from_transformers, hidden_entry
 from .family import sites_of
 from .hf_saved import INSTEAD, Saved
 from .text_encoder import EncoderArchitecture
+from .transformers_names import state_to
 from .widths import Width, Widths
 
 _OF_HEADS = (".qk", ".v")
@@ -49,22 +43,6 @@ def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
         raise BadInput(f"--save-as hf: {reason}; {INSTEAD}")
 
 
-def _block(index: int, kind: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Everything of a block by its names on disk."""
-    at, theirs = f"blocks.{index}.", f"{'transformer' if kind == 'distilbert' else 'encoder'}.layer.{index}."
-    block = dict[str, Tensor]()
-    for name, tensor in state.items():
-        if not name.startswith(at):
-            continue
-        path, _, entry = name.removeprefix(at).rpartition(".")
-        if path == "attn.qkv":
-            projections = tensor.chunk(3)
-            block |= {f"{theirs}{own}.{entry}": part for own, part in zip(fused_names(kind), projections, strict=True)}
-        else:
-            block[f"{theirs}{name_in_block(path, kind)}.{entry}"] = tensor
-    return block
-
-
 def saved(
     encoder: nn.Module,
     config: Mapping[str, Any],
@@ -79,14 +57,8 @@ def saved(
     kind, widths = str(config["model_type"]), {site.name: site.width for site in sites_of(encoder).every}
     refuse_unsayable(config, widths)
     state = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        room, _, rest = name.partition(".")
-        if room == "embeddings":
-            path, _, entry = rest.rpartition(".")
-            tensors[f"embeddings.{name_in_embeddings(path)}.{entry}"] = tensor
-    for index in range(architecture_from_transformers(config, where="--save-as hf").layers):
-        tensors |= _block(index, kind, state)
+    dense = architecture_from_transformers(config, where="--save-as hf")
+    tensors = state_to(state, NAMES[kind], (dense.width,) * 3, dense.layers)
     own = {key: value for key, value in config.items() if key != "torch_dtype"}
     named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     return Saved(

@@ -15,14 +15,10 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_checkpoint import (
-    block_from_transformers,
-    names_by_block,
-    outside_from_transformers,
-    refuse_foreign,
-)
+from corp_deploy.families.decoder_checkpoint import NAMES, block_from_transformers, outside_from_transformers
 from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder, WordsAndPlaces
 from corp_deploy.families.traced_model import load_extra_files_
+from corp_deploy.families.transformers_names import by_block
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
@@ -57,7 +53,7 @@ class DecoderLayers:
 
     @cached_property
     def _names(self) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-        return names_by_block(self.files, self.kind, where=str(self.weights))
+        return by_block(self.files, NAMES[self.kind], where=str(self.weights))
 
     def embeddings(self) -> WordsAndPlaces:
         """What makes the first residual stream of token ids."""
@@ -95,9 +91,7 @@ class DecoderLayers:
     def _outside(self) -> dict[str, Tensor]:
         names = self._names[0]
         state = dict(zip(names, self._read(names.values()), strict=True))
-        mapped, foreign = outside_from_transformers(state, self.arguments.decoder, self.kind)
-        refuse_foreign(foreign, self.kind, where=str(self.weights))
-        return mapped
+        return outside_from_transformers(state, self.arguments.decoder, self.kind, where=str(self.weights))
 
     def _read(self, names: Iterable[str]) -> list[Tensor]:
         tensors = []
