@@ -44,10 +44,7 @@ def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
 
 
 def saved(
-    encoder: nn.Module,
-    config: Mapping[str, Any],
-    prefix: str,
-    unread: Mapping[str, Tensor] = MappingProxyType({}),
+    encoder: nn.Module, config: Mapping[str, Any], prefix: str, unread: Mapping[str, Tensor] = MappingProxyType({})
 ) -> Saved:
     """The encoder as its class has it; `config` is the dense one's, `prefix` the name of the encoder in its class,
     `unread` what its file had beside the encoder, by its names there: a pooler, heads of a task.

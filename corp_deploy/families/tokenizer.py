@@ -43,8 +43,8 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSpec:
-    """What a model with this `vocabulary` takes of a text; `tokenizer_json` is the content of the file."""
+class _Spec:
+    """Of a model with this `vocabulary`; `tokenizer_json` is the content of the file."""
 
     tokenization: Tokenization
     tokenizer_json: str
@@ -52,23 +52,29 @@ class TextSpec:
     medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
 
     @property
-    def ports(self) -> tuple[Port, ...]:
-        return self.tokenization.ports
-
-    @property
     def shape(self) -> tuple[int]:
         return (self.tokenization.length,)
+
+    def as_json(self) -> dict[str, Any]:
+        """The preparation as plain JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
+        return values
+
+
+class TextSpec(_Spec):
+    """What a model takes of a text."""
+
+    __slots__ = ()
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        return self.tokenization.ports
 
     def as_line(self) -> str:
         """The preparation for people."""
         lower = ", lower-cased" if self.tokenization.lower_case else ""
         length, digest = self.tokenization.length, self.tokenization.sha256[:12]
         return f"texts of {length} tokens, cut or padded{lower}, {FILE} of sha256 {digest}..."
-
-    def as_json(self) -> dict[str, Any]:
-        """The preparation as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
-        return values
 
     def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
         """Texts [B] -> `input_ids` and `attention_mask`, int64 [B,N].
@@ -95,32 +101,19 @@ class TextSpec:
         return encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
-    """What a decoder with this `vocabulary` takes: full sequences of ids. A text is one stream, cut into such."""
+class SequenceSpec(_Spec):
+    """What a decoder takes: full sequences of ids. A text is one stream, cut into such."""
 
-    tokenization: Tokenization
-    tokenizer_json: str
-    vocabulary: int
-    medium: ClassVar[Literal["images", "text", "arrays"]] = "text"
+    __slots__ = ()
 
     @property
     def ports(self) -> tuple[Port, ...]:
         return (Port(name="input_ids", shape=self.shape, dtype="int64"),)
 
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.tokenization.length,)
-
     def as_line(self) -> str:
         """The preparation for people."""
         length, digest = self.tokenization.length, self.tokenization.sha256[:12]
         return f"text cut into sequences of {length} tokens, {FILE} of sha256 {digest}..."
-
-    def as_json(self) -> dict[str, Any]:
-        """The preparation as plain JSON values."""
-        values: dict[str, Any] = msgspec.to_builtins(self.tokenization)
-        return values
 
     def sequences(self, lines: Iterable[str], *, where: str) -> NDArray[np.int64]:
         """One text, line by line with their ends, as rows [S,N]; each begins with the marks that the tokenizer puts in

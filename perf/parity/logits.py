@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ground.records import Figure
 from perf.stats.shares import wilson
 
-from .rows import AnyMeasures, Bools, Floats, OutputKind, Rows
+from .rows import Bools, CommonMeasures, Floats, OutputKind, RowErrors, Rows
 
 LOGITS = OutputKind(
     name="logits",
@@ -30,21 +30,17 @@ TOKEN_LOGITS = OutputKind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerImage:
-    """One figure per image. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees."""
+class PerImage(RowErrors):
+    """Where the candidate gives NaN or Inf, nothing agrees."""
 
-    relative_error_N: Floats
-    max_abs_N: Floats
-    cosine_N: Floats
     kl_N: Floats
     top5_overlap_N: Floats
     margin_N: Floats
     agrees_N: Bools
-    finite_N: Bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitMeasures(AnyMeasures):
+class LogitMeasures(CommonMeasures):
     """Errors of a whole set of images.
 
     relative_error is ||candidate - reference||_F / ||reference||_F of the logits as they are (not centred), KL is in
@@ -57,11 +53,6 @@ class LogitMeasures(AnyMeasures):
     share: ClassVar[str] = "top1_agreement"
     agreement_name: ClassVar[str] = "top-1 agreement"
 
-    images: int
-    relative_error: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
     top1_agreement: Figure
     top1_agreement_low: Figure
     top1_agreement_high: Figure
@@ -72,8 +63,6 @@ class LogitMeasures(AnyMeasures):
     margin_noise: float
     decisive_images: int
     decisive_flips: int
-    nonfinite_images: int
-    spread_ratio: Figure
 
     @property
     def disagreement_line(self) -> str:
@@ -81,7 +70,7 @@ class LogitMeasures(AnyMeasures):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogitMeasures(AnyMeasures):
+class TokenLogitMeasures(CommonMeasures):
     """The same of the tokens of a whole set of inputs; cosine and KL are of tokens. Tokens of one input are alike, so
     that the agreement's bounds are Wilson's as if each input had been asked once.
     """
@@ -105,8 +94,6 @@ class TokenLogitMeasures(AnyMeasures):
     margin_noise: float
     decisive_tokens: int
     decisive_flips: int
-    nonfinite_images: int
-    spread_ratio: Figure
 
     @property
     def disagreement_line(self) -> str:
@@ -128,13 +115,11 @@ def logit_measures(
     low, high = wilson(agreeing, images)
     return LogitMeasures(
         **_common(rows, each, margin_noise),
-        images=images,
         top1_agreement=agreeing / images,
         top1_agreement_low=low,
         top1_agreement_high=high,
         top5_overlap=float(each.top5_overlap_N.mean()),
         decisive_images=int((each.margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(each.finite_N.sum()),
     )
 
 
@@ -148,14 +133,12 @@ def token_logit_measures(
     images, agreement = len(reference_NTC), float(each.agrees_N.mean())
     low, high = wilson(agreement * images, images)
     return TokenLogitMeasures(
-        **_common(rows, each, margin_noise),
-        images=images,
+        **_common(rows, each, margin_noise) | {"images": images, "nonfinite_images": int((~by_input.finite_N).sum())},
         tokens=len(each.agrees_N),
         token_agreement=agreement,
         token_agreement_low=low,
         token_agreement_high=high,
         decisive_tokens=int((each.margin_N > margin_noise).sum()),
-        nonfinite_images=images - int(by_input.finite_N.sum()),
     )
 
 
@@ -192,17 +175,13 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
 
 def _classified(rows: Rows) -> PerImage:
     """Figures of each row, whose columns are classes."""
-    errors = rows.errors()
     ref_NC, cand_NC = rows.reference_NF, rows.candidate_NF
     return PerImage(
-        relative_error_N=errors.relative_error_N,
-        max_abs_N=errors.max_abs_N,
-        cosine_N=errors.cosine_N,
+        **rows.error_columns(),
         kl_N=rows.filled_where_nonfinite(_kl(ref_NC, cand_NC), np.inf),
         top5_overlap_N=rows.filled_where_nonfinite(_overlap(ref_NC, cand_NC, top=5), 0.0),
         margin_N=margins(ref_NC),
         agrees_N=_agrees(rows),
-        finite_N=errors.finite_N,
     )
 
 

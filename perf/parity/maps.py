@@ -15,7 +15,7 @@ from ground.errors import BadInput
 from ground.records import Figure
 from perf.stats.shares import percent, wilson
 
-from .rows import Bools, Floats, OutputKind, WithoutMargins, ratio, share
+from .rows import Bools, Floats, OutputKind, RowErrors, WithoutMargins, ratio, share
 
 SCORE_MAP = OutputKind(
     name="score map",
@@ -53,13 +53,8 @@ class MapMeasures(WithoutMargins):
     share: ClassVar[str] = "pixel_agreement"
     agreement_name: ClassVar[str] = "pixel agreement"
 
-    images: int
-    relative_error: Figure
     relative_error_mean: Figure
     relative_error_worst: Figure
-    max_abs: Figure
-    cosine_mean: Figure
-    cosine_min: Figure
     iou: float
     iou_worst: float
     pixel_agreement: float
@@ -67,8 +62,6 @@ class MapMeasures(WithoutMargins):
     pixel_agreement_high: float
     pixels: int
     threshold: float | None
-    nonfinite_images: int
-    spread_ratio: Figure
 
     @property
     def overlap(self) -> float:
@@ -85,16 +78,12 @@ class MapMeasures(WithoutMargins):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerMap:
-    """One figure per input. Where the candidate gives NaN or Inf, errors are infinite, cosine 0 and nothing agrees.
+class PerMap(RowErrors):
+    """Where the candidate gives NaN or Inf, nothing agrees.
 
     The counts are by class of places: the reference's, the candidate's and those of both; of one thing it is class 1.
     """
 
-    relative_error_N: Floats
-    max_abs_N: Floats
-    cosine_N: Floats
-    finite_N: Bools
     agreement_N: Floats
     reference_NK: Places
     candidate_NK: Places

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ground.errors import BadInput
+from ground.records import Figure
 from perf.stats.shares import percent
 
 Floats = NDArray[np.float64]
@@ -35,17 +36,23 @@ class Rows:
 
     def errors(self) -> RowErrors:
         """Of each input."""
+        return RowErrors(**self.error_columns())
+
+    def error_columns(self) -> dict[str, Any]:
+        """The same by the fields' names."""
         ref_NF, cand_NF = self.reference_NF, self.candidate_NF
         delta_NF = cand_NF - ref_NF
         ref_norm_N = np.linalg.norm(ref_NF, axis=1)
         norms_N = ref_norm_N * np.linalg.norm(cand_NF, axis=1)
         cosine_N = ratio((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
-        return RowErrors(
-            relative_error_N=self.filled_where_nonfinite(ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf),
-            max_abs_N=self.filled_where_nonfinite(np.abs(delta_NF).max(axis=1), np.inf),
-            cosine_N=self.filled_where_nonfinite(cosine_N, 0.0),
-            finite_N=self.finite_N,
-        )
+        return {
+            "relative_error_N": self.filled_where_nonfinite(
+                ratio(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf
+            ),
+            "max_abs_N": self.filled_where_nonfinite(np.abs(delta_NF).max(axis=1), np.inf),
+            "cosine_N": self.filled_where_nonfinite(cosine_N, 0.0),
+            "finite_N": self.finite_N,
+        }
 
     def relative_error(self) -> float:
         """||candidate - reference||_F / ||reference||_F over all inputs."""
@@ -65,8 +72,10 @@ class Rows:
 
     def figures(self) -> dict[str, Any]:
         """What measures of any role have, of all inputs, by their fields' names."""
-        errors = self.errors()
+        errors, images = self.errors(), len(self.finite_N)
         return {
+            "images": images,
+            "nonfinite_images": images - int(self.finite_N.sum()),
             "relative_error": self.relative_error(),
             "max_abs": float(errors.max_abs_N.max()),
             "cosine_mean": float(errors.cosine_N.mean()),
@@ -169,7 +178,20 @@ class AnyMeasures:
         return None
 
 
-class WithoutMargins(AnyMeasures):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonMeasures(AnyMeasures):
+    """What all measures have; see LogitMeasures."""
+
+    images: int
+    relative_error: Figure
+    max_abs: Figure
+    cosine_mean: Figure
+    cosine_min: Figure
+    nonfinite_images: int
+    spread_ratio: Figure
+
+
+class WithoutMargins(CommonMeasures):
     """Those of answers that have no margin, so that no flip is decisive."""
 
     __slots__ = ()

@@ -97,11 +97,7 @@ class Tracing:
         if places not in self.folded_to_constant:
             program = without_sites(self.program, places, inputs)
             self.folded_to_constant[places] = Tracing(
-                program=program,
-                added=self.added,
-                biasless=self.biasless,
-                multiple=self.multiple,
-                merging=self.merging,
+                program=program, added=self.added, biasless=self.biasless, multiple=self.multiple, merging=self.merging
             )
         return self.folded_to_constant[places]
 
