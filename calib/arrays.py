@@ -1,6 +1,6 @@
 """Arrays of a file as a model's inputs: one for each of its ports, by their names, as the model takes them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def _from_safetensors(path: Path) -> Feeds:
 
 
 def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> None:
-    for part in _parts(array):
+    for part in (array[start : start + _ROWS] for start in range(0, len(array), _ROWS)):
         if array.dtype.kind == "f" and not np.isfinite(part).all():
             raise BadInput(f"{where}: holds NaN or Inf, expected finite values")
         if id_count is not None and (part.min() < 0 or part.max() >= id_count):
@@ -70,7 +70,3 @@ def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> 
                 f"{where}: numbers from {part.min()} to {part.max()}, expected 0 to {id_count - 1}: rows of the table "
                 "that the model looks them up in"
             )
-
-
-def _parts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    return (array[start : start + _ROWS] for start in range(0, len(array), _ROWS))

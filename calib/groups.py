@@ -23,10 +23,6 @@ LABELS = (".json", ".npy")
 NAMES_OF_LABELS = " or ".join(LABELS)
 
 
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
-
-
 def _file(name: str) -> str:
     """The tar shard that the input lies in, or its own file."""
     shard, tar, _ = name.partition(".tar/")
@@ -63,7 +59,7 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
     if by == "file":
         return [_file(name) for name in names]
     if by == "folder":
-        folders = [_folder(name) for name in names]
+        folders = [name.rpartition("/")[0] for name in names]
         if not any(folders):
             raise BadInput(
                 f"groups: the {inputs.noun} are in no folders; give a file with a label for each ({NAMES_OF_LABELS})"

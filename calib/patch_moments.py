@@ -88,11 +88,6 @@ class PatchMoments:
         return self.gram_GUU / self.tokens
 
     @property
-    def covariance_GUU(self) -> Tensor:
-        """E[u u^T] - E[u] E[u]^T, divided by the number of places."""
-        return self.second_GUU.baddbmm_(self.mean_GU[:, :, None], self.mean_GU[:, None], alpha=-1)
-
-    @property
     def map_mean_GC(self) -> Tensor:
         return self.map_sum_GC / self.map_tokens
 
@@ -114,8 +109,3 @@ class PatchMoments:
     @property
     def target_mean_O(self) -> Tensor:
         return self.target_sum_O / self.tokens
-
-    @property
-    def target_variance_O(self) -> Tensor:
-        """E[y^2] - E[y]^2."""
-        return self.target_square_O / self.tokens - self.target_mean_O.square()

@@ -25,6 +25,8 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.site import Site
 from examples.digits.images import load
 from tests import tiny
+from tests.small_models import error as error
+from tests.small_models import outputs as outputs
 
 SIZE = 48
 DIGITS = Path(__file__).parents[1] / "examples" / "digits"
@@ -131,18 +133,6 @@ def pixels(count: int, seed: int = 0, size: int = SIZE) -> Tensor:
 
 def opened(model: nn.Module, count: int, path: Path, seed: int = 0, size: int = SIZE) -> Images:
     return tiny.opened(path / f"images{seed}.npy", pixels(count, seed, size).numpy(), model)
-
-
-def outputs(model: nn.Module, images: Tensor) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(images)
-    return out.double()
-
-
-def error(model: nn.Module, dense: nn.Module, images: Tensor) -> float:
-    """Of the outputs, relative."""
-    exact = outputs(dense, images)
-    return float((outputs(model, images) - exact).norm() / exact.norm())
 
 
 def conv_sites(model: nn.Module) -> list[Site]:

@@ -21,7 +21,6 @@ from corp_deploy.api.in_python import in_python
 from corp_deploy.api.inputs import opened_inputs
 from corp_deploy.cli import main
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -89,9 +88,7 @@ SHARED = frozenset(
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model, images and what the commands make of them."""
-    home = tmp_path_factory.mktemp("home")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "images.npy", tiny.images(24))
+    home = tiny.written(tmp_path_factory.mktemp("home"), 24)
     dense, images = ["--model", home / "dense"], ["--images", home / "images.npy"]
     invoked("calibrate", *dense, *images, "--hold-out", 6, "--batch-size", 5, "-o", home / "m.safetensors")
     held = ["--held-out", home / "m.held-out.safetensors"]

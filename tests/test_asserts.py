@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from corp_deploy.cli import main
-from corp_deploy.store.checkpoint import save
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -108,8 +106,7 @@ def carry_out(lines: str) -> None:
 
 def inputs_in(folder: Path) -> Path:
     folder.mkdir()
-    save(tiny.checkpoint(), folder / "dense")
-    np.save(folder / "images.npy", tiny.images(12))
+    tiny.written(folder, 12)
     (folder / "contradiction.toml").write_text(RECIPE)
     return folder
 

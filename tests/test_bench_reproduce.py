@@ -17,7 +17,7 @@ from benchmarks.reproduce.page import page
 from benchmarks.reproduce.papers import figure, printed
 from benchmarks.reproduce.runs import Subject, calibrated
 from benchmarks.reproduce.tables import TABLES
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import load_checkpoint
 from tests import tiny
 
 FOLDER = TemporaryDirectory()
@@ -26,8 +26,7 @@ HOME = Path(FOLDER.name)
 
 @cache
 def subject() -> Subject:
-    save(tiny.checkpoint(depth=1), HOME / "dense")
-    np.save(HOME / "calibration.npy", tiny.images(40))
+    tiny.written(HOME, 40, to="calibration.npy", depth=1)
     np.savez(HOME / "held-out.npz", images=tiny.images(20, seed=1), labels=np.arange(20) % 7)
     made = Subject(
         name="tiny",

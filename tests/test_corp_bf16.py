@@ -22,7 +22,7 @@ from ground.errors import BadInput
 from perf.parity.rounding import rounded_graph
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
-from tests.command import invoked, run
+from tests.command import invoked
 from tests.graphs import needs_rtx
 from tests.recipes import recipe
 
@@ -42,9 +42,7 @@ RECIPE = recipe(
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("bf16")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "images.npy", tiny.images(16))
+    home = tiny.written(tmp_path_factory.mktemp("bf16"), 16)
     invoked("export", "--model", home / "dense", "--precision", "fp32,bf16", "-o", home / "dense" / "model.onnx")
     return home
 
@@ -107,21 +105,18 @@ def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
     with pytest.raises(BadInput, match=r"CPU kernels have no arithmetic in bfloat16.*verify rounds"):
         OnnxRunner(home / "dense" / "model.bf16.onnx").__enter__()
     graphs = home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"
-    done = run("bench", *graphs, "--batch", "1", "-o", home / "bench.json")
-    assert done.exit_code == 2, done.output
+    done = invoked("bench", *graphs, "--batch", "1", "-o", home / "bench.json", code=2)
     assert "a BF16 graph" in done.stderr, done.stderr
     assert "CPU kernels have no arithmetic in bfloat16" in done.stderr, done.stderr
-    done = run("build", graphs[1], "--backend", "onnxruntime", "-o", home / "o.onnx")
-    assert done.exit_code == 2
+    done = invoked("build", graphs[1], "--backend", "onnxruntime", "-o", home / "o.onnx", code=2)
     assert "compute in float32 and this graph is bf16" in done.stderr
 
 
 @pytest.mark.slow("graph")
 def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
     steps = [home / "dense", home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"]
-    done = run("verify", home / "dense", *steps, "--images", home / "images.npy", "--max-error", "0.05",
+    invoked("verify", home / "dense", *steps, "--images", home / "images.npy", "--max-error", "0.05",
                "--batch", "1,4", "-o", home / "parity.json")  # fmt: skip
-    assert done.exit_code == 0, done.output
     parity = json.loads((home / "parity.json").read_text())
     (link,) = (link for link in parity["links"] if link["kind"] == "half")
     assert (link["candidate"], link["status"]) == ("dense/model.bf16.onnx ONNX bf16", "PASS")
@@ -165,10 +160,9 @@ def test_sites_named_by_hand_are_kept(home: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.bf16.onnx", "m.mixed-bf16.onnx"]
     shares = weight_shares(onnx.load(tmp_path / "m.mixed-bf16.onnx"))
     assert 0 < shares["float32"] < shares["bfloat16"]
-    refused = run(
-        "export", "--model", home / "dense", "--precision", "bf16", "--opset", "20", "-o", tmp_path / "x.onnx"
+    refused = invoked(
+        "export", "--model", home / "dense", "--precision", "bf16", "--opset", "20", "-o", tmp_path / "x.onnx", code=2
     )
-    assert refused.exit_code == 2
     assert "Conv takes no bfloat16 before opset 22 (first at patch_embed.proj/Conv)" in refused.stderr
 
 
@@ -184,10 +178,9 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
     assert record.kernel_types["bfloat16"] > 0.5
     assert "float16" not in record.kernel_types
     assert record.fused_attention_sites == record.attention_sites
-    refused = run(
-        "build", graph, "--backend", "tensorrt-rtx", "--sm", "75", "--batch", "1:2:4", "-o", tmp_path / "o.plan"
+    refused = invoked(
+        "build", graph, "--backend", "tensorrt-rtx", "--sm", "75", "--batch", "1:2:4", "-o", tmp_path / "o.plan", code=2
     )
-    assert refused.exit_code == 2
     assert "holds bfloat16, which GPUs have from SM80 on, and --sm asks for 75" in refused.stderr
     assert not (tmp_path / "o.plan").exists()
     audited = invoked("audit", graph, graph, "--sm", "86", "--json")
@@ -206,6 +199,5 @@ def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
     assert links["half"] == "PASS"
     assert "samples replayed: all as they were made" in " ".join(invoked("check", out).stdout.replace("│", " ").split())
     (home / "recipe.toml").write_text(RECIPE + '\n[targets.onnxruntime-cpu]\nprecision = "bf16"\n')
-    refused = run("release", home / "recipe.toml", "-o", out)
-    assert refused.exit_code == 2
+    refused = invoked("release", home / "recipe.toml", "-o", out, code=2)
     assert "targets.onnxruntime-cpu: ONNX Runtime's CPU kernels have no arithmetic in bfloat16" in refused.stderr

@@ -20,19 +20,11 @@ from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import replacing
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refused, run
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(main.commands)
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
-
-
-def refused(result: Result, *said: str, code: int = 2) -> None:
-    """One message on stderr, no traceback, the given exit code."""
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    for words in said:
-        assert words in result.stderr, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(checkpoint, root / "dense")
     save_file(checkpoint.model.state_dict(), root / "weights.safetensors")
     np.save(root / "images.npy", tiny.images(12))
-    done = run(
-        "calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "moments.safetensors"
-    )
-    assert done.exit_code == 0, done.output
+    invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "moments.safetensors")
     return root
 
 
@@ -108,7 +97,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
     named = ["--model", tiny.ARCHITECTURE.name, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS]
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
     assert run("calibrate", *named, "--images", home / "images.npy", "-o", moments, "--attention-system").exit_code == 0
-    done = run(
+    done = invoked(
         "reduce",
         *named,
         "--moments",
@@ -124,20 +113,17 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
         "-o",
         reduced,
     )
-    assert done.exit_code == 0, done.output
     assert "got" in done.stdout
     assert run("export", "--model", reduced, "-o", reduced / "model.onnx", "--precision", "fp32,fp16").exit_code == 0
-    proof = run(
+    proof = invoked(
         "verify", home / "dense", reduced, reduced / "model.onnx", reduced / "model.fp16.onnx",
-        "--images", home / "images.npy", "-o", tmp_path / "parity.json", "--batch", "1,3", "--json",
-    )  # fmt: skip
-    assert proof.exit_code == 0, proof.output
+        "--images", home / "images.npy", "-o", tmp_path / "parity.json", "--batch", "1,3", "--json")  # fmt: skip
     record = json.loads(proof.stdout)
     assert [link["kind"] for link in record["links"]] == ["reduced", "exact", "half", "whole"]
     assert record["links"][1]["status"] == "PASS"
     assert record["links"][1]["tolerance"]["rule"] == "float32: 10 x 2^-24 x 14 products in a row"
     assert (tmp_path / "parity.npz").is_file()
-    speed = run(
+    speed = invoked(
         "bench",
         home / "dense",
         reduced / "model.onnx",
@@ -153,7 +139,6 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
         tmp_path / "bench.json",
         "--json",
     )
-    assert speed.exit_code == 0, speed.output
     assert [row["batch"] for row in json.loads(speed.stdout)["rows"]] == [1, 2]
     for suffix in (".html", ".md", ".csv", ".xml"):
         assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
@@ -168,8 +153,7 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     graph, bench = tmp_path / "digits.onnx", tmp_path / "bench.json"
     assert run("export", "--model", ROOT / "examples" / "digits" / "model", "-o", graph).exit_code == 0
     words = ("bench", graph, graph, "--batch", "1,1024", "--names", "one,same", "-o", bench, "--time-limit")
-    done = run(*words, 1, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1)
-    assert done.exit_code == 0, done.output
+    done = invoked(*words, 1, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1)
     rows = {row["batch"]: row for row in json.loads(bench.read_text())["rows"]}
     assert [rows[1]["trials"][name]["status"] for name in ("one", "same")] == ["ok", "ok"]
     assert {trial["status"] for trial in rows[1024]["trials"].values()} == {"out of time"}
@@ -177,8 +161,7 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     assert "--time-limit" in warning
     assert re.search(r"│ 1024 +│ out of ", done.stdout), done.stdout
     assert "inf" not in done.output
-    too_short = run(*words, 0.001)
-    assert too_short.exit_code == 3, too_short.output
+    invoked(*words, 0.001, code=3)
     assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
@@ -327,8 +310,7 @@ def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyError("oops")
 
     monkeypatch.setattr("corp_deploy.families.inspection.inspection_of_model", broken)
-    result = run("inspect", "--model", home / "dense")
-    assert result.exit_code == 70
+    result = invoked("inspect", "--model", home / "dense", code=70)
     assert "bug in corp-deploy" in result.stderr
 
 

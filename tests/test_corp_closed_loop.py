@@ -34,16 +34,6 @@ def opened(model: nn.Module, images: NDArray[np.float32]) -> Images:
     return tiny.opened(Path(tempfile.mkdtemp()) / "images.npy", images, model)
 
 
-def logits(model: nn.Module, images: NDArray[np.float32]) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.from_numpy(images))
-    return out
-
-
-def relative_error(candidate: Tensor, reference: Tensor) -> float:
-    return float((candidate.double() - reference.double()).norm() / reference.double().norm())
-
-
 def best(**changes: Any) -> Method:
     return method_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
 
@@ -130,15 +120,15 @@ def test_alignment_lowers_the_error_where_much_is_missing(tmp_path: Path) -> Non
     checkpoint = tiny.checkpoint(depth=4, qkv_bias=False)
     source, held_out = opened(checkpoint.model, tiny.images(192)), tiny.images(64, seed=9)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
-    dense = logits(checkpoint.model, held_out)
+    dense = tiny.ran(checkpoint.model, held_out)
     aligned, plain = (
         reduce_traced(checkpoint.model, source, method, loop=Loop(align_inputs=align)) for align in (True, False)
     )
     assert not any(site.alignment for site in plain.sites)
-    errors = [relative_error(logits(each.model, held_out), dense) for each in (aligned, plain)]
+    errors = [tiny.relative(tiny.ran(each.model, held_out), dense) for each in (aligned, plain)]
     assert errors[0] < 0.99 * errors[1]
     save(Checkpoint(model=aligned.model, architecture=checkpoint.architecture, lineage={}), tmp_path)
-    torch.testing.assert_close(logits(load_checkpoint(tmp_path).model, held_out), logits(aligned.model, held_out))
+    torch.testing.assert_close(tiny.ran(load_checkpoint(tmp_path).model, held_out), tiny.ran(aligned.model, held_out))
 
 
 @cache
@@ -158,9 +148,9 @@ def test_on_the_example_the_loop_lowers_the_held_out_error() -> None:
     held_out = load("held-out").images
     method = best(mlp_sparsity=0.75, attention_sparsity=0.75)
     open_loop, looped = both_loops(example(), load("train").images[:256], method)
-    dense = logits(example().model, held_out)
-    assert relative_error(logits(looped.model, held_out), dense) < 0.98 * relative_error(
-        logits(open_loop.model, held_out), dense
+    dense = tiny.ran(example().model, held_out)
+    assert tiny.relative(tiny.ran(looped.model, held_out), dense) < 0.98 * tiny.relative(
+        tiny.ran(open_loop.model, held_out), dense
     )
     assert sum(site.loop is not None for site in looped.sites) == 12
 
@@ -170,9 +160,9 @@ def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
     checkpoint, held_out = tiny.checkpoint(depth=4), tiny.images(64, seed=9)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
     open_loop, looped = both_loops(checkpoint, tiny.images(192), method)
-    dense = logits(checkpoint.model, held_out)
-    assert relative_error(logits(looped.model, held_out), dense) < 0.9 * relative_error(
-        logits(open_loop.model, held_out), dense
+    dense = tiny.ran(checkpoint.model, held_out)
+    assert tiny.relative(tiny.ran(looped.model, held_out), dense) < 0.9 * tiny.relative(
+        tiny.ran(open_loop.model, held_out), dense
     )
     assert not any(site.loop for site in open_loop.sites)
     for site in looped.sites:
@@ -190,9 +180,9 @@ def test_the_order_of_the_images_hardly_matters() -> None:
     model, images = tiny.checkpoint().model, tiny.images(64)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     held_out = tiny.images(16, seed=5)
-    dense = logits(model, held_out)
+    dense = tiny.ran(model, held_out)
     one, other = (
-        logits(reduce_traced(model, opened(model, images[order]), method, loop=Loop()).model, held_out)
+        tiny.ran(reduce_traced(model, opened(model, images[order]), method, loop=Loop()).model, held_out)
         for order in (slice(None), np.random.default_rng(3).permutation(64))
     )
     assert float((one - other).norm()) < 0.3 * float((one - dense).norm())
@@ -253,7 +243,7 @@ def test_a_layer_scale_of_zero_does_no_harm() -> None:
         model.blocks[1].ls1.gamma[:7] = 0.0  # type: ignore[index, union-attr]
     reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=Loop())
     assert all(bool(torch.isfinite(tensor).all()) for tensor in reduction.model.state_dict().values())
-    assert relative_error(logits(reduction.model, images), logits(model, images)) < 0.5
+    assert tiny.relative(tiny.ran(reduction.model, images), tiny.ran(model, images)) < 0.5
 
 
 def test_sites_that_keep_their_width_are_walked_through(tmp_path: Path) -> None:
@@ -265,7 +255,7 @@ def test_sites_that_keep_their_width_are_walked_through(tmp_path: Path) -> None:
     before, after = checkpoint.model.state_dict(), reduction.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if ".attn." in name)
     save(Checkpoint(model=reduction.model, architecture=checkpoint.architecture, lineage={}), tmp_path)
-    torch.testing.assert_close(logits(load_checkpoint(tmp_path).model, images), logits(reduction.model, images))
+    torch.testing.assert_close(tiny.ran(load_checkpoint(tmp_path).model, images), tiny.ran(reduction.model, images))
 
 
 @pytest.mark.parametrize(("preset", "geometry"), [("best", "padded"), ("best", "square"), ("corp", "padded")])

@@ -26,6 +26,7 @@ from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits
 from tests import tiny
+from tests.command import invoked
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32, "patch_size": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,8 +153,7 @@ def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> N
         "-o",
         tmp_path / "s",
     ]
-    done = CliRunner().invoke(main, [str(word) for word in (*words, *more)])
-    assert done.exit_code == 0, done.output
+    done = invoked(*words, *more)
     assert "2 sites can't be reduced as asked" in done.stderr
     assert "--mlp 0.5 --attn 0.5 --allow-partial --align mlp=8,head=8 (" in " ".join(done.stdout.split())
     (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
@@ -172,11 +172,9 @@ def test_what_a_sweep_prints_makes_its_model(family: str, words: tuple[str, ...]
     at = home / family.replace("/", "")
     fixed = ["--model", at, "--moments", at / "m.safetensors"]
     more = ["--images", home / "images.npy", "--sparsity", 0.5, *words, "--min-agreement", 0, "-o", tmp_path / "s"]
-    swept = CliRunner().invoke(main, [str(word) for word in ("sweep", *fixed, *more)])
-    assert swept.exit_code == 0, swept.output
+    swept = invoked("sweep", *fixed, *more)
     printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
-    made = CliRunner().invoke(main, [str(word) for word in ("reduce", *fixed, *printed, "-o", tmp_path / "r")])
-    assert made.exit_code == 0, made.output
+    invoked("reduce", *fixed, *printed, "-o", tmp_path / "r")
     (trial,) = json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]
     assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]
 
@@ -205,11 +203,9 @@ def test_what_a_sweep_prints_names_the_images_that_reduce_looks_at(way: str, hom
     folded = ["--preset", "fold", "--parts", "mlp", "--sparsity", 0.5, "--calibration-images", images]
     asked = folded if way == "fold" else ["--macs", 0.8, "--preset", "best", "--sparsity", 0.0]
     more = ["--images", images, "--align", "mlp=8,head=8", "--min-agreement", 0.0, "-o", tmp_path / "s"]
-    swept = CliRunner().invoke(main, [str(word) for word in ("sweep", *fixed, *more, *asked)])
-    assert swept.exit_code == 0, swept.output
+    swept = invoked("sweep", *fixed, *more, *asked)
     printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
     assert printed[-2:] == ["--images", str(images)]
-    made = CliRunner().invoke(main, [str(word) for word in ("reduce", *fixed, *printed, "-o", tmp_path / "r")])
-    assert made.exit_code == 0, made.output
+    invoked("reduce", *fixed, *printed, "-o", tmp_path / "r")
     trial = min(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"], key=lambda each: each["macs"])
     assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]

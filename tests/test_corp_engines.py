@@ -29,7 +29,7 @@ from ground.files import sha256_of_file
 from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, run
 
 ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
 
@@ -130,11 +130,9 @@ def relative(error: float, home: Path) -> float:
 
 def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) -> None:
     images = ("--images", home / "images.npy")
-    kept = run("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
-    assert kept.exit_code == 0, kept.output
+    kept = invoked("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
     assert "tensorrt 10.16.1 for SM 89" in said(kept)
-    compared = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1.0)
-    assert compared.exit_code == 0, compared.output
+    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1.0)
     parity = load_parity(tmp_path / "p.json")
     (link,) = parity.links
     assert link.measures.relative_error == pytest.approx(relative(0.25, home), rel=0.02)
@@ -145,16 +143,13 @@ def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) ->
     ]
     assert (parity.images.count, [row.batch for row in link.batches]) == (10, [1, 7])
     assert len(np.load(tmp_path / "p.npz").files) > 3
-    failed = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1e-4)
-    assert failed.exit_code == 1
-    unjudged = run("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json")
-    assert unjudged.exit_code == 3
+    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1e-4, code=1)
+    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", code=3)
 
 
 def test_directly_where_both_load(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "old/m.plan", home / "same/m.plan", "--random", 9, "-o", tmp_path / "p.json")
-    same = run(*words, "--max-error", 1e-6, "--batch", "3,8", "--json")
-    assert same.exit_code == 0, same.output
+    same = invoked(*words, "--max-error", 1e-6, "--batch", "3,8", "--json")
     record = json.loads(same.stdout)
     assert record["links"][0]["measures"]["relative_error"] == 0.0
     assert (record["images"]["kind"], [row["batch"] for row in record["links"][0]["batches"]]) == ("random", [3, 8])
@@ -162,8 +157,7 @@ def test_directly_where_both_load(home: Path, tmp_path: Path) -> None:
 
 def test_an_engine_against_the_very_graph_that_it_was_built_of(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "m.onnx", home / "new/m.plan", "--images", home / "images.npy")
-    result = run(*words, "-o", tmp_path / "p.json", "--max-error", 1.0)
-    assert result.exit_code == 0, result.output
+    invoked(*words, "-o", tmp_path / "p.json", "--max-error", 1.0)
     assert [source.backend for source in load_parity(tmp_path / "p.json").sources] == ["onnxruntime", "tensorrt"]
 
 
@@ -174,8 +168,7 @@ def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> N
     for index in range(3):
         pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{index}.png")
-    kept = run("verify", home / "old/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "golden")
-    assert kept.exit_code == 0, kept.output
+    invoked("verify", home / "old/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "golden")
     from corp_deploy.store.inputs import images_for_model
 
     (expected,) = images_for_model(tiny.checkpoint().model, tmp_path / "photos").batches(8)
@@ -188,19 +181,16 @@ def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> N
 
 def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "old/m.plan", home / "other/m.plan", "--random", 4, "-o", tmp_path / "p.json")
-    refused = run(*words)
-    assert refused.exit_code == 5
+    refused = invoked(*words, code=5)
     assert "--other-graph if two graphs are meant" in said(refused)
     assert not (tmp_path / "p.json").exists()
-    meant = run(*words, "--other-graph", "--max-error", 1.0)
-    assert meant.exit_code == 0, meant.output
+    invoked(*words, "--other-graph", "--max-error", 1.0)
     assert len({source.graph_sha256 for source in load_parity(tmp_path / "p.json").sources}) == 2
 
 
 def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: Path) -> None:
     words = ("--random", 4, "-o", "p.json")
-    two = run("verify", home / "old/m.plan", home / "new/m.plan", *words)
-    assert two.exit_code == 4
+    two = invoked("verify", home / "old/m.plan", home / "new/m.plan", *words, code=4)
     for part in (
         "one process loads one version only",
         f"corp-deploy verify {home}/old/m.plan --random 4 --seed 0 --write-golden golden",
@@ -208,8 +198,7 @@ def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: P
     ):
         assert part in said(two), two.output
     plan(tmp_path / "strange" / "m.plan", home / "m.onnx", version="8.6.0")
-    kept = run("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
-    assert kept.exit_code == 4
+    kept = invoked("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden", code=4)
     assert "built by tensorrt 8.6.0 for SM 89, and it can't be run here" in said(kept)
     assert not (tmp_path / "golden").exists()
     movable = plan(tmp_path / "movable" / "m.plan", home / "m.onnx", options={"version_compatible": True})
@@ -240,8 +229,7 @@ def test_calls_that_mean_nothing_are_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
 ) -> None:
     monkeypatch.chdir(home)
-    result = run("verify", *words)
-    assert result.exit_code == 2, result.output
+    result = invoked("verify", *words, code=2)
     assert reason in said(result), result.output
     assert not (home / "p.json").exists()
 
@@ -250,13 +238,11 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
     golden = tmp_path / "golden"
     assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
     words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
-    twice = run(*words, "--random", 4)
-    assert twice.exit_code == 2
+    twice = invoked(*words, "--random", 4, code=2)
     assert "holds the inputs that its answers are to" in said(twice)
     content = (golden / "outputs.npz").read_bytes()
     (golden / "outputs.npz").write_bytes(content[:-1] + b"x")
-    damaged = run(*words)
-    assert damaged.exit_code == 2
+    damaged = invoked(*words, code=2)
     assert "its bytes are not those that golden.json describes" in said(damaged)
     (golden / "outputs.npz").unlink()
     assert "missing, a file that golden.json describes" in said(run(*words))
@@ -265,6 +251,5 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
 def test_a_plan_that_was_changed_is_refused(home: Path, tmp_path: Path) -> None:
     changed = plan(tmp_path / "m.plan", home / "m.onnx")
     changed.write_text("11.4.0")
-    result = run("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json")
-    assert result.exit_code == 2
+    result = invoked("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json", code=2)
     assert "its bytes are not those that m.plan.json describes" in said(result)

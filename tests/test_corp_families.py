@@ -9,13 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from torch import Tensor, nn
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of
@@ -37,6 +35,7 @@ from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,8 +189,7 @@ def test_heads_are_weighed_where_some_keep_q_and_k(mlp_sparsity: float | None) -
 def test_root_mean_square_norms_export_in_half_precision_and_the_opset_is_said(tmp_path: Path) -> None:
     save(checkpoint("swiglu"), tmp_path / "dense")
     words = ["export", "--model", str(tmp_path / "dense"), "--precision", "fp16", "-o", str(tmp_path / "m.onnx")]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    done = invoked(*words)
     facts = facts_of_onnx(tmp_path / "m.onnx")
     assert f"fp16, opset {facts.opset}" in " ".join(done.stdout.split())
     assert facts.macs == macs(checkpoint("swiglu").model)

@@ -19,7 +19,7 @@ from corp_deploy.store.checkpoint import save
 from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.test_calib_fingerprints import photographs
 
 NONE = {"same": 0, "alike": 0}
@@ -37,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(root / "calibration.npy", images)
     np.save(root / "others.npy", others)
     command = ("calibrate", "--model", root / "dense", "--images", root / "calibration.npy", "--hold-out", 4)
-    assert run(*command, "-o", root / "moments.safetensors").exit_code == 0
+    invoked(*command, "-o", root / "moments.safetensors")
     seen = set(load(root / "moments.safetensors").image_ids.tolist())
     opened = tiny.opened(root / "opened.npy", images)
     is_fitted = np.array([each in seen for each in opened.ids.tolist()])
@@ -100,9 +100,7 @@ def test_a_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> 
         entry.value = text
         onnx.save(graph, tmp_path / "broken.onnx")
         words = ("verify", home / "dense", tmp_path / "broken.onnx", "--images", home / "others.npy")
-        done = run(*words, "-o", tmp_path / "parity.json")
-        assert done.exit_code == 2, done.output
-        assert message in " ".join(done.stderr.split())
+        refuses(message, *words, "-o", tmp_path / "parity.json")
 
 
 def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
@@ -118,9 +116,7 @@ def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> N
     alone = shutil.copy(home / "dense" / "model.onnx", tmp_path / "model.onnx")
     verified(home, parity, "mixed.npy", alone)
     assert run("gate", parity).exit_code == 0
-    done = run("gate", parity, "--fail-if", "fitted_images > 0")
-    assert done.exit_code == 2
-    assert "does not tell which images the model was fitted to" in " ".join(done.stderr.split())
+    refuses("does not tell which images the model was fitted to", "gate", parity, "--fail-if", "fitted_images > 0")
 
 
 @pytest.mark.slow("measurement")
@@ -129,8 +125,7 @@ def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) 
     quick = ("--time-limit", 1, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
     for images, found in (("mixed.npy", {"same": 3, "alike": 0}), ("left-out.npy", NONE), (None, None)):
         fed = () if images is None else ("--images", home / images)
-        done = run("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
-        assert done.exit_code == 0, done.output
+        invoked("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
         record = json.loads((tmp_path / "bench.json").read_text())
         assert (None if found is None else record["fitted"] | found) == record["fitted"]
         assert any("was fitted to" in each for each in record["warnings"]) == (images == "mixed.npy")
@@ -140,8 +135,7 @@ def test_a_sweep_tells_it(home: Path, tmp_path: Path) -> None:
     words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
     for images, same in (("mixed.npy", 3), ("left-out.npy", 0)):
         out = tmp_path / images
-        done = run(*words, "--parts", "mlp", "--align", "mlp=8", "--images", home / images, "-o", out)
-        assert done.exit_code == 0, done.output
+        done = invoked(*words, "--parts", "mlp", "--align", "mlp=8", "--images", home / images, "-o", out)
         assert json.loads((out / "sweep.json").read_text())["fitted"]["same"] == same
         page = " ".join((out / "sweep.html").read_text().split())
         assert ("was fitted to" in page) == ("was fitted to" in " ".join(done.stderr.split())) == (same > 0)
@@ -154,8 +148,7 @@ def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp
     done = run(*words, *judging, "-o", tmp_path / "one")
     assert "shared out by the judging images" in " ".join(done.stderr.split())
     apart = ("--calibration-images", home / "calibration.npy")
-    done = run(*words, *judging, *apart, "--min-agreement", 0.0, "-o", tmp_path / "other")
-    assert done.exit_code == 0, done.output
+    done = invoked(*words, *judging, *apart, "--min-agreement", 0.0, "-o", tmp_path / "other")
     assert "shared out by the judging" not in done.stderr
     assert f"--macs 0.7 --align mlp=8 --images {home / 'calibration.npy'}" in " ".join(done.stdout.split())
 
@@ -244,8 +237,7 @@ def test_perplexity_tells_it_of_sequences(tmp_path: Path) -> None:
     assert run(*words, "-o", tmp_path / "reduced").exit_code == 0
     for text, all_seen in (("text.txt", True), ("other.txt", False)):
         record = tmp_path / "perplexity.json"
-        done = run("perplexity", model, tmp_path / "reduced", "--text", tmp_path / text, "-o", record)
-        assert done.exit_code == 0, done.output
+        done = invoked("perplexity", model, tmp_path / "reduced", "--text", tmp_path / text, "-o", record)
         fitted = json.loads(record.read_text())["fitted"]
         assert fitted["same"] == (fitted["judging"] if all_seen else 0)
         assert ("was fitted to" in done.stderr) == all_seen
@@ -261,12 +253,10 @@ def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.replace("hold_out = 4\n", ""))
     release = ("release", recipe, "-o", tmp_path / "out")
-    planned = run(*release, "--dry-run")
-    assert planned.exit_code == 0, planned.output
+    planned = invoked(*release, "--dry-run")
     assert "on 9 images, 5 of which the model was fitted to" in " ".join(planned.stderr.split())
     assert not (tmp_path / "out").exists()
-    done = run(*release)
-    assert done.exit_code == 1, done.output
+    done = invoked(*release, code=1)
     assert "fitted_images > 0" in done.stdout
     rows = {row["rule"]: row for row in json.loads((tmp_path / "out" / "gate.json").read_text())["rules"]}
     assert (rows["fitted_images > 0"]["verdict"], rows["fitted_images > 0"]["value"]) == ("FAIL", 5.0)

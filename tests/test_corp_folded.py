@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +16,6 @@ from calib.input_set import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
-from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -30,6 +28,7 @@ from corp_deploy.store.inputs import images_for_model
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked, refuses
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
@@ -216,12 +215,9 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     save_moments(both[1], tmp_path / "h.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "-o", tmp_path / "r"]
     words += ["--held-out", tmp_path / "h.safetensors", "--mlp", 0.5, "--preset", "grail-fold", "--align", "mlp=8"]
-    refused = CliRunner().invoke(main, [str(word) for word in words])
-    assert refused.exit_code == 2
-    assert "presets that merge channels (grail-fold, fold)" in refused.stderr
+    refuses("presets that merge channels (grail-fold, fold)", *words)
     assert not (tmp_path / "r").exists()
-    shown = CliRunner().invoke(main, [*map(str, words), "--images", str(tmp_path / "images.npy")])
-    assert shown.exit_code == 0, shown.output
+    shown = invoked(*words, "--images", tmp_path / "images.npy")
     assert "held out" in shown.stdout
 
 

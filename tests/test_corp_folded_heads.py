@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images
@@ -14,7 +13,6 @@ from calib.input_set import held_out_split
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.fold import cluster_rows
-from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
@@ -23,6 +21,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import encoders, tiny
+from tests.command import invoked, refuses
 from tests.small_models import error
 from tests.test_corp_folded import linear, losses, pixels_of
 from tests.test_corp_whole_heads import HELD_OUT, planted
@@ -59,13 +58,10 @@ def test_padded_texts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(12)))
     model, texts = ["--model", f"hf:{tmp_path / 'hf'}"], ["--text", str(tmp_path / "texts.txt")]
     moments = str(tmp_path / "moments.safetensors")
-    assert CliRunner().invoke(main, ["calibrate", *model, *texts, "-o", moments]).exit_code == 0
+    invoked("calibrate", *model, *texts, "-o", moments)
     words = ["reduce", *model, *texts, "--moments", moments, "--preset", "fold", "--whole-heads", "0.5"]
-    done = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "reduced")])
-    assert done.exit_code == 2
-    assert "these inputs have padding" in " ".join(done.stderr.split())
-    chosen = CliRunner().invoke(main, [*words, "--select", "heads=grail", "-o", str(tmp_path / "reduced")])
-    assert chosen.exit_code == 0, chosen.stderr
+    refuses("these inputs have padding", *words, "-o", tmp_path / "reduced")
+    invoked(*words, "--select", "heads=grail", "-o", tmp_path / "reduced")
 
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold", "none"])
@@ -133,8 +129,7 @@ def test_the_command_folds_heads(both: tuple[Moments, Moments], images: Images, 
     np.save(tmp_path / "images.npy", tiny.images(40, seed=1))
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "moments.safetensors"]
     words += ["--images", tmp_path / "images.npy", "--whole-heads", "0.34", "--select", "heads=fold"]
-    done = CliRunner().invoke(main, [str(word) for word in [*words, "-o", tmp_path / "reduced"]])
-    assert done.exit_code == 0, done.stderr
+    invoked(*words, "-o", tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced").model
     assert {len(rows) for name, rows in loaded.named_parameters() if "qkv" in name} == {3 * 2 * 16}
     expected = reduce(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from export.graph.to_onnx import onnx_from_model, save
 from ground.ports import OutputPort, Port
-from tests.command import invoked
+from tests.command import invoked, refuses
 from tests.test_corp_named_outputs_cli import RECIPE, done
 
 PATCHES = Port(name="patches", shape=(16, 48))
@@ -167,8 +167,7 @@ def test_a_recipe_has_heads_and_limits_of_their_maps(home: Path) -> None:
     assert "--head ../saliency.onnx --map-threshold 0.5" in (home / "release" / "report.md").read_text()
     assert "saliency.onnx" in (home / "release" / "MODEL_CARD.md").read_text()
     (home / "recipe.toml").write_text(RECIPE.replace("[parity]", "[parity]\nmin_iou = 0.5"))
-    refused = invoked("release", home / "recipe.toml", "-o", home / "x", code=2)
-    assert "[parity]: --min-iou 0.5 is not honoured by no head" in refused.stderr
+    refuses("[parity]: --min-iou 0.5 is not honoured by no head", "release", home / "recipe.toml", "-o", home / "x")
 
 
 class Spread(nn.Module):

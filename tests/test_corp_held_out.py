@@ -20,11 +20,10 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.test_corp_folded import linear, mlp
 
 FIT, HELD_OUT = 40, 12
@@ -216,12 +215,9 @@ def test_all_or_none_held_out_is_refused(tmp_path: Path, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("home")
-    save(tiny.checkpoint(), root / "dense")
-    np.save(root / "images.npy", tiny.images(30))
+    root = tiny.written(tmp_path_factory.mktemp("home"), 30)
     words = ["--model", root / "dense", "--images", root / "images.npy", "--hold-out", 6, "-o", root / "m.safetensors"]
-    result = run("calibrate", *words, "--json")
-    assert result.exit_code == 0, result.output
+    result = invoked("calibrate", *words, "--json")
     record = json.loads(result.stdout)
     assert (record["images"], record["held_out"]["images"]) == (24, 6)
     return root
@@ -233,8 +229,7 @@ def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
     assert held_out.images == 6
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--attn", 0.5]
     judge = ["--held-out", home / "m.held-out.safetensors", "--align", "mlp=8,head=8"]
-    shown = run("reduce", *words, *judge, "-o", tmp_path / "r")
-    assert shown.exit_code == 0, shown.output
+    shown = invoked("reduce", *words, *judge, "-o", tmp_path / "r")
     assert "held out" in shown.stdout
     config = json.loads((tmp_path / "r" / "config.json").read_text())
     sites: list[dict[str, Any]] = config["lineage"]["reduction"]["sites"]
@@ -249,8 +244,7 @@ def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(hom
         (home / "m.safetensors", "are calibration images too"),
         (home / "none.safetensors", "none.saf"),
     ):
-        result = run("reduce", *words, "--held-out", judge)
-        assert result.exit_code == 2, result.output
+        result = invoked("reduce", *words, "--held-out", judge, code=2)
         assert said in result.stderr
         assert "Traceback" not in result.stderr
     assert not (tmp_path / "r").exists()
@@ -265,16 +259,13 @@ def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(hom
 def test_the_closed_loop_refuses_another_judge(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "r"]
     given = ["--held-out", home / "m.held-out.safetensors", "--images", home / "images.npy", "--closed-loop"]
-    result = run("reduce", *words, *given)
-    assert result.exit_code == 2
-    assert "holds out some of its own images" in result.stderr
+    refuses("holds out some of its own images", "reduce", *words, *given)
     assert not (tmp_path / "r").exists()
 
 
 def test_a_budget_stands_beside_uniform_widths(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--align", "mlp=16,head=8"]
-    result = run("reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "-o", tmp_path / "r", "--json")
-    assert result.exit_code == 0, result.output
+    result = invoked("reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "-o", tmp_path / "r", "--json")
     by_site, *again, uniform = json.loads(result.stdout)["ways"]
     assert [way["name"] for way in again] in ([], ["by site, allocated again"])
     assert uniform["name"].startswith("uniform sparsity 0.")

@@ -8,7 +8,7 @@ from click.testing import Result
 
 from benchmarks.trust.history import LAST, is_found, recorded_noise, simulated
 from perf.record.runs import save_bench
-from tests.command import run
+from tests.command import invoked, run
 from tests.histories import bench_of_release
 
 RISEN = [2.5] * 6 + [2.6]
@@ -32,8 +32,7 @@ def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) 
     assert [rule["verdict"] for rule in gate["rules"]] == ["FAIL", "FAIL"]
     assert [rule["metric"] for rule in gate["rules"]] == ["history", "history"]
     assert "<svg" in (tmp_path / "history.svg").read_text()
-    again = run("gate", tmp_path / "bench.json", "--history", tmp_path / "kept", "--json")
-    assert again.exit_code == 1
+    again = invoked("gate", tmp_path / "bench.json", "--history", tmp_path / "kept", "--json", code=1)
     assert len(list((tmp_path / "kept").iterdir())) == len(RISEN)
     assert json.loads(again.stdout)["rules"] == gate["rules"]
 
@@ -54,8 +53,7 @@ def test_the_report_of_the_directory_shows_the_history(tmp_path: Path) -> None:
 def test_a_broken_history_json_is_named_by_the_report(tmp_path: Path) -> None:
     gated(tmp_path, RISEN[:2])
     (tmp_path / "history.json").write_text('{"kind": "history", "version": 1, "releases": 3}')
-    result = run("report", tmp_path, "-o", tmp_path / "report.html")
-    assert result.exit_code == 2
+    result = invoked("report", tmp_path, "-o", tmp_path / "report.html", code=2)
     assert "history.json" in result.output
 
 
@@ -73,8 +71,7 @@ def test_foreign_files_are_named_and_do_not_stop_the_gate(tmp_path: Path) -> Non
 def test_bad_calls_are_refused_in_one_message(tmp_path: Path) -> None:
     save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
     (tmp_path / "parity.json").write_text('{"kind": "parity", "version": 1}')
-    result = run("gate", tmp_path / "bench.json", "--history", tmp_path / "bench.json")
-    assert result.exit_code == 2
+    invoked("gate", tmp_path / "bench.json", "--history", tmp_path / "bench.json", code=2)
     result = run("gate", tmp_path / "parity.json", "--history", tmp_path / "kept")
     assert (result.exit_code, "give a bench.json" in result.output) == (2, True)
     assert not (tmp_path / "kept").exists()

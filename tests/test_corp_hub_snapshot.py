@@ -21,7 +21,7 @@ from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
 from tests import small_convnets, tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.test_corp_weights import sharded
 
 NAME = tiny.ARCHITECTURE.name
@@ -103,12 +103,10 @@ def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, sn
     torch.save(tiny.checkpoint().model.state_dict(), snapshot / "pytorch_model.bin")
     save(load(snapshot), tmp_path / "ours")
     few = ("--batch", 1, "--time-limit", 0.5, "--min-rounds", 6, "--half-width", 0.9, "--block-ms", 1)
-    done = run("bench", snapshot, tmp_path / "ours", "--backend", backend, *few, "-o", tmp_path / "b.json")
-    assert done.exit_code == 0, done.output
+    invoked("bench", snapshot, tmp_path / "ours", "--backend", backend, *few, "-o", tmp_path / "b.json")
     sizes = [each["size_bytes"] for each in json.loads((tmp_path / "b.json").read_text())["subjects"]]
     assert sizes[0] == sizes[1], sizes
-    done = run("verify", tmp_path / "ours", snapshot, "--random", 2, "--max-error", 1e-6, "-o", tmp_path / "p.json")
-    assert done.exit_code == 0, done.output
+    invoked("verify", tmp_path / "ours", snapshot, "--random", 2, "--max-error", 1e-6, "-o", tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("words", [("verify", "ours", "foreign", "--random", 1), ("bench", "ours", "foreign")])
@@ -117,9 +115,7 @@ def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[obje
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"model_type": "swin"}')
     placed = [tmp_path / str(word) if word in ("ours", "foreign") else word for word in words]
-    refused = run(*placed, "-o", tmp_path / "out.json")
-    assert refused.exit_code == 2, refused.output
-    assert "Hugging Face transformers (swin)" in " ".join(refused.stderr.split())
+    refuses("Hugging Face transformers (swin)", *placed, "-o", tmp_path / "out.json")
 
 
 def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
@@ -185,10 +181,8 @@ def test_a_reduced_model_outlives_the_snapshot(prefix: str, snapshot: Path, tmp_
     np.save(tmp_path / "images.npy", tiny.images(12))
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
     model = f"{prefix}{snapshot}"
-    done = run("calibrate", "--model", model, "--images", tmp_path / "images.npy", "-o", moments)
-    assert done.exit_code == 0, done.output
-    done = run("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", reduced)
-    assert done.exit_code == 0, done.output
+    invoked("calibrate", "--model", model, "--images", tmp_path / "images.npy", "-o", moments)
+    invoked("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "-o", reduced)
     before = image_spec(load(model).model).as_json()
     shutil.rmtree(snapshot)
     again = load_checkpoint(reduced)
@@ -295,26 +289,19 @@ mlp = 0.5
     ],
 )
 def test_a_release_refuses_before_it_runs(model: str, more: str, said: str, tmp_path: Path) -> None:
-    save(tiny.checkpoint(), tmp_path / "dense")
-    np.save(tmp_path / "images.npy", tiny.images(8))
+    tiny.written(tmp_path, 8)
     (tmp_path / "w.pth").touch()
     (tmp_path / "r.toml").write_text(RECIPE.format(model=model, more=more.format()))
-    result = run("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
-    assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    refuses(said, "release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
 
 
 def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(8))
     named = ("--images", tmp_path / "images.npy", "--held-out", tmp_path / "images.npy")
-    started = run("release", tmp_path / "r.toml", "--init", f"local-dir:{snapshot}", *named)
-    assert started.exit_code == 0, started.output
+    invoked("release", tmp_path / "r.toml", "--init", f"local-dir:{snapshot}", *named)
     assert f'model = "./snapshot"    # {NAME}' in (tmp_path / "r.toml").read_text()
-    planned = run("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
-    assert planned.exit_code == 0, planned.output
-    misspelt = run("release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
-    assert misspelt.exit_code == 2
-    assert "deit_small_patch16_224" in misspelt.stderr
+    invoked("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
+    refuses("deit_small_patch16_224", "release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
 
 
 @pytest.mark.parametrize(

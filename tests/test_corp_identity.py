@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra import channels, queries_keys, scores
-from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction import traced_reads
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -26,6 +24,7 @@ from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
+from tests.command import invoked, refuses
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,7 @@ def moments(images: Images) -> Moments:
 
 
 def logits(model: nn.Module) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.from_numpy(tiny.images(5, seed=3)))
-    return out.double()
+    return tiny.ran(model, tiny.images(5, seed=3)).double()
 
 
 def assert_same(reduced: nn.Module, dense: nn.Module, limit: float = 1e-5) -> None:
@@ -150,9 +147,6 @@ def test_the_command_keeps_everything_when_told_so(moments: Moments, tmp_path: P
     save(tiny.checkpoint(), tmp_path / "dense")
     save_moments(moments, tmp_path / "m.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "-o", tmp_path / "r"]
-    nothing = CliRunner().invoke(main, [str(word) for word in words])
-    assert nothing.exit_code == 2
-    assert "nothing asked for" in nothing.stderr
-    result = CliRunner().invoke(main, [*map(str, words), "--mlp", "0", "--attn", "0"])
-    assert result.exit_code == 0, result.output
+    refuses("nothing asked for", *words)
+    invoked(*words, "--mlp", "0", "--attn", "0")
     assert_identity(load_checkpoint(tmp_path / "r").model)

@@ -20,7 +20,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 
 ALIGN = "head=8"
 RESTRICTED = ("--attention-system", "--attn", "0.5,0.75", "--align", ALIGN)
@@ -33,8 +33,7 @@ def dense() -> Checkpoint:
 
 def calibrated(home: Path, name: str, *extra: object, images: str = "images.npy") -> Path:
     path = home / name
-    done = run("calibrate", "--model", home / "dense", "--images", home / images, "-o", path, *extra)
-    assert done.exit_code == 0, done.output
+    invoked("calibrate", "--model", home / "dense", "--images", home / images, "-o", path, *extra)
     return path
 
 
@@ -128,13 +127,11 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     first = calibrated(home, "rank.safetensors")
     ranked = (*RESTRICTED, "--moments", first)
     parts = [calibrated(home, f"{name}.safetensors", *ranked, images=f"{name}.npy") for name in "ab"]
-    merged = run("calibrate", "--merge", *parts, "-o", home / "merged.safetensors")
-    assert merged.exit_code == 0, merged.output
+    invoked("calibrate", "--merge", *parts, "-o", home / "merged.safetensors")
     exact, found = load(home / "whole.safetensors"), load(home / "merged.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), exact, found, 16)
     alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
-    refused = run("calibrate", "--merge", *alone, "-o", tmp_path / "m.safetensors")
-    assert refused.exit_code == 2
+    refused = invoked("calibrate", "--merge", *alone, "-o", tmp_path / "m.safetensors", code=2)
     assert "choose both by the moments of one first pass" in refused.stderr
 
 
@@ -160,12 +157,10 @@ def test_the_command_that_an_out_of_memory_message_prints_works(
     weights = home / "dense" / "model.safetensors"
     named = ("--model", tiny.ARCHITECTURE.name, "--model-kwargs", kwargs, "--no-ema", "--weights", weights)
     words = (*named, "--images", home / "images.npy", "--samples", 12, "-o", output)
-    refused = run("calibrate", *words, "--attention-system")
-    assert refused.exit_code == 2
+    refused = invoked("calibrate", *words, "--attention-system", code=2)
     printed = re.search(r"corp-deploy (calibrate .*)", refused.stderr)
     assert printed, refused.stderr
-    done = run(*shlex.split(printed[1]))
-    assert done.exit_code == 0, done.output
+    invoked(*shlex.split(printed[1]))
     assert load(output).images == 12
     share = float(shlex.split(printed[1])[-1])
     from_them = (*named, "--moments", output, "--preset", "corp")
@@ -175,8 +170,7 @@ def test_the_command_that_an_out_of_memory_message_prints_works(
 def test_no_command_is_printed_where_none_fits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.memory.bytes_available", lambda device: 1000)
     words = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
-    refused = run("calibrate", *words, "--attention-system")
-    assert refused.exit_code == 2
+    refused = invoked("calibrate", *words, "--attention-system", code=2)
     assert "what fits" not in refused.stderr
     assert "use a larger machine" in refused.stderr
 
@@ -193,9 +187,7 @@ def test_no_command_is_printed_where_none_fits(home: Path, tmp_path: Path, monke
 )
 def test_half_asked_for(home: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     named = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
-    refused = run("calibrate", *named, *words)
-    assert refused.exit_code == 2
-    assert said in refused.stderr
+    refuses(said, "calibrate", *named, *words)
     assert not (tmp_path / "m.safetensors").exists()
 
 
@@ -254,8 +246,7 @@ def test_a_release_goes_on_from_the_states_of_both_passes(
         for _ in range(4):
             run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
     assert [".first." in name for name in saves] == [True, True, False, False]
-    done = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
-    assert done.exit_code == 0, done.output
+    invoked("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
     assert (folder / "out" / moments).read_bytes() == (folder / "straight" / moments).read_bytes()
     assert not list((folder / "out" / ".stages").glob("unfinished*"))
 
@@ -266,12 +257,10 @@ def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
     folder = release_home(home, tmp_path, "")
     for name in ("calib.memory", "calib.calibrate"):
         monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
-    refused = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
-    assert refused.exit_code == 2
+    refused = invoked("release", folder / "recipe.toml", "-o", folder / "out", *STAGES, code=2)
     assert 'attention_system = "kept" under [calibration], where reduce.attn is 0.5 or more' in refused.stderr
     (folder / "recipe.toml").write_text(RECIPE.format(system='attention_system = "kept"'))
-    done = run("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
-    assert done.exit_code == 0, done.output
+    invoked("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
 
 
 def test_deit_huge_fits_an_ordinary_machine_at_half_the_width() -> None:

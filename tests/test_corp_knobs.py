@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from calib.store import load as load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR, MethodChoice
 from corp_deploy.release.recipe_tables import ReduceTable
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import load_checkpoint
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, run
 
 FOLDER = TemporaryDirectory()
 HOME = Path(FOLDER.name)
@@ -30,25 +30,21 @@ Array = NDArray[np.float64]
 @cache
 def home() -> Path:
     """A dense model of one block, its images, and moments with CORP's system and another threshold of the active."""
-    save(tiny.checkpoint(depth=1), HOME / "dense")
-    np.save(HOME / "images.npy", tiny.images(40))
+    tiny.written(HOME, 40, depth=1)
     asked = ["--model", HOME / "dense", "--images", HOME / "images.npy", "--attention-system", "--active-eps", EPS]
-    result = run("calibrate", *asked, "-o", HOME / "m.safetensors", "-q")
-    assert result.exit_code == 0, result.output
+    invoked("calibrate", *asked, "-o", HOME / "m.safetensors", "-q")
     return HOME
 
 
 def reduced(output: str, *options: object) -> nn.Module:
     given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
-    result = run("reduce", *given, *options, "-o", home() / output, "-q")
-    assert result.exit_code == 0, result.output
+    invoked("reduce", *given, *options, "-o", home() / output, "-q")
     return load_checkpoint(home() / output).model
 
 
 def refused(*options: object) -> str:
     given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
-    result = run("reduce", *given, *options)
-    assert result.exit_code == 2, result.output
+    result = invoked("reduce", *given, *options, code=2)
     assert not (home() / "never").exists()
     return " ".join(result.stderr.split())
 
@@ -210,8 +206,7 @@ def test_recipes_refuse_what_the_command_does(tmp_path: Path) -> None:
 
 def test_the_time_of_selecting_and_recovering_is_told_apart() -> None:
     given = ["reduce", "--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
-    plain = run(*given, "--mlp", 0.5, "--attn", 0.5, "-o", home() / "timed", "--json")
-    assert plain.exit_code == 0, plain.output
+    plain = invoked(*given, "--mlp", 0.5, "--attn", 0.5, "-o", home() / "timed", "--json")
     effort = json.loads(plain.stdout)["effort"]
     assert list(effort) == ["select", "recover", "read and write"]
     assert all(each["seconds"] >= 0.0 and each["peak_bytes"] > 0 for each in effort.values())

@@ -7,12 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from corp_deploy import machine
-from corp_deploy.cli import main
 from ground import vulnerabilities
 from ground.vulnerabilities import version_numbers
+from tests.command import invoked
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,8 +30,7 @@ def floors_of_project() -> dict[str, str]:
 
 
 def findings() -> dict[str, dict[str, str]]:
-    done = CliRunner().invoke(main, ["doctor", "--json"])
-    assert done.exit_code == 0, done.output
+    done = invoked("doctor", "--json")
     return {row["what"]: row for row in json.loads(done.stdout)["findings"]}
 
 

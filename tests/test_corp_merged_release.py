@@ -6,19 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from benchmarks.trust.faults_scenarios import RECIPE
 from calib.store import load
-from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.merging_cost import merging_record
 from corp_deploy.families.model_cost import macs
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.views.inspection import merging_lines
 from perf.report.render import csv, html, markdown
+from tests.command import invoked
 
 from . import tiny
 
@@ -78,13 +77,10 @@ def test_a_report_shows_tokens_by_block() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("merged")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "calibration.npy", tiny.images(12))
+    home = tiny.written(tmp_path_factory.mktemp("merged"), 12, to="calibration.npy")
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
     (home / "recipe.toml").write_text(MERGED)
-    result = CliRunner().invoke(main, ["release", str(home / "recipe.toml"), "-o", str(home / "out")])
-    assert result.exit_code == 0, result.output
+    invoked("release", home / "recipe.toml", "-o", home / "out")
     return home / "out"
 
 

@@ -22,7 +22,7 @@ from corp_deploy.traced.models.merging import Merging
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
-from tests.test_corp_closed_loop import EXAMPLE, best, logits, opened, relative_error
+from tests.test_corp_closed_loop import EXAMPLE, best, opened
 from tests.test_corp_token_merging import by_loops
 
 SCHEDULE = (3, 4)
@@ -54,8 +54,8 @@ def test_moments_count_each_token_by_its_size() -> None:
         own = moments[name]
         assert isinstance(own, ChannelMoments)
         assert own.tokens == pytest.approx(float(sums[-1, -1])) == 9 * 17
-        assert relative_error(own.gram_FF, sums[:-1, :-1]) < 1e-5
-        assert relative_error(own.sum_F, sums[:-1, -1]) < 1e-5
+        assert tiny.relative(own.gram_FF, sums[:-1, :-1]) < 1e-5
+        assert tiny.relative(own.sum_F, sums[:-1, -1]) < 1e-5
     first, dense = (sites["blocks.0.attn.qk"] for sites in (moments, moments_of(tiny.checkpoint().model, pixels).sites))
     assert isinstance(first, HeadMoments)
     assert isinstance(dense, HeadMoments)
@@ -113,7 +113,7 @@ def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], verdict: st
         reduce_traced(model, opened(model, images), method),
     ):
         assert reduction.coverage.verdict == verdict
-        assert torch.isfinite(logits(reduction.model, images)).all()
+        assert torch.isfinite(tiny.ran(reduction.model, images)).all()
 
 
 @pytest.mark.slow("models")
@@ -121,15 +121,15 @@ def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> No
     dense = load_checkpoint(EXAMPLE).model
     pixels, held_out = load("train").images[:256], load("held-out").images[:128]
     model = with_merging(dense, Merging(schedule=(8, 8, 8, 8, 8, 4), metric="stream"))
-    expected = logits(dense, held_out)
-    merged_alone = relative_error(logits(model, held_out), expected)
+    expected = tiny.ran(dense, held_out)
+    merged_alone = tiny.relative(tiny.ran(model, held_out), expected)
     full = best(mlp_sparsity=0.0, attention_sparsity=0.0)
     repaired = reduce_traced(model, opened(model, pixels), full, loop=Loop()).model
-    assert relative_error(logits(repaired, held_out), expected) < 0.97 * merged_alone
+    assert tiny.relative(tiny.ran(repaired, held_out), expected) < 0.97 * merged_alone
     half = best(mlp_sparsity=0.5, attention_sparsity=0.5)
     opened_loop = reduce(model, moments_of(model, pixels), half).model
     closed = reduce_traced(model, opened(model, pixels), half, loop=Loop()).model
-    errors = [relative_error(logits(each, held_out), expected) for each in (closed, opened_loop)]
+    errors = [tiny.relative(tiny.ran(each, held_out), expected) for each in (closed, opened_loop)]
     assert errors[0] < 0.97 * errors[1], errors
 
 

@@ -29,9 +29,7 @@ def opened(model: nn.Module, path: Path, count: int = 128) -> Images:
 
 
 def outputs(model: nn.Module, seed: int = 9, count: int = 64) -> Tensor:
-    with torch.inference_mode():
-        answer: Tensor = model(torch.from_numpy(tiny.images(count, seed=seed)))
-    return answer
+    return tiny.ran(model, tiny.images(count, seed=seed))
 
 
 def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from corp_deploy.traced.models.module import traced_module
 from examples.own_module.net import Net
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import invoked
+from tests.command import invoked, refuses
 from tests.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -52,9 +52,7 @@ def named(model: nn.Module, **changes: Any) -> nn.Module:
 
 
 def outputs(model: nn.Module, count: int = 6) -> Tensor:
-    with torch.inference_mode():
-        answer: Tensor = model(torch.from_numpy(tiny.images(count, seed=4)))
-    return answer
+    return tiny.ran(model, tiny.images(count, seed=4))
 
 
 def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
@@ -371,8 +369,7 @@ def test_a_file_goes_through_every_command_where_it_is_trusted(tmp_path: Path) -
     np.save(tmp_path / "images.npy", tiny.images(64))
     np.save(tmp_path / "held-out.npy", tiny.images(16, seed=5))
     model = ("--model", f"module:{tmp_path / 'net.py'}:build")
-    refused = invoked("inspect", *model, code=2)
-    assert "net.py is code, which would be run to make the model: read it, and give --trust-code" in refused.stderr
+    refuses("net.py is code, which would be run to make the model: read it, and give --trust-code", "inspect", *model)
     trusted = (*model, "--trust-code")
     assert "layers.1.mix" in invoked("inspect", *trusted).output
     moments, reduced, graph = (tmp_path / name for name in ("m.safetensors", "reduced", "reduced/model.onnx"))

@@ -12,7 +12,6 @@ from torch import nn
 
 from corp_deploy import load
 from corp_deploy.families.family import output_ports, with_outputs
-from corp_deploy.store.checkpoint import save
 from corp_deploy.traced.models.outputs import outputs_from_text
 from tests import tiny
 from tests.command import invoked
@@ -22,9 +21,7 @@ NAMES = ("class", "block0")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("within")
-    save(tiny.checkpoint(num_classes=0), home / "dense")
-    np.save(home / "images.npy", tiny.images(48))
+    home = tiny.written(tmp_path_factory.mktemp("within"), 48, num_classes=0)
     np.save(home / "held-out.npy", tiny.images(24, seed=5))
     images = ("--images", home / "images.npy", "-o", home / "m.safetensors")
     invoked("calibrate", "--model", home / "dense", *images)

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from corp_deploy.proof.candidates import candidate_from_path, in_runtime
@@ -14,11 +13,10 @@ from corp_deploy.release import calls
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.targets import missing_to_run
-from corp_deploy.store.checkpoint import save
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, run
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 2, "--threads", 1)
@@ -26,9 +24,7 @@ QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds",
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("home")
-    save(tiny.checkpoint(), root / "dense")
-    np.save(root / "images.npy", tiny.images(8))
+    root = tiny.written(tmp_path_factory.mktemp("home"), 8)
     for precision in ("fp32", "fp16"):
         words = ["export", "--model", root / "dense", "--precision", precision, "-o", root / f"{precision}.onnx"]
         assert run(*words).exit_code == 0
@@ -39,8 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_openvino
 @pytest.mark.parametrize("dense", ["fp32.onnx", "dense"])
 def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_path: Path, dense: str) -> None:
-    done = run("bench", home / dense, home / "fp16.onnx", "--backend", "openvino", *QUICK, "-o", tmp_path / "b.json")
-    assert done.exit_code == 0, done.output
+    invoked("bench", home / dense, home / "fp16.onnx", "--backend", "openvino", *QUICK, "-o", tmp_path / "b.json")
     subjects = json.loads((tmp_path / "b.json").read_text())["subjects"]
     assert [each["describe"]["backend"] for each in subjects] == ["openvino"] * 2
     assert [each["describe"]["precision"] for each in subjects] == ["fp32", "mixed"]
@@ -55,16 +50,14 @@ def test_records_of_two_runtimes_are_not_comparable(home: Path, tmp_path: Path) 
         words = ["bench", home / "fp32.onnx", home / "fp16.onnx", "--backend", backend, *QUICK]
         assert run(*words, "-o", tmp_path / f"{backend}.json").exit_code == 0
     rule = ["--baseline", tmp_path / "onnxruntime.json", "--fail-if", "p50@b2 > baseline * 1.03"]
-    judged = run("gate", tmp_path / "openvino.json", *rule)
-    assert judged.exit_code == 5, judged.output
+    judged = invoked("gate", tmp_path / "openvino.json", *rule, code=5)
     assert "backend" in judged.output
 
 
 @needs_openvino
 def test_verify_judges_every_graph_in_openvino_beside_onnx_runtime(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "fp32.onnx", home / "fp16.onnx", "--images", home / "images.npy"]
-    done = run(*words, "--runtime", "openvino", "--batch", "1,4", "-o", tmp_path / "p.json")
-    assert done.exit_code == 0, done.output
+    invoked(*words, "--runtime", "openvino", "--batch", "1,4", "-o", tmp_path / "p.json")
     links = json.loads((tmp_path / "p.json").read_text())["links"]
     kinds = [(link["candidate"].split("/")[-1], link["kind"], link["status"]) for link in links[:4]]
     assert kinds == [
@@ -90,8 +83,7 @@ def test_a_wrong_kernel_fails_the_link_of_its_own_runtime(
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OpenVinoRunner", Wrong)
     words = ["verify", home / "dense", home / "fp32.onnx", "--images", home / "images.npy", "--batch", "2"]
-    done = run(*words, "--runtime", "openvino", "-o", tmp_path / "p.json")
-    assert done.exit_code == 1, done.output
+    invoked(*words, "--runtime", "openvino", "-o", tmp_path / "p.json", code=1)
     record = json.loads((tmp_path / "p.json").read_text())
     assert [link["status"] for link in record["links"][:2]] == ["PASS", "FAIL"]
     assert not record["located"], "blocks are compared in ONNX Runtime, which is right"

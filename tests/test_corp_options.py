@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import numpy as np
 import pytest
 from click.testing import Result
 
@@ -21,7 +20,6 @@ from corp_deploy.invocation.table import AUDIT, BENCH, BUILD, CALIBRATE, EXPORT,
 from corp_deploy.proof import speed as side_by_side
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import PRESETS
-from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.options import BuildOptions
 from export.engine.record import EngineRecord, record_path, sha256_of
@@ -30,7 +28,7 @@ from ground.built_engines import record_built_engine
 from ground.errors import Missing
 from perf.timing.laps import Plan
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 
 REACHED = "reached what does the work"
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -58,10 +56,8 @@ def record_of(backend: str) -> EngineRecord:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("home")
-    save(tiny.checkpoint(), root / "dense")
-    np.save(root / "images.npy", tiny.images(8))
-    assert run("export", "--model", root / "dense", "-o", root / "dense.onnx").exit_code == 0
+    root = tiny.written(tmp_path_factory.mktemp("home"), 8)
+    invoked("export", "--model", root / "dense", "-o", root / "dense.onnx")
     record_built_engine(sha256_of(b"plan"))
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
         plan = root / f"{backend}.plan"
@@ -184,9 +180,7 @@ def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: 
     both = ["bench", home / "dense", home / "tensorrt.plan", "-o", tmp_path / "b.json", "--backend", "torch"]
     assert REACHED in run(*both, "--device", "cuda").stderr
     refused(run(*both, "--device", "cuda", "--dtype", "fp16"), BENCH, "dtype", "fp16")
-    elsewhere = run(*both)
-    assert elsewhere.exit_code == 2
-    assert "expected both in one place" in " ".join(elsewhere.stderr.split())
+    refuses("expected both in one place", *both)
 
 
 def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(home: Path, tmp_path: Path) -> None:
@@ -206,8 +200,7 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
 
 
 def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) -> None:
-    result = run("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json")
-    assert result.exit_code == 2
+    result = invoked("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json", code=2)
     assert "which runs .onnx files" in " ".join(result.stderr.split())
 
 
@@ -472,9 +465,8 @@ def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) ->
     told = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json")
     assert "--cached 8 is not honoured by models" in told.stderr
     assert "graphs of decoders (directories of export-decoder)" in told.stderr
-    told = run("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json")
+    told = invoked("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json", code=2)
     assert "--length 8 is not honoured by a model as REFERENCE" in told.stderr
-    assert told.exit_code == 2
 
 
 EVERY_AXIS = [

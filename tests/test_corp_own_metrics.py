@@ -24,7 +24,7 @@ from perf.gate.rule import rule_from_text
 from perf.parity.parity import load_parity
 from perf.parity.source import OwnMetric
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.test_corp_printed import PLAIN
 
 SCORE = """\
@@ -110,8 +110,7 @@ def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -
         verdict("metric.misses < 1")
     with pytest.raises(BadInput, match="not of 'other'"):
         verdict("other.metric.hits < 1")
-    gated = run("gate", "parity.json", "--fail-if", "metric.hits < 2")
-    assert gated.exit_code == 1, gated.output
+    invoked("gate", "parity.json", "--fail-if", "metric.hits < 2", code=1)
 
 
 def _labelled() -> ProofInputs:
@@ -128,12 +127,9 @@ def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
         "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
     )
     words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
-    result = run(*words, "mean=module:own.py:mean")
-    assert result.exit_code == 2
-    assert "own.py is code, which would be run to measure outputs" in " ".join(result.output.split())
+    refuses("own.py is code, which would be run to measure outputs", *words, "mean=module:own.py:mean")
     assert not (home / "ran").exists()
-    result = run(*words, "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
-    assert result.exit_code == 0, result.output
+    invoked(*words, "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
     with torch.no_grad():
         logits = tiny.checkpoint(depth=1).model(torch.from_numpy(tiny.images(9))).numpy()
     assert load_parity(home / "parity.json").metrics[0].value == pytest.approx(float(logits.mean()), rel=1e-4)
@@ -177,8 +173,7 @@ def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
 ) -> None:
     monkeypatch.setattr(chain, "_step", lambda *_: pytest.fail("a candidate was run"))
     words = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json", "--metric")
-    failed = run(*words, "false {outputs}")
-    assert failed.exit_code == 2
+    failed = invoked(*words, "false {outputs}", code=2)
     told = " ".join(failed.output.split())
     assert "metric own of dense torch fp32: exit code 1, expected 0 (the file holds logits, names)" in told
     missing = run(*words, "module:nowhere.py:mean", "--trust-code")
@@ -268,8 +263,7 @@ def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says:
 
 
 def test_a_time_limit_without_a_measure_is_refused() -> None:
-    result = run("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3")
-    assert result.exit_code == 2
+    result = invoked("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3", code=2)
     assert "--metric-time-limit is for --metric" in result.output
 
 
@@ -284,8 +278,7 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     asked = f"[parity]\nmetric = ['hits={sys.executable} score.py {{outputs}}']\nmetric_files = ['score.py']\n"
     recipe = recipe.replace("[parity]\n", asked).replace('fail_if = ["params', 'fail_if = ["metric.hits < -1", "params')
     (home / "recipe.toml").write_text(recipe)
-    result = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
-    assert result.exit_code == 0, result.output
+    invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     out = home / "out"
     samples = np.load(out / "samples" / "images.npy")
     assert samples.dtype == np.uint8
@@ -301,9 +294,7 @@ def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
     card = (out / "MODEL_CARD.md").read_text()
     assert "take uint8 pixels of that size: mean and std are inside, patch_embed.proj" in card
     assert "hits: dense torch fp32" in card
-    checked = run("check", "out")
-    assert checked.exit_code == 0, checked.output
+    invoked("check", "out")
     (home / "score.py").write_text(QUIET.replace("right.mean()", "right.sum()"))
-    again = run("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
-    assert again.exit_code == 0, again.output
+    invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
     assert load_parity(out / "parity.json").metrics[0].value in range(9), "another script, another measure"

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import Result
 
@@ -16,7 +15,7 @@ from corp_deploy.planning.polishing import Polishing, inputs_to_polish
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.parts import Progress
-from corp_deploy.store.checkpoint import load_checkpoint, save
+from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny
 from tests.command import invoked
@@ -27,9 +26,7 @@ NARROW = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model, images, moments of all of them, and moments that left five out."""
-    root = tmp_path_factory.mktemp("polish")
-    save(tiny.checkpoint(init_values=0.5), root / "dense")
-    np.save(root / "images.npy", tiny.images(24))
+    root = tiny.written(tmp_path_factory.mktemp("polish"), 24, init_values=0.5)
     for name, more in (("m", ()), ("left-out", ("--hold-out", 5))):
         invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)
     return root

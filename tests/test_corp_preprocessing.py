@@ -35,7 +35,7 @@ from ground.errors import BadInput
 from ground.feeds import single_array
 from ground.ports import Port
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 
 KEYS = tiny.ARCHITECTURE.kwargs
 NAME, KWARGS = tiny.ARCHITECTURE.name, json.dumps(dict(KEYS))
@@ -63,8 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(8):
         pixels = np.random.default_rng(number).integers(0, 256, (40, 48, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(root / "photos" / f"{number}.png")
-    done = run("calibrate", *named(root), *SET, "--images", root / "photos", "-o", root / "m.safetensors")
-    assert done.exit_code == 0, done.output
+    invoked("calibrate", *named(root), *SET, "--images", root / "photos", "-o", root / "m.safetensors")
     return root
 
 
@@ -133,16 +132,14 @@ def test_pictures_are_prepared_as_set(home: Path) -> None:
 
 def test_moments_of_another_preprocessing_are_refused_with_both_shown(home: Path, tmp_path: Path) -> None:
     words = ("reduce", *named(home), "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "reduced")
-    result = run(*words)
-    assert result.exit_code == 2
+    result = invoked(*words, code=2)
     assert '"mean": [0.485, 0.456, 0.406]' in result.stderr
     assert '"mean": [0.5, 0.5, 0.5]' in result.stderr
     assert not (tmp_path / "reduced").exists()
     other = tmp_path / "other.safetensors"
     photos = ("--images", home / "photos", "--samples", 4)
     assert run("calibrate", *named(home), *photos, "-o", other).exit_code == 0
-    merged = run("calibrate", "--merge", home / "m.safetensors", other, "-o", tmp_path / "both.safetensors")
-    assert merged.exit_code == 2
+    merged = invoked("calibrate", "--merge", home / "m.safetensors", other, "-o", tmp_path / "both.safetensors", code=2)
     assert '"std": [0.25, 0.25, 0.25]' in merged.stderr
     assert '"std": [0.5, 0.5, 0.5]' in merged.stderr
 
@@ -150,16 +147,13 @@ def test_moments_of_another_preprocessing_are_refused_with_both_shown(home: Path
 def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
     reduced = tmp_path / "reduced"
     words = ("reduce", *named(home), *SET, "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=8")
-    done = run(*words, "-o", reduced)
-    assert done.exit_code == 0, done.output
+    invoked(*words, "-o", reduced)
     assert json.loads((reduced / "config.json").read_text())["input"]["preprocessing"] == FOUND
     assert vit.input_spec(load_checkpoint(reduced).model).as_json() == FOUND
     again = as_json(run("inspect", "--model", reduced, "--json"))
     assert again["weights"]["taken"] == "state_dict_ema"
     assert again["preprocessing_source"].startswith("mean, std")
-    refused = run("inspect", "--model", reduced, "--mean", "0.5", "--crop-pct", "1")
-    assert refused.exit_code == 2
-    assert "drop --mean, --crop-pct" in refused.stderr
+    refuses("drop --mean, --crop-pct", "inspect", "--model", reduced, "--mean", "0.5", "--crop-pct", "1")
 
 
 def test_raw_weights_on_request(home: Path) -> None:
@@ -186,15 +180,11 @@ def test_raw_weights_on_request(home: Path) -> None:
     ],
 )
 def test_impossible_values_are_usage_errors(words: tuple[str, ...], home: Path) -> None:
-    result = run("inspect", *named(home), *words)
-    assert result.exit_code == 2
-    assert f"Invalid value for '{words[0]}'" in result.stderr
+    refuses(f"Invalid value for '{words[0]}'", "inspect", *named(home), *words)
 
 
 def test_as_many_numbers_as_channels(home: Path) -> None:
-    result = run("inspect", *named(home), "--mean", "0.1,0.2")
-    assert result.exit_code == 2
-    assert "mean has 2 numbers, expected 1 or 3" in result.stderr
+    refuses("mean has 2 numbers, expected 1 or 3", "inspect", *named(home), "--mean", "0.1,0.2")
     with pytest.raises(BadInput, match="mean has 3 numbers, expected 1: one for each channel"):
         Preprocessing(mean=(0.1, 0.2, 0.3)).for_channels(1)
     with pytest.raises(BadInput, match="crop_mode is 'middle'"):
@@ -241,8 +231,7 @@ def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Pat
     (tmp_path / "r.toml").write_text(text.replace('"photos"', f'"{home / "photos"}"'))
     words = ("release", tmp_path / "r.toml", "-o", tmp_path / "out", "--only", "recipe", "--only", "dense",
              "--trust-paths")  # fmt: skip
-    first = run(*words)
-    assert first.exit_code == 0, first.output
+    first = invoked(*words)
     assert "took state_dict_ema, the moving average" in " ".join(first.stderr.split())
     assert "left out what stands beside the model: loss.weight" in " ".join(first.stderr.split())
     assert "moving average" not in run(*words).stderr  # nothing was loaded
@@ -384,8 +373,7 @@ def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_writte
         (("export", *model, *pixels, "--precision", "fp32,int8", "-o", out), "pixels.npz: "),
         (("export", *model, "--precision", "fp32,fp16", "--input", "uint8", "-o", out), "input uint8: "),
     ):
-        result = run(*words)
-        assert result.exit_code == 2, result.output
+        result = invoked(*words, code=2)
         assert result.stderr.count(said + refused_by(1)) == 1
         assert "exporting" not in result.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -400,9 +388,7 @@ def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_
         '[calibration]\nimages = "images.npz"\n[held_out]\nimages = "images.npz"\n[reduce]\nmlp = 0.5\n'
         '[export]\ninput = "uint8"\n'
     )
-    result = run("release", tmp_path / "r.toml", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert refused_by(1) in result.stderr
+    refuses(refused_by(1), "release", tmp_path / "r.toml", "-o", tmp_path / "out")
     assert not (tmp_path / "out" / "dense").exists()
 
 

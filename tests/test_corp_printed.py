@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from click.testing import CliRunner
 
-from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.calls import DemoScale, itself
 from corp_deploy.demo.example import EXAMPLES
@@ -27,6 +25,7 @@ from corp_deploy.release.recipe_file import SECTIONS, keys_of, load_recipe
 from corp_deploy.store.checkpoint import save
 from perf.parity.parity import load_parity
 from tests import small_convnets, tiny
+from tests.command import invoked
 
 ROOT = Path(__file__).parents[1]
 PLAIN = """
@@ -84,8 +83,7 @@ OTHERWISE = {
 
 def given(home: Path, text: str = PLAIN) -> Path:
     home.mkdir(exist_ok=True)
-    save(tiny.checkpoint(depth=1), home / "dense")
-    np.save(home / "calibration.npy", tiny.images(14))
+    tiny.written(home, 14, to="calibration.npy", depth=1)
     np.savez(home / "held-out.npz", images=tiny.images(11, seed=1), labels=np.arange(11) % 7)
     (home / "recipe.toml").write_text(text)
     return home
@@ -97,8 +95,7 @@ def run_in(directory: Path, words: Iterable[str], monkeypatch: pytest.MonkeyPatc
     assert program == "corp-deploy"
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "argv", [program, *rest])
-    result = CliRunner().invoke(main, rest)
-    assert result.exit_code == code, f"{shlex.join(rest)}: {result.output}"
+    invoked(*rest, code=code)
 
 
 def commands_of(manifest: Path) -> dict[str, list[str]]:

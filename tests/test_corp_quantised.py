@@ -38,9 +38,7 @@ Array = NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("quantised")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "images.npy", tiny.images(24))
+    home = tiny.written(tmp_path_factory.mktemp("quantised"), 24)
     words = ["--precision", "fp32,fp16,int8,fp8", "--images", home / "images.npy", "--samples", 16]
     invoked("export", "--model", home / "dense", *words, "-o", home / "dense" / "model.onnx")
     return home
@@ -84,9 +82,8 @@ def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProt
 def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
     onnx.save(with_short_range(home / "dense" / "model.int8.onnx", np.float16), tmp_path / "model.int8.onnx")
     graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
-    done = run("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
-               "-o", tmp_path / "parity.json")  # fmt: skip
-    assert done.exit_code == 1, done.output
+    invoked("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
+               "-o", tmp_path / "parity.json", code=1)  # fmt: skip
     (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
     assert located["site"] == "blocks.1.mlp"
     assert "--precision int8" in located["command"]
@@ -208,9 +205,8 @@ def test_verify_tells_kernels_from_the_graph(
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
     monkeypatch.setattr("corp_deploy.proof.int8_kernels.has_vnni", lambda: vnni)
     graphs = [computed / "dense" / "model.onnx", computed / f"{name}.int8.onnx"]
-    done = run("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
-               "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json")  # fmt: skip
-    assert done.exit_code == 1, done.output
+    invoked("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+               "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json", code=1)  # fmt: skip
     links = json.loads((tmp_path / "parity.json").read_text())["links"]
     (link,) = [each for each in links if each["kind"] == "quantised"]
     assert link["status"] == "FAIL"
@@ -226,9 +222,8 @@ def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
     onnx.save(with_short_range(computed / "seven.int8.onnx", np.float32), tmp_path / "model.int8.onnx")
     graphs = [computed / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
-    done = run("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
-               "-o", tmp_path / "parity.json")  # fmt: skip
-    assert done.exit_code == 1, done.output
+    invoked("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+               "-o", tmp_path / "parity.json", code=1)  # fmt: skip
     (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
     assert "--keep-rest 'blocks.1.mlp' --images IMAGES --rest fp32 --weight-bits 7" in located["command"]
     assert "as it is typed" not in (tmp_path / "parity.json").read_text()
@@ -261,8 +256,7 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
         (["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"], "fits no layer"),
     ]
     for words, message in asked:
-        done = run(*model, *words)
-        assert done.exit_code == 2, done.output
+        done = invoked(*model, *words, code=2)
         assert message in done.output
         assert "Traceback" not in done.output
         assert not out.exists()

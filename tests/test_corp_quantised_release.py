@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
-from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.triton.config import Serving
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, run
 from tests.recipes import recipe
 
 RECIPE = recipe(
@@ -28,9 +27,7 @@ RECIPE = recipe(
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("int8-release")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "calibration.npy", tiny.images(12))
+    home = tiny.written(tmp_path_factory.mktemp("int8-release"), 12, to="calibration.npy")
     np.save(home / "held-out.npy", tiny.images(6, seed=1))
     (home / "recipe.toml").write_text(RECIPE, encoding="utf-8")
     done = run("release", home / "recipe.toml", "-o", home / "release")
@@ -108,7 +105,6 @@ def test_int8_needs_what_it_rests_on(home: Path) -> None:
          "ONNX Runtime's CPU kernels have no arithmetic in float8_e4m3fn"),
     ):  # fmt: skip
         wrong.write_text(text, encoding="utf-8")
-        done = run("release", wrong, "-o", home / "other")
-        assert done.exit_code == 2, done.output
+        done = invoked("release", wrong, "-o", home / "other", code=2)
         assert message in done.output, done.output
         assert not (home / "other").exists()

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images
-from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
@@ -21,9 +18,10 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
+from tests.command import invoked
 
 PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"
 MODELS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
@@ -100,10 +98,6 @@ def features(model: nn.Module) -> Tensor:
     return walk.tokens.x.double()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
 
 
@@ -124,7 +118,7 @@ def test_both_heads_of_a_distilled_model_gain_by_the_loop(tmp_path: Path) -> Non
 
     for silent in ("head", "head_dist"):
         exact = by_head(model, silent)
-        errors = {name: relative_error(by_head(each, silent), exact) for name, each in ways.items()}
+        errors = {name: tiny.relative(by_head(each, silent), exact) for name, each in ways.items()}
         assert errors["closed"] < 0.9 * errors["open"], (silent, errors)
 
 
@@ -136,25 +130,19 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
         reduction = reduce_traced(model, images, HALF, loop=Loop(reads=reads))
         assert any("only places that outputs read" in said for said in reduction.decisions) == (reads == "pooled")
         found = features(reduction.model)
-        errors[reads] = relative_error(found[:, 1:], dense[:, 1:]), relative_error(found[:, :1], dense[:, :1])
+        errors[reads] = tiny.relative(found[:, 1:], dense[:, 1:]), tiny.relative(found[:, :1], dense[:, :1])
     assert errors[None] == errors["all"]
     assert errors["all"][0] < 0.98 * errors["pooled"][0]
     assert errors["pooled"][1] < errors["all"][1]
 
 
 def test_the_command_says_which_tokens_and_writes_it_down(tmp_path: Path) -> None:
-    save(tiny.checkpoint(), tmp_path / "dense")
-    np.save(tmp_path / "images.npy", tiny.images(8))
-
-    def run(*words: object) -> Any:
-        return CliRunner().invoke(main, [str(word) for word in words])
-
+    tiny.written(tmp_path, 8)
     where = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
-    assert run("calibrate", *where, "-o", tmp_path / "m.safetensors").exit_code == 0
+    invoked("calibrate", *where, "-o", tmp_path / "m.safetensors")
     given = [*where, "--moments", tmp_path / "m.safetensors", "--mlp", "0.5", "--align", "mlp=8", "--closed-loop"]
     for reads, is_said in ((["--reads", "all"], False), ([], True)):
-        result = run("reduce", *given, *reads, "-o", tmp_path / "reduced")
-        assert result.exit_code == 0, result.output
+        result = invoked("reduce", *given, *reads, "-o", tmp_path / "reduced")
         lineage = json.loads((tmp_path / "reduced" / "config.json").read_text())["lineage"]
         decided = " ".join(lineage["reduction"]["decided"])
         assert ("only places that outputs read count in the fits of blocks.1" in decided) == is_said

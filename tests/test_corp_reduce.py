@@ -45,16 +45,6 @@ def example_moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
     return moments_of(example(), load("train").images[:256], tmp_path_factory.mktemp("moments"))
 
 
-def relative_error(candidate: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((candidate.double() - reference.double()).norm() / reference.double().norm())
-
-
-def logits(model: nn.Module, images: NDArray[np.float32]) -> torch.Tensor:
-    with torch.inference_mode():
-        out: torch.Tensor = model(torch.from_numpy(images))
-    return out
-
-
 # The paper in float64, written out: loops over images, numpy.kron, numpy.linalg.solve.
 
 
@@ -146,24 +136,24 @@ def test_preset_corp_is_the_paper(tmp_path: Path) -> None:
     expected = paper_model(dense, calibration, hidden=192, width=16)
     with torch.inference_mode():
         reference = expected(torch.from_numpy(held_out).double())
-    assert relative_error(logits(reduced, held_out), reference) < 1e-4
+    assert tiny.relative(tiny.ran(reduced, held_out), reference) < 1e-4
     # The test can tell: without the compensation the same widths are far away.
     plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
     without = reduce(example().model, moments_of(example(), calibration, tmp_path), plain).model
-    assert relative_error(logits(without, held_out), reference) > 1e-2
+    assert tiny.relative(tiny.ran(without, held_out), reference) > 1e-2
 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("sparsity", [0.5, 0.75])
 def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moments, sparsity: float) -> None:
     held_out = load("held-out").images
-    dense = logits(example().model, held_out)
+    dense = tiny.ran(example().model, held_out)
     error = {}
     for preset in ("best", "corp", "none"):
         method = method_from_preset(
             preset, mlp_sparsity=sparsity, attention_sparsity=sparsity, align_hidden=8, align_head=8
         )
-        error[preset] = relative_error(logits(reduce(example().model, example_moments, method).model, held_out), dense)
+        error[preset] = tiny.relative(tiny.ran(reduce(example().model, example_moments, method).model, held_out), dense)
     assert error["best"] <= 0.25 * error["corp"], error
     assert error["corp"] <= 0.25 * error["none"], error
 
@@ -173,7 +163,7 @@ def test_the_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Mom
     held_out = load("held-out")
 
     def accuracy(model: nn.Module) -> float:
-        return float((logits(model, held_out.images).argmax(1).numpy() == held_out.labels).mean())
+        return float((tiny.ran(model, held_out.images).argmax(1).numpy() == held_out.labels).mean())
 
     assert accuracy(example().model) >= 0.97
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
@@ -239,10 +229,10 @@ def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: 
     reduced = reduce(checkpoint.model, moments, method).model
     assert {"blocks.0.mlp.fc2.bias", "blocks.1.mlp.fc2.bias"} <= reduced.state_dict().keys()
     images = tiny.images(8)
-    dense = logits(checkpoint.model, images)
+    dense = tiny.ran(checkpoint.model, images)
     plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
-    assert relative_error(logits(reduced, images), dense) < relative_error(
-        logits(reduce(checkpoint.model, moments, plain).model, images), dense
+    assert tiny.relative(tiny.ran(reduced, images), dense) < tiny.relative(
+        tiny.ran(reduce(checkpoint.model, moments, plain).model, images), dense
     )
 
 

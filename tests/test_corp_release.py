@@ -33,7 +33,6 @@ from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe, Target
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.samples import replay
-from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
@@ -45,7 +44,7 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.histories import bench_of_release
 from tests.nvml import FakeNvml
 
@@ -56,8 +55,7 @@ KILLS = 24
 
 
 def release(home: Path, *words: object, expect: int = 0) -> Result:
-    result = run("release", home / "recipe.toml", "-o", home / "out", *words)
-    assert result.exit_code == expect, result.output
+    result = invoked("release", home / "recipe.toml", "-o", home / "out", *words, code=expect)
     return result
 
 
@@ -74,9 +72,7 @@ def made(result: Result) -> list[str]:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished release beside its recipe; tests copy it."""
-    home = tmp_path_factory.mktemp("release")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "calibration.npy", tiny.images(12))
+    home = tiny.written(tmp_path_factory.mktemp("release"), 12, to="calibration.npy")
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
     (home / "recipe.toml").write_text(RECIPE)
     release(home)
@@ -185,8 +181,7 @@ def test_check_names_what_differs(home: Path) -> None:
     assert "samples replayed: all as they were made" in said(run("check", out))
     (out / "report.md").write_text("better than it was")
     (out / "samples" / "images.npy").unlink()
-    result = run("check", out)
-    assert result.exit_code == 1
+    result = invoked("check", out, code=1)
     assert "report.md: sha256" in said(result)
     assert "samples/images.npy: missing" in said(result)
     assert run("check", home).exit_code == 2
@@ -200,8 +195,7 @@ def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path
     old = sha256_of_file(expected)
     np.save(expected, np.load(expected) * 1.01)
     (out / "SHA256SUMS").write_text((out / "SHA256SUMS").read_text().replace(old, sha256_of_file(expected)))
-    result = run("check", out)
-    assert result.exit_code == 1
+    result = invoked("check", out, code=1)
     assert "samples/reduced.fp32.npy: manifest.json and SHA256SUMS differ" in said(result)
     assert "reduced/model.onnx: relative error" in said(result)
 
@@ -387,9 +381,7 @@ def test_what_is_not_there_is_named_before_anything_runs(home: Path) -> None:
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a recipe needs, and beside it files that will not do."""
-    home = tmp_path_factory.mktemp("wrong")
-    save(tiny.checkpoint(), home / "dense")
-    np.save(home / "calibration.npy", tiny.images(12))
+    home = tiny.written(tmp_path_factory.mktemp("wrong"), 12, to="calibration.npy")
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
     arrays: dict[str, NDArray[Any]] = {
         "small.npy": np.zeros((12, 3, 8, 8), np.float32),
@@ -458,8 +450,7 @@ def test_what_will_not_do_is_refused_before_any_work(
     (wrong / "recipe.toml").write_text(text)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
     for more in ((), ("--dry-run",), ("--plan-only",)):
-        result = run(*words, *more)
-        assert result.exit_code == 2, result.output
+        result = invoked(*words, *more, code=2)
         lines = result.stderr.strip().splitlines()
         assert len(lines) == 1, lines
         assert lines[0].startswith(f"Error: {wrong.resolve() / 'recipe.toml'}: ")
@@ -586,8 +577,7 @@ def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypa
         play_gpu(there)
         moved = shutil.move(home / "out", home / "elsewhere")
         for words in lines:
-            done = run("release", Path(moved) / "recipe.toml", "-o", moved, *words[5:])
-            assert done.exit_code == 0, done.output
+            invoked("release", Path(moved) / "recipe.toml", "-o", moved, *words[5:])
         shutil.move(moved, home / "out")
     result = release(home, "--json")
     assert made(result) == ["gate", "report", "manifest"]
@@ -684,14 +674,12 @@ def test_a_starter_is_written_once(home: Path) -> None:
 
 @pytest.mark.parametrize("shell", SOURCES)
 def test_completion_prints_a_script(shell: str) -> None:
-    result = run("doctor", "completion", shell)
-    assert result.exit_code == 0
+    result = invoked("doctor", "completion", shell)
     assert "_CORP_DEPLOY_COMPLETE" in said(result)
 
 
 def test_version_names_what_matters() -> None:
-    result = run("--version")
-    assert result.exit_code == 0
+    result = invoked("--version")
     assert [line.split()[0] for line in result.stdout.splitlines()][:3] == ["corp-deploy", "python", "torch"]
 
 
@@ -761,8 +749,7 @@ def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, mon
     rows = json.loads(release(home, "--dry-run", "--json").stdout)["stages"]
     assert {row["stage"]: row["state"] for row in rows}["bench.onnxruntime-cpu"] == "runs"
     graphs = [home / "out" / name / "model.onnx" for name in ("dense", "reduced")]
-    alone = run("bench", *graphs, "--batch", 2, "-o", home / "alone.json")
-    assert alone.exit_code == 4, alone.output
+    invoked("bench", *graphs, "--batch", 2, "-o", home / "alone.json", code=4)
     assert not (home / "alone.json").exists()
 
 
@@ -859,8 +846,7 @@ def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(fir
 def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
     private, public = keys_of_ours(home)
     repository, words = home / "repository", ("--name", "tiny", "--sign", private)
-    result = run("package", home / "out", "-o", repository, *words, "--model-version", 3)
-    assert result.exit_code == 0, result.output
+    invoked("package", home / "out", "-o", repository, *words, "--model-version", 3)
     verify = ("check", repository, "--verify", public, "--expect-name", "tiny", "--expect-version")
     assert "tiny 3, signed by the key" in said(run(*verify, 3))
     assert "the signed version is '3', expected '4'" in said(run(*verify, 4))
@@ -870,9 +856,7 @@ def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
 
     (repository / "tiny_cpu" / "3" / "libtriton_x.so").write_text("")
     assert "libtriton_x.so: not signed, it was added" in said(run(*verify, 3))
-    result = run("package", home / "out", "-o", repository, *words, "--model-version", 4)
-    assert result.exit_code == 2
-    assert "not signed" in " ".join(result.stderr.split())
+    refuses("not signed", "package", home / "out", "-o", repository, *words, "--model-version", 4)
     assert not (repository / "model.sig").exists()
     (repository / "tiny_cpu" / "3" / "libtriton_x.so").unlink()
     (repository / "stray").write_text("")

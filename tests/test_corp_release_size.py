@@ -16,7 +16,6 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
 from tests import tiny
 
@@ -51,9 +50,7 @@ def sized(root: Path, calibration: str, reduce: str = "mlp = 0.5") -> Result:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("size")
-    save(tiny.checkpoint(), root / "dense")
-    np.save(root / "calibration.npy", tiny.images(12))
+    root = tiny.written(tmp_path_factory.mktemp("size"), 12, to="calibration.npy")
     np.save(root / "held-out.npy", tiny.images(9, seed=1))
     return root
 

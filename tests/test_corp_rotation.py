@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rotated_maps
-from corp_deploy.cli import main
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
@@ -26,6 +24,7 @@ from corp_deploy.release.recipe_tables import ReduceTable
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
 from tests import small_convnets, tiny
+from tests.command import invoked
 from tests.small_models import outputs
 
 HELD_OUT = torch.from_numpy(tiny.images(6, seed=5))
@@ -150,8 +149,7 @@ def test_the_command_rotates_or_not(tmp_path: Path) -> None:
     for more, asked in (([], method()), (["--no-rotate"], method(rotates=False))):
         directory = tmp_path / f"reduced{len(more)}"
         given = [*words, "--align", "head=8", *more, "-o", directory]
-        done = CliRunner().invoke(main, [str(word) for word in given])
-        assert done.exit_code == 0, done.stderr
+        invoked(*given)
         own = load_checkpoint(directory).model.state_dict()
         expected = reduce(checkpoint.model, moments(), asked).model.state_dict()
         assert all(own[name].equal(value) for name, value in expected.items())

@@ -20,7 +20,7 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from ground.errors import BadInput
 from tests import decoders
-from tests.command import invoked
+from tests.command import invoked, refuses
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
 
@@ -127,8 +127,7 @@ def test_what_goes_with_a_whole_pass_alone_is_refused(home: Path, options: tuple
 
 def test_no_other_model_goes_block_by_block(home: Path) -> None:
     images = ("--text", home / "text.txt", "-o", home / "x.safetensors")
-    result = invoked("calibrate", "--model", home / "llama", *images, "--sequential", code=2)
-    assert "give --model hf:DIR" in result.stderr
+    refuses("give --model hf:DIR", "calibrate", "--model", home / "llama", *images, "--sequential")
 
 
 def channel(name: str, lineage: dict[str, str], count: int = 4) -> Moments:

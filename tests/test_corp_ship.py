@@ -152,8 +152,7 @@ def test_what_will_not_do_is_one_message_and_leaves_nothing(
 
 
 def test_a_name_without_weights_is_told_of_both_ways(home: Path, tmp_path: Path) -> None:
-    done = run("ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
-    assert done.exit_code == 2
+    done = invoked("ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out", code=2)
     assert "needs --weights" in done.stderr
     assert ".model.toml that calibrate writes" in done.stderr
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from corp_deploy.cli import main
 from corp_deploy.release import signer as signing
 from corp_deploy.release.names import ATTESTATION, PROVENANCE, SIGNATURE
 from corp_deploy.release.signature import Unverified, hashed
 from corp_deploy.release.signer import KeySigner, SigstoreSigner, sign
 from corp_deploy.release.verifier import Certified, PublicKey, Sigstore
 from ground.errors import BadInput, Missing
+from tests.command import invoked
 
 pytest.importorskip("model_signing", reason="model-signing is not installed: pip install 'corp-deploy[sign]'")
 
@@ -129,8 +129,7 @@ def out(signed: Path, tmp_path: Path) -> Path:
 
 
 def check(folder: Path, *words: object, expect: int) -> Result:
-    result = CliRunner().invoke(main, ["check", str(folder), *map(str, words)])
-    assert result.exit_code == expect, result.output
+    result = invoked("check", folder, *words, code=expect)
     return result
 
 

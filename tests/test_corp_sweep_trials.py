@@ -34,7 +34,7 @@ from perf.record.runs import load_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.histories import bench_of_release
 
 FOLDER = TemporaryDirectory()
@@ -45,8 +45,7 @@ QUICK = ("--time-limit", 0.5, "--half-width", 0.5)
 
 @cache
 def home() -> Path:
-    save(tiny.checkpoint(depth=1), HOME / "dense")
-    np.save(HOME / "calibration.npy", tiny.images(40))
+    tiny.written(HOME, 40, to="calibration.npy", depth=1)
     np.save(HOME / "images.npy", tiny.images(24, seed=1))
     np.save(HOME / "labels.npy", np.arange(24) % 7)
     for count in (12, 40):
@@ -61,8 +60,7 @@ def given_words(moments: str = "m40.safetensors") -> list[object]:
 
 
 def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
-    result = run("sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output)
-    assert result.exit_code == 0, result.output
+    invoked("sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output)
     trials: list[dict[str, Any]] = json.loads((output / "sweep.json").read_text())["trials"]
     return trials
 
@@ -247,8 +245,7 @@ def test_the_narrowest_model_judges_the_numbers_of_images_wherever_it_stands(tmp
 
 def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_path: Path) -> None:
     words = ("--sparsity", 0.75, "--preset", "none", "--align", "mlp=8,head=8", "--min-agreement", 1)
-    result = run("sweep", *given_words(), *words, "-o", tmp_path / "s")
-    assert result.exit_code == 2
+    result = invoked("sweep", *given_words(), *words, "-o", tmp_path / "s", code=2)
     assert "no trial agrees on 100.00% of the images, the best reaches" in result.stderr
     assert "relative" in result.stdout
     record = json.loads((tmp_path / "s/sweep.json").read_text())
@@ -257,9 +254,7 @@ def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_p
 
 def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(tmp_path: Path) -> None:
     with sweep_folder(tmp_path / "s"):
-        result = run("sweep", *given_words(), "--sparsity", 0.5, "-o", tmp_path / "s")
-        assert result.exit_code == 2
-        assert "another sweep (process" in result.stderr
+        refuses("another sweep (process", "sweep", *given_words(), "--sparsity", 0.5, "-o", tmp_path / "s")
     assert not (tmp_path / "s").exists()
     save(tiny.checkpoint(seed=5, depth=1), tmp_path / "other")
     words = ["--model", tmp_path / "other", *given_words()[2:]]
@@ -282,9 +277,7 @@ def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(t
     ],
 )
 def test_what_nothing_honours_is_refused(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    result = run("sweep", *given_words(), *words, "-o", tmp_path / "s")
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.stderr.split())
+    refuses(message, "sweep", *given_words(), *words, "-o", tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 

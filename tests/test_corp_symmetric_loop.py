@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 from calib.images import Images
 from calib.store import save as save_moments
-from corp_deploy.cli import main
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -21,6 +19,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import save
 from tests import tiny
+from tests.command import invoked
 
 RIDGE = 1e-3
 
@@ -97,13 +96,9 @@ def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
         (("--closed-loop",), "in which they run, fitted to", True),
         (("--closed-loop", "asymmetric"), "in which they run, fitted to", True),
     ):
-        result = CliRunner().invoke(main, [str(word) for word in (*words, *given, "-o", tmp_path / "r")])
-        assert result.exit_code == 0, result.output
+        result = invoked(*words, *given, "-o", tmp_path / "r")
         assert said in " ".join(result.stdout.split())
         lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
         assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
-    held_out = CliRunner().invoke(
-        main, [*map(str, words), "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r"]
-    )
-    assert held_out.exit_code == 2
+    held_out = invoked(*words, "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r", code=2)
     assert "which held-out moments are not of" in held_out.stderr

@@ -15,7 +15,7 @@ from calib.store import load as load_moments
 from corp_deploy import load
 from corp_deploy.families.family import text_spec
 from tests import encoders
-from tests.command import invoked
+from tests.command import invoked, refuses
 
 Run = Callable[..., Result]
 
@@ -137,10 +137,8 @@ def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
         "-o",
         home / "folds",
     )
-    refused = invoked(*arguments, *options, code=2)
-    assert "give --calibration-images, or --calibration-text for a text encoder" in refused.stderr
-    wrong = invoked(*arguments, *options, "--calibration-images", home / "held-out.txt", code=2)
-    assert "--calibration-images" in wrong.stderr
+    refuses("give --calibration-images, or --calibration-text for a text encoder", *arguments, *options)
+    refuses("--calibration-images", *arguments, *options, "--calibration-images", home / "held-out.txt")
     invoked(*arguments, *options, "--calibration-text", home / "calibration.txt")
     published, refitted = json.loads((home / "folds" / "sweep.json").read_text())["trials"]
     assert refitted["relative_error"] < published["relative_error"]

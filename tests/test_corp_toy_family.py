@@ -6,12 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 from torch.nn import functional
 
 from corp_deploy import load
-from corp_deploy.cli import main
 from corp_deploy.families import family
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.reduction.loop import Loop
@@ -20,6 +18,8 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
+from tests import tiny
+from tests.command import invoked
 from tests.tiny import enliven
 
 SHAPE, STRIPS, WIDTH, HEADS = (3, 16, 16), 8, 48, 3
@@ -93,42 +93,34 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: object) -> Result:
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == 0, (words, result.output)
-    return result
-
-
-def relative_error(outputs: Tensor, expected: Tensor) -> float:
-    return float((outputs - expected).norm() / expected.norm())
-
-
 @pytest.mark.slow("graph")
 def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
-    sites = json.loads(run("inspect", "--model", "dense", "--json").stdout)["sites"]
+    sites = json.loads(invoked("inspect", "--model", "dense", "--json").stdout)["sites"]
     assert [site["site"] for site in sites] == SITES
-    run("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     options = ("--moments", "m.safetensors", "--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8", "-q")
-    run("reduce", "--model", "dense", *options, "-o", "reduced")
-    run("reduce", "--model", "dense", *options, "--preset", "none", "-o", "unrepaired")
+    invoked("reduce", "--model", "dense", *options, "-o", "reduced")
+    invoked("reduce", "--model", "dense", *options, "--preset", "none", "-o", "unrepaired")
     images = torch.from_numpy(np.load("held-out.npy"))
     with torch.inference_mode():
         dense, reduced, unrepaired = (load(name)(images) for name in ("dense", "reduced", "unrepaired"))
-    assert relative_error(reduced, dense) < 0.8 * relative_error(unrepaired, dense)
-    run("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
+    assert tiny.relative(reduced, dense) < 0.8 * tiny.relative(unrepaired, dense)
+    invoked("export", "--model", "reduced", "--precision", "fp32,fp16", "-o", "reduced/model.onnx", "-q")
     chain = ("dense", "reduced", "reduced/model.onnx", "reduced/model.fp16.onnx")
-    run("verify", *chain, "--images", "held-out.npy", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q")
+    invoked(
+        "verify", *chain, "--images", "held-out.npy", "--batch", "1,4", "--max-error", 2.0, "-o", "parity.json", "-q"
+    )
     links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
     assert {link["status"] for link in links.values()} == {"PASS"}
     assert links["reduced-onnx-fp32"]["measures"]["relative_error"] < 1e-4
 
 
 def test_a_budget_and_the_closed_loop_know_it_too(home: Path) -> None:
-    run("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
+    invoked("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     options = ("--moments", "m.safetensors", "--images", "calibration.npy", "--align", "mlp=8,head=8", "-q")
-    run("reduce", "--model", "dense", *options, "--macs", 0.7, "-o", "budget")
+    invoked("reduce", "--model", "dense", *options, "--macs", 0.7, "-o", "budget")
     dense, budget = (
-        json.loads(run("inspect", "--model", name, "--json").stdout)["macs"] for name in ("dense", "budget")
+        json.loads(invoked("inspect", "--model", name, "--json").stdout)["macs"] for name in ("dense", "budget")
     )
     assert 0.6 < budget / dense <= 0.7
     model = load("dense")

@@ -8,10 +8,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from calib.store import save as save_moments
-from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -25,6 +24,7 @@ from export.engine.audit import audit_fusion
 from export.engine.options import BatchProfile
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked, run
 from tests.small_models import error, outputs
 from tests.test_corp_rotation import moments
 
@@ -83,10 +83,6 @@ def test_held_out_moments_judge_heads(tmp_path: Path) -> None:
     assert report.held_out.error == pytest.approx(lost, rel=1e-4)
 
 
-def command(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense directory, its moments and images."""
@@ -99,7 +95,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reduced_by(home: Path, name: str, *more: object) -> Result:
     given = ("--model", home / "dense", "--moments", home / "moments.safetensors", "-o", home / name)
-    return command("reduce", *given, *more)
+    return run("reduce", *given, *more)
 
 
 @pytest.mark.slow("models")
@@ -120,11 +116,9 @@ def test_the_command_takes_heads_away(home: Path) -> None:
     shown = reduced_by(home, "shown", *words)
     assert "heads" in shown.stdout
     pixels = ("--images", home / "images.npy")
-    again = command("calibrate", "--model", home / "reduced", *pixels, "-o", home / "m.safetensors")
-    assert again.exit_code == 0, again.stderr
+    invoked("calibrate", "--model", home / "reduced", *pixels, "-o", home / "m.safetensors")
     given = ("--model", home / "reduced", "--moments", home / "m.safetensors", *pixels)
-    budget = command("reduce", *given, "--macs", "0.9", "--align", "mlp=8,head=8", "-o", home / "budget")
-    assert budget.exit_code == 0, budget.stderr
+    invoked("reduce", *given, "--macs", "0.9", "--align", "mlp=8,head=8", "-o", home / "budget")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +171,7 @@ def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     """The graph gives torch's outputs; attention stays fused in a plan no larger, but of a single head."""
     assert reduced_by(home, "small", "--whole-heads", "0.34").exit_code == 0
     for name in ("dense", "small"):
-        done = command("export", "--model", home / name, "--precision", "fp32,fp16", "-o", home / f"{name}.onnx")
-        assert done.exit_code == 0, done.stderr
+        invoked("export", "--model", home / name, "--precision", "fp32,fp16", "-o", home / f"{name}.onnx")
     session = ort.InferenceSession(home / "small.onnx", providers=["CPUExecutionProvider"])
     exact = outputs(load_checkpoint(home / "small").model, HELD_OUT).numpy()
     (got,) = session.run(None, {"images": HELD_OUT.numpy()})
@@ -192,6 +185,6 @@ def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
     assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
     alone = reduced_by(home, "alone", "--whole-heads", "0.9")
     assert "a single head left loses the fused attention" in " ".join(alone.stderr.split())
-    command("export", "--model", home / "alone", "--precision", "fp16", "-o", home / "alone.fp16.onnx")
+    run("export", "--model", home / "alone", "--precision", "fp16", "-o", home / "alone.fp16.onnx")
     (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "alone.fp16.onnx", batch=batch)
     assert audit.lost == ("blocks.0.attn", "blocks.1.attn")

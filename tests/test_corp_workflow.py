@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import Result
 
 from calib.store import load
 from corp_deploy.families.family import sites_of
@@ -33,7 +32,7 @@ from corp_deploy.traced.models.modules import replaced
 from ground.errors import BadInput
 from perf.parity.measures import measures
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 
 HAS_RTX = sys.platform == "linux"
 if HAS_RTX:
@@ -44,25 +43,17 @@ if HAS_RTX:
 needs_rtx = pytest.mark.skipif(not HAS_RTX, reason="tensorrt-rtx is not installed")
 
 
-def done(*words: object, code: int = 0) -> Result:
-    result = run(*words)
-    assert result.exit_code == code, result.output
-    return result
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("home")
-    save(tiny.checkpoint(), root / "dense")
-    np.save(root / "images.npy", tiny.images(24))
+    root = tiny.written(tmp_path_factory.mktemp("home"), 24)
     np.save(root / "more.npy", tiny.images(16, seed=5))
     np.save(root / "labels.npy", np.arange(24) % 7)
-    done("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m.safetensors")
+    invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m.safetensors")
     return root
 
 
 def reduced(home: Path, directory: Path, *extra: object) -> Path:
-    done("reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "-o", directory, *extra)
+    invoked("reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "-o", directory, *extra)
     return directory
 
 
@@ -152,7 +143,7 @@ def test_reduce_by_budget_needs_images_and_says_what_it_did(home: Path, tmp_path
     )
     assert not (tmp_path / "r").exists()
     record = json.loads(
-        done(
+        invoked(
             "reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "--align", "mlp=16,head=8", "--json"
         ).stdout
     )
@@ -189,9 +180,7 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
     assert torch.equal(fc1, rows[rows.norm(dim=1).argsort(descending=True)[:96].sort().values])
     for bad, said in (("mlp=fold", "mlp='fold': expected"), ("head=magnitude", "can't be ranked by magnitude")):
         given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "x")
-        refused = run("reduce", *given, "--mlp", 0.5, "--select", bad)
-        assert refused.exit_code == 2
-        assert said in refused.stderr
+        refuses(said, "reduce", *given, "--mlp", 0.5, "--select", bad)
 
 
 def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
@@ -204,7 +193,7 @@ def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("models")
 def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
-    result = done(
+    result = invoked(
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
         "--labels", home / "labels.npy", "--sparsity", "0.25,0.5", "--preset", "best,none", "--align", "mlp=8,head=8",
         "--macs", "0.8", "--min-agreement", 0.1, "-o", tmp_path,
@@ -220,24 +209,18 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     for trial in record["trials"]:
         assert any(one["macs"] <= trial["macs"] and one["relative_error"] <= trial["relative_error"] for one in front)
     assert "<svg" in (tmp_path / "sweep.svg").read_text()[:100]
-    refused = run(
+    refused = invoked(
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
-        "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x",
-    )  # fmt: skip
-    assert refused.exit_code == 2
+        "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x", code=2)  # fmt: skip
     assert "the best reaches" in refused.stderr
 
 
 def test_sweep_fits_merged_channels_to_the_calibration_images(home: Path, tmp_path: Path) -> None:
     words = ("sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy")
     rest = ("--sparsity", "0.5", "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=8", "-o", tmp_path)
-    refused = run(*words, *rest)
-    assert refused.exit_code == 2
-    assert "give --calibration-images" in refused.stderr
-    useless = run(*words, *rest, "--preset", "grail", "--calibration-images", home / "images.npy")
-    assert useless.exit_code == 2
-    assert "--calibration-images" in useless.stderr
-    done(*words, *rest, "--calibration-images", home / "images.npy")
+    refuses("give --calibration-images", *words, *rest)
+    refuses("--calibration-images", *words, *rest, "--preset", "grail", "--calibration-images", home / "images.npy")
+    invoked(*words, *rest, "--calibration-images", home / "images.npy")
     published, refitted = json.loads((tmp_path / "sweep.json").read_text())["trials"]
     assert refitted["relative_error"] < published["relative_error"]
 
@@ -249,8 +232,10 @@ def test_merged_moments_are_those_of_all_images(home: Path, tmp_path: Path) -> N
     both = tmp_path / "both.npy"
     np.save(both, np.concatenate([np.load(home / "images.npy"), np.load(home / "more.npy")]))
     for name, images in (("b", home / "more.npy"), ("all", both)):
-        done("calibrate", "--model", home / "dense", "--images", images, "-o", tmp_path / f"{name}.safetensors")
-    done("calibrate", "--merge", home / "m.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "c.safetensors")
+        invoked("calibrate", "--model", home / "dense", "--images", images, "-o", tmp_path / f"{name}.safetensors")
+    invoked(
+        "calibrate", "--merge", home / "m.safetensors", tmp_path / "b.safetensors", "-o", tmp_path / "c.safetensors"
+    )
     merged, whole = load(tmp_path / "c.safetensors"), load(tmp_path / "all.safetensors")
     for site in whole.sites:
         ours, theirs = merged.sites[site], whole.sites[site]
@@ -265,11 +250,11 @@ def test_merged_moments_are_those_of_all_images(home: Path, tmp_path: Path) -> N
 
 def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
-    done("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
+    invoked("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
     assert "blocks.1.mlp.fc2" in load(tmp_path / "s.safetensors").sites
     assert "fits no site" in run("calibrate", *words, "--sites", "layers.*").stderr
-    done("inspect", "redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
-    record = json.loads(done("inspect", "redundancy", "--moments", home / "m.safetensors", "--json").stdout)
+    invoked("inspect", "redundancy", "--moments", home / "m.safetensors", "-o", tmp_path / "r.svg")
+    record = json.loads(invoked("inspect", "redundancy", "--moments", home / "m.safetensors", "--json").stdout)
     assert [site["site"] for site in record["sites"]][:2] == ["blocks.0.attn.qk", "blocks.0.attn.proj"]
 
 
@@ -291,7 +276,7 @@ def half(home: Path) -> Path:
     """The dense model's fp16 graph, beside it what the command printed."""
     graph = home / "half" / "x.onnx"
     graph.parent.mkdir()
-    result = done("export", "--model", home / "dense", "--precision", "fp16", "-o", graph, "--json")
+    result = invoked("export", "--model", home / "dense", "--precision", "fp16", "-o", graph, "--json")
     (home / "half.json").write_text(result.stdout)
     return graph
 
@@ -299,7 +284,7 @@ def half(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def single(home: Path) -> Path:
     """The dense model's fp32 graph."""
-    done("export", "--model", home / "dense", "-o", home / "dense.onnx")
+    invoked("export", "--model", home / "dense", "-o", home / "dense.onnx")
     return home / "dense.onnx"
 
 
@@ -310,14 +295,14 @@ def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
     graphs = {"dense": half}
     for name, extra in (("padded", []), ("ragged", ["--heads", "ragged"])):
         graphs[name] = tmp_path / f"{name}.fp16.onnx"
-        done("export", "--model", padded, "-o", graphs[name], "--precision", "fp16", *extra)
+        invoked("export", "--model", padded, "-o", graphs[name], "--precision", "fp16", *extra)
     plan = tmp_path / "padded.plan"
-    done("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
+    invoked("build", graphs["padded"], "--backend", "tensorrt-rtx", "--batch", "1:2:4", "--sm", "86", "-o", plan)
     record = json.loads((tmp_path / "padded.plan.json").read_text())
     assert record["precision"] == "fp16"
     assert record["fused_attention"] == 2
-    done("audit", graphs["dense"], graphs["padded"])
-    lost = done("audit", graphs["dense"], graphs["ragged"], "-o", tmp_path / "audit.json", code=1)
+    invoked("audit", graphs["dense"], graphs["padded"])
+    lost = invoked("audit", graphs["dense"], graphs["ragged"], "-o", tmp_path / "audit.json", code=1)
     assert "blocks.0.attn" in lost.stdout
 
 
@@ -328,9 +313,7 @@ def test_a_backend_that_is_absent_exits_with_4_and_says_how(half: Path, tmp_path
         pytest.skip("TensorRT is installed")
     except ImportError:
         pass
-    result = run("build", half, "--batch", "1:2:4", "-o", tmp_path / "d.plan")
-    assert result.exit_code == 4
-    assert "pip install" in result.stderr
+    refuses("pip install", "build", half, "--batch", "1:2:4", "-o", tmp_path / "d.plan", code=4)
     assert not (tmp_path / "d.plan").exists()
 
 
@@ -339,7 +322,7 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
     assert [Path(row["path"]).name for row in printed["written"]] == ["x.onnx"]
     assert facts_of_onnx(half).precision == "fp16"
     assert [path.name for path in half.parent.glob("*.onnx")] == ["x.onnx"]
-    both = done("export", "--model", home / "dense", "--precision", "fp16,fp32", "-o", tmp_path / "y.onnx")
+    both = invoked("export", "--model", home / "dense", "--precision", "fp16,fp32", "-o", tmp_path / "y.onnx")
     lines = "".join(both.stdout.split())
     assert "y.onnx:fp32" in lines
     assert "y.fp16.onnx:fp16" in lines
@@ -357,10 +340,10 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
     with torch.no_grad():
         weight[[0, 1]] = weight[[1, 0]]
     save(Checkpoint(model=faulty, architecture=dense.architecture, lineage={}), tmp_path / "faulty")
-    done("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
+    invoked("export", "--model", tmp_path / "faulty", "-o", tmp_path / "bad.onnx")
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "1,3"]
-    done("verify", home / "dense", home / "dense", single, *words)
-    result = done("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
+    invoked("verify", home / "dense", home / "dense", single, *words)
+    result = invoked("verify", home / "dense", home / "dense", tmp_path / "bad.onnx", *words, "--json", code=1)
     record = json.loads(result.stdout)
     assert record["located"][0]["site"] == "blocks.1.mlp"
 
@@ -374,7 +357,7 @@ def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
         node.name = f"n{index}"
     onnx.save(graph, tmp_path / "x.onnx")
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", "4"]
-    done("verify", tmp_path / "other", tmp_path / "other", tmp_path / "x.onnx", *words, code=1)
+    invoked("verify", tmp_path / "other", tmp_path / "other", tmp_path / "x.onnx", *words, code=1)
     record = json.loads((tmp_path / "p.json").read_text())
     assert (record["verdict"], record["located"]) == ("FAIL", [])
 
@@ -384,12 +367,12 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
     np.save(far, 3.0 * tiny.images(24, seed=9) + 1.0)
     words = ["verify", home / "dense", home / "dense", "-o", tmp_path / "p.json", "--batch", "4", "--json"]
     words += ["--min-agreement", 1, "--confidence", 0]
-    near = json.loads(done(*words, "--images", home / "images.npy", "--moments", home / "m.safetensors").stdout)
+    near = json.loads(invoked(*words, "--images", home / "images.npy", "--moments", home / "m.safetensors").stdout)
     assert near["shift"]["status"] == "PASS"
-    shifted = json.loads(done(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
+    shifted = json.loads(invoked(*words, "--images", far, "--moments", home / "m.safetensors").stdout)
     assert shifted["shift"]["status"] == "NOTED"
     assert any(row["test"] == "calibrated-range" and row["status"] == "NOTED" for row in shifted["structure"])
-    noise = json.loads(done(*words, "--random", 8).stdout)
+    noise = json.loads(invoked(*words, "--random", 8).stdout)
     assert noise["images"]["kind"] == "random"
     assert run(*words).exit_code == 2
 
@@ -403,7 +386,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
         for name, factor in (("fc1.weight", 3e4), ("fc1.bias", 3e4), ("fc2.weight", 1 / 3e4)):
             hot.get_parameter(f"blocks.1.mlp.{name}").mul_(factor)
     save(Checkpoint(model=hot, architecture=dense.architecture, lineage={}), tmp_path / "hot")
-    result = done(
+    result = invoked(
         "export", "--model", tmp_path / "hot", "--dense", home / "dense", "--precision", "mixed", "--auto",
         "--images", home / "images.npy", "--batch", 4, "-o", tmp_path / "hot.mixed.onnx", "--json",
     )  # fmt: skip
@@ -416,12 +399,11 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
         "and not 'blocks.1*', nor 10, 11"
     )
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--half-factor", 8, "--batch"]
-    other = run("verify", tmp_path / "hot", tmp_path / "hot.mixed.onnx", *words, "1,7")
-    assert other.exit_code == 2
+    other = invoked("verify", tmp_path / "hot", tmp_path / "hot.mixed.onnx", *words, "1,7", code=2)
     assert "its batch is fixed at 4, and --batch 1,7 leaves that out" in " ".join(other.stderr.split())
     words += ["4"]
-    done("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
-    done("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
+    invoked("export", "--model", tmp_path / "hot", "-o", tmp_path / "single.onnx")
+    invoked("verify", tmp_path / "hot", tmp_path / "hot", tmp_path / "single.onnx", tmp_path / "hot.mixed.onnx", *words)
     assert (
         "needs either"
         in run("export", "--model", home / "dense", "--precision", "mixed", "-o", tmp_path / "x.onnx").stderr
@@ -442,7 +424,7 @@ def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
     monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
     narrow = reduced(home, tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
     words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
-    result = done(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")
+    result = invoked(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")
     assert "so the graph is fp16, not mixed" in " ".join(result.stdout.split())
     assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["m.fp16.onnx", "m.onnx"]
     half = onnx.load(tmp_path / "m.fp16.onnx")
@@ -470,20 +452,20 @@ def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "--batch", "4"]
     words += ["--min-agreement", 0.98, "-o", tmp_path / "parity.json"]
     rule = ["gate", tmp_path / "parity.json", "--fail-if", "top1_agreement < 0.98", "--json"]
-    verified = done(*words, code=3)
+    verified = invoked(*words, code=3)
     assert f"INCONCLUSIVE (1 link judged) on 24 images: dense: top-1 agreement {OPEN}" in " ".join(
         verified.stdout.split()
     )
     assert f"min agreement 98 % {TOO_FEW}" in " ".join(verified.stderr.split())
-    judged = json.loads(done(*rule, code=3).stdout)
+    judged = json.loads(invoked(*rule, code=3).stdout)
     assert (judged["verdict"], judged["confidence"]) == ("INCONCLUSIVE", 0.95)
     proof, own = judged["rules"]
     assert (proof["verdict"], own["verdict"], own["message"]) == ("INCONCLUSIVE", "INCONCLUSIVE", OPEN)
     record = json.loads((tmp_path / "parity.json").read_text())
     assert (record["links"][0]["status"], record["links"][0]["tolerance"]["confidence"]) == ("INCONCLUSIVE", 0.95)
-    point = done(*words, "--confidence", 0)
+    point = invoked(*words, "--confidence", 0)
     assert "can't be shown" not in point.stderr
-    passed = json.loads(done(*rule, "--confidence", 0).stdout)
+    passed = json.loads(invoked(*rule, "--confidence", 0).stdout)
     assert passed["rules"][1]["message"] == "100 %, limit 98 % (the point alone decides)"
     (link,) = json.loads((tmp_path / "parity.json").read_text())["links"]
     assert link["reason"] == "top-1 agreement 100 %, limit 98 % (the point alone decides)"
@@ -492,12 +474,12 @@ def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path
 
 def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
-    alone = done(*words, "--max-error", 1, "--confidence", 0.9, code=2)
+    alone = invoked(*words, "--max-error", 1, "--confidence", 0.9, code=2)
     assert "--confidence is of the interval of a share of inputs: give --min-agreement" in alone.stderr
-    percent = done(*words, "--min-agreement", 0.5, "--confidence", 95, code=2)
+    percent = invoked(*words, "--min-agreement", 0.5, "--confidence", 95, code=2)
     assert "'95': expected a share in [0, 0.999]" in percent.stderr
-    done(*words, "--min-agreement", 0.5)
-    unruled = done("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
+    invoked(*words, "--min-agreement", 0.5)
+    unruled = invoked("gate", tmp_path / "parity.json", "--confidence", 0.9, code=2)
     assert "--confidence is of the intervals that rules are judged by" in unruled.stderr
 
 
@@ -505,16 +487,16 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     small = reduced(home, tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"
-    done("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
+    invoked("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
     others = tmp_path / "others.npy"
     np.save(others, tiny.images(24, seed=1))
     proof = ("verify", home / "dense", small, "--images", others, "-o", tmp_path / "parity.json")
-    free = done(*proof, code=3)
+    free = invoked(*proof, code=3)
     assert "UNJUDGED (0 links judged, 1 measured without a limit) on 24 images" in free.stdout
     assert "nothing was judged: give --min-agreement or --max-error" in free.stderr
     files = [bench, tmp_path / "parity.json"]
     out = [word for suffix in ("json", "md", "xml") for word in ("-o", tmp_path / f"gate.{suffix}")]
-    done(
+    invoked(
         "gate",
         *files,
         "--fail-if",
@@ -530,18 +512,18 @@ def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
     assert [row["verdict"] for row in judged["rules"]] == ["UNJUDGED", "PASS", "PASS", "PASS"]
     assert judged["rules"][0]["message"].startswith("UNJUDGED (0 links judged, 1 measured without a limit)")
     assert (tmp_path / "t" / "smaller-is-better.json").is_file()
-    done("gate", *files, "--fail-if", "size_bytes < dense", code=1)
+    invoked("gate", *files, "--fail-if", "size_bytes < dense", code=1)
     words = ["gate", bench, "--fail-if", "size_bytes > baseline", "--baseline", tmp_path / "base.json"]
     assert "--init-baseline" in run(*words).stderr
-    done(*words, "--init-baseline", "--fail-if", "size_bytes < dense", code=1)
+    invoked(*words, "--init-baseline", "--fail-if", "size_bytes < dense", code=1)
     assert not (tmp_path / "base.json").exists(), "only a record that passes becomes the baseline"
-    done(*words, "--init-baseline")
+    invoked(*words, "--init-baseline")
     assert (tmp_path / "base.json").read_bytes() == bench.read_bytes()
-    done(*words)
-    done(*proof, "--max-error", 0, code=1)
-    done(*words[:2], tmp_path / "parity.json", *words[2:4], "--baseline", tmp_path / "b", "--init-baseline", code=1)
+    invoked(*words)
+    invoked(*proof, "--max-error", 0, code=1)
+    invoked(*words[:2], tmp_path / "parity.json", *words[2:4], "--baseline", tmp_path / "b", "--init-baseline", code=1)
     assert not (tmp_path / "b").exists(), "nor one whose proof fails"
-    done("gate", tmp_path / "parity.json", code=1)
+    invoked("gate", tmp_path / "parity.json", code=1)
     assert "nothing to judge" in run("gate", bench).stderr
     assert run("gate", *files, "--fail-if", "speed is good").exit_code == 2
-    assert "no difference" in done("bench", "compare", bench, bench).stdout
+    assert "no difference" in invoked("bench", "compare", bench, bench).stdout

@@ -9,21 +9,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from corp_deploy.algebra import scores
-from corp_deploy.cli import main
 from corp_deploy.reduction import traced_reads as reads
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import save
 from ground.effort import Effort, Stopwatch
 from perf.runners.memory import resident_gauge
 from perf.timing.environment import cpu_name
 from tests import tiny
+from tests.command import invoked
 
 MIB = 2**20
 
@@ -119,8 +116,7 @@ def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
 
 @pytest.mark.slow("graph")
 def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -> None:
-    save(tiny.checkpoint(), tmp_path / "dense")
-    np.save(tmp_path / "images.npy", tiny.images(12))
+    tiny.written(tmp_path, 12)
     moments = tmp_path / "m.safetensors"
     dense = ("--model", tmp_path / "dense")
     of_calibrate = ("calibrate", *dense, "--images", tmp_path / "images.npy", "-o", moments)
@@ -149,8 +145,7 @@ def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -
 
 
 def told(*words: object) -> dict[str, Any]:
-    result = CliRunner().invoke(main, [str(word) for word in (*words, "--json")])
-    assert result.exit_code == 0, result.output + result.stderr
+    result = invoked(*words, "--json")
     record: dict[str, Any] = json.loads(result.stdout)
     return record
 

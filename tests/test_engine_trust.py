@@ -16,7 +16,7 @@ from ground.built_engines import engine_list_path, is_built_here, record_built_e
 from ground.errors import BadInput
 from perf.runners.engine import EngineRunner
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses, run
 from tests.export_served import write_onnx, write_plan
 
 LIBRARIES = ("tensorrt", "tensorrt_rtx", "tensorrt_bindings")
@@ -68,9 +68,7 @@ def test_a_flipped_byte_is_refused_before_any_library_is_asked(plan: Path, tmp_p
     flip(plan)
     for words in commands(plan, tmp_path):
         for trust in ([], ["--trust-engine"]):
-            done = run(*words, *trust)
-            assert done.exit_code == 2, done.output
-            assert "m.plan: its bytes are not those that m.plan.json describes" in done.stderr
+            refuses("m.plan: its bytes are not those that m.plan.json describes", *words, *trust)
             assert not [path for path in tmp_path.iterdir() if path.name in ("b.json", "p.json", "golden")]
 
 
@@ -79,8 +77,7 @@ def test_an_engine_from_elsewhere_needs_a_word(plan: Path, tmp_path: Path, monke
     save(tiny.checkpoint(), tmp_path / "dense")
     forget()
     for words in commands(plan, tmp_path):
-        done = run(*words)
-        assert done.exit_code == 2, done.output
+        done = invoked(*words, code=2)
         assert "m.plan: it was not built here" in done.stderr
         assert "give --trust-engine if you trust whoever built it" in done.stderr
     monkeypatch.setattr("perf.runners.engine._tensorrt", no_library)

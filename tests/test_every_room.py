@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sklearn  # noqa: F401  # for nothing but its time, which is not the demo's
-from click.testing import CliRunner
 
 import corp_deploy
-from corp_deploy.cli import main
 from corp_deploy.demo import run as demo
 from corp_deploy.demo.calls import DemoScale
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from tests import tiny
+from tests.command import invoked
 from tests.recipes import recipe
 
 RECIPE = recipe(
@@ -43,9 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> str:
-    done = CliRunner().invoke(main, list(words))
-    assert done.exit_code == 0, done.output
-    return done.output
+    return invoked(*words).output
 
 
 def test_the_demo(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

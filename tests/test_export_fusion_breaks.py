@@ -10,10 +10,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
-from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.proof.engine_search import RepairResult, fewest, offered
@@ -34,6 +32,7 @@ from ground.errors import BadInput
 from ground.feeds import Outputs
 from ground.ports import FUSION_BREAK, LOGITS, image_port
 from perf.runners.onnx import OnnxRunner
+from tests.command import invoked, refuses
 from tests.export_vit import Vit
 from tests.graphs import needs_rtx
 
@@ -242,8 +241,7 @@ def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Pat
     words = ["--model", tmp_path / "m", "-o", tmp_path / "g.onnx", "--images", tmp_path / "images.npy", "--auto"]
     for precision in ("mixed", "int8"):
         asked = ["export", *map(str, words), "--precision", precision, "--engine", "tensorrt"]
-        result = CliRunner().invoke(main, asked)
-        assert result.exit_code == 4, result.output
+        result = invoked(*asked, code=4)
         assert "takes a GPU" in " ".join(result.output.split())
         assert "leave --engine out" in " ".join(result.output.split())
 
@@ -252,8 +250,7 @@ def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Pat
 def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
     words = ["export", "--model", str(tmp_path / "m"), "-o", str(tmp_path / "g.onnx"), "--precision", "fp32,fp16"]
-    result = CliRunner().invoke(main, [*words, "--break-fusion", "blocks.0.attn, blocks.1", "--json"])
-    assert result.exit_code == 0, result.output
+    result = invoked(*words, "--break-fusion", "blocks.0.attn, blocks.1", "--json")
     rows = json.loads(result.stdout)["written"]
     assert [row["fusion_breaks"] for row in rows] == [["blocks.0.attn", "blocks.1"]] * 2
     for bad, reason in (
@@ -264,6 +261,4 @@ def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
             "--engine tensorrt is not honoured by precision fp32; it is honoured by precision mixed that finds",
         ),
     ):
-        refused = CliRunner().invoke(main, [*words, *bad])
-        assert refused.exit_code == 2, refused.output
-        assert reason in " ".join(refused.output.split())
+        refuses(reason, *words, *bad)

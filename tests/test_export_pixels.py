@@ -30,7 +30,7 @@ from ground.errors import BadInput
 from ground.pixels import Normalisation
 from perf.parity.rounding import round_file
 from tests import small_convnets, small_models, tiny
-from tests.command import run
+from tests.command import invoked, run
 from tests.graphs import needs_rtx
 
 SIZE = 32
@@ -292,19 +292,16 @@ def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
     for subject in ("dense", "reduced"):
         graph = home / subject / "model.onnx"
         asked = ("--precision", "fp32,fp16", "--input", "uint8", "--json")
-        result = run("export", "--model", home / subject, "-o", graph, *asked)
-        assert result.exit_code == 0, result.output
+        result = invoked("export", "--model", home / subject, "-o", graph, *asked)
         written = json.loads(result.stdout)["written"]
         assert [row["normalised"] for row in written] == ["patch_embed.proj", AHEAD]
     graphs = [home / "dense" / name for name in ("model.onnx", "model.fp16.onnx")]
-    result = run("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
-    assert result.exit_code == 0, result.output
+    result = invoked("verify", home / "dense", *graphs, "--images", home / "pixels.npy", "-o", home / "parity.json")
     links = json.loads((home / "parity.json").read_text())["links"]
     assert links[0]["measures"]["relative_error"] < 1e-5
-    result = run("bench", home / "dense" / "model.onnx", home / "reduced" / "model.onnx", "-o", home / "bench.json",
+    result = invoked("bench", home / "dense" / "model.onnx", home / "reduced" / "model.onnx", "-o", home / "bench.json",
                  "--images", home / "pixels.npy", "--batch", "1", "--time-limit", "0.5", "--half-width", "0.9",
                  "--block-ms", "1", "--min-rounds", "7")  # fmt: skip
-    assert result.exit_code == 0, result.output
     result = run("bench", home / "dense", home / "reduced" / "model.onnx", "-o", home / "other.json", "--batch", "1")
     assert result.exit_code == 2
     assert "uint8" in result.output
@@ -316,12 +313,9 @@ def test_images_that_no_pixels_make_are_refused(home: Path) -> None:
     result = run("verify", home / "dense", graph, "--images", home / "images.npy", "-o", home / "parity.json")
     assert result.exit_code == 2, result.output
     assert "away from pixels 0 to 255" in " ".join(result.output.split())
-    result = run("verify", home / "dense", graph, "--random", 5, "-o", home / "parity.json")
-    assert result.exit_code == 0, result.output
-    again = run("verify", graph, graph, "--images", home / "pixels.npy", "-o", home / "same.json", "--max-error", 1e-6)
-    assert again.exit_code == 0, again.output
-    again = run("verify", graph, graph, "--images", home / "images.npy", "-o", home / "same.json")
-    assert again.exit_code == 2, again.output
+    invoked("verify", home / "dense", graph, "--random", 5, "-o", home / "parity.json")
+    invoked("verify", graph, graph, "--images", home / "pixels.npy", "-o", home / "same.json", "--max-error", 1e-6)
+    invoked("verify", graph, graph, "--images", home / "images.npy", "-o", home / "same.json", code=2)
 
 
 def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
@@ -350,8 +344,5 @@ def test_graphs_say_what_they_take(tmp_path: Path) -> None:
 def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "model.onnx"
     export_checkpoint(tiny.checkpoint(depth=1), path, precision=precision, graph_input="uint8")
-    result = run(
-        "build", path, "-o", tmp_path / "model.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:4:8"
-    )
-    assert result.exit_code == 0, result.output
+    invoked("build", path, "-o", tmp_path / "model.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:4:8")
     assert record_of_plan(tmp_path / "model.plan").inputs[0].dtype == "uint8"

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from corp_deploy.cli import main
 from export.triton import staging
 from export.triton.config import Serving
 from export.triton.package import Package
@@ -26,6 +24,7 @@ from export.triton.server import ServerError, TritonServer
 from export.triton.staging import staging_folder
 from export.triton.versions import serve_version
 from ground.errors import BadInput
+from tests.command import invoked
 from tests.export_served import CLASSES, SHAPE, write_onnx
 from tests.triton_server import Server, lack
 
@@ -321,10 +320,8 @@ def test_serve_version_says_what_stays_and_refuses_a_bound_for_no_samples(packag
     for path in (packaged / "vit_onnx/2", packaged / "vit_onnx/configs/2.pbtxt"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     words = ["package", "serve", str(packaged), "--model-version", "2"]
-    said = CliRunner().invoke(main, words)
-    assert said.exit_code == 0, said.output
+    said = invoked(*words)
     assert f"{packaged}: vit_cpu serves version 2" in said.output
     assert f"{packaged}: vit_onnx lacks version 2 and stays as it is" in said.output
-    refused = CliRunner().invoke(main, [*words, "--server", "http://127.0.0.1:9", "--max-error", "0.1"])
-    assert refused.exit_code == 2
+    refused = invoked(*words, "--server", "http://127.0.0.1:9", "--max-error", "0.1", code=2)
     assert "--max-error is of answers to samples: give --samples" in refused.output

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -284,10 +283,7 @@ def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monke
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    save(tiny.checkpoint(), folder / "dense")
-    np.save(folder / "images.npy", tiny.images(5))
-    return folder
+    return tiny.written(tmp_path_factory.mktemp("faults"), 5)
 
 
 def calibrate(home: Path, output: Path, *words: object) -> Result:

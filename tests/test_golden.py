@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from click.testing import CliRunner, Result
 
 from benchmarks.pages.formats_page import PAGE, Format, Found, formats, formats_of, page, words, wrong
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import load_checkpoint
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked, refuses, run
 from tests.golden.answers import FIGURES, answers_of
 from tests.golden.versions import change_head, head_of, set_version
 
@@ -28,10 +27,6 @@ KINDS, _ = words()
 KEPT = {kind: each.golden for kind, each in KINDS.items() if each.golden}
 READ = {kind: name for kind, name in KEPT.items() if KINDS[kind].other != "not read"}
 REFUSED = {kind: name for kind, name in READ.items() if "counts as none" not in KINDS[kind].other}
-
-
-def invoked(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def plain(value: Any) -> Any:
@@ -102,10 +97,9 @@ REDUCED = {
 @pytest.mark.parametrize("name", REDUCED)
 def test_golden_moments_give_the_golden_model(name: str, tmp_path: Path) -> None:
     model, moments, *options = REDUCED[name]
-    done = invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
+    invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
                    newest(f"moments/{moments}.safetensors"), *options, "--align", "mlp=8,head=8,conv=8",
                    "-o", tmp_path / "again")  # fmt: skip
-    assert done.exit_code == 0, done.output
     # Another processor may solve to other last digits, which a model takes through float32.
     expected = EXPECTED[NEWEST[f"models/{name}"]][f"models/{name}"]["outputs"]
     require_same(plain(answers_of(load_checkpoint(tmp_path / "again").model)), expected, name, tolerance=1e-3)
@@ -121,10 +115,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_golden_moments_of_other_kinds_reduce(name: str, tmp_path: Path) -> None:
     model, moments, *options = OTHERS[name]
-    done = invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
+    invoked("reduce", "--model", newest(f"models/{model}"), "--moments",
                    newest(f"moments/{moments}.safetensors"), *options, "--align", "mlp=8,head=8",
                    "-o", tmp_path / "reduced", "--json")  # fmt: skip
-    assert done.exit_code == 0, done.output
     dense, reduced = (load_checkpoint(each).model for each in (newest(f"models/{model}"), tmp_path / "reduced"))
     assert sum(p.numel() for p in reduced.parameters()) < sum(p.numel() for p in dense.parameters())
 
@@ -285,8 +278,7 @@ def test_a_command_refuses_a_newer_file_and_writes_nothing(
         np.save(golden / "images.npy", tiny.images(24, size=16))
     monkeypatch.chdir(golden)
     before = files_of(golden)
-    done = invoked(*words)
-    assert done.exit_code == 2, done.output
+    done = invoked(*words, code=2)
     said = " ".join(done.stderr.split())
     assert f"written by a newer corp-deploy; {read_of(kind, version)}: install that one, or" in said
     assert files_of(golden) == before
@@ -297,7 +289,7 @@ def test_a_history_leaves_newer_records_out_and_says_so(golden: Path) -> None:
     kept.mkdir()
     shutil.copyfile(golden / "release/bench.json", kept / "newer.json")
     set_version(kept / "newer.json", "bench", 2)
-    done = invoked("gate", golden / "records/bench.json", "--history", kept, "-o", golden / "gate.json")
+    done = run("gate", golden / "records/bench.json", "--history", kept, "-o", golden / "gate.json")
     assert done.exit_code in (0, 3), done.output
     (left_out,) = json.loads((golden / "history.json").read_text(encoding="utf-8"))["left_out"]
     assert left_out["name"] == "newer.json"
@@ -308,9 +300,7 @@ def test_a_newer_release_is_not_run_on_by_an_older_tool(golden: Path) -> None:
     """A recipe has no version: a key of later is refused by its name."""
     path = golden / "release" / "recipe.toml"
     path.write_text(path.read_text(encoding="utf-8") + tomli_w.dumps({"later": {"key": 1}}), encoding="utf-8")
-    done = invoked("release", path, "-o", golden / "again", "--plan-only")
-    assert done.exit_code == 2
-    assert "later" in done.stderr
+    refuses("later", "release", path, "-o", golden / "again", "--plan-only")
     assert not (golden / "again").exists()
 
 

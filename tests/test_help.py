@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import GROUPS, RENAMED, main
 from corp_deploy.commands.help import Command
+from tests.command import invoked
 from tests.pages import ROOT
 
 LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command)}
@@ -17,8 +18,7 @@ MOMENTS = ROOT / "tests" / "golden" / "0.1" / "moments"
 
 
 def shown(*words: str, code: int = 0) -> str:
-    done = CliRunner().invoke(main, list(words))
-    assert done.exit_code == code, done.output
+    done = invoked(*words, code=code)
     assert max(map(len, done.stdout.splitlines()), default=0) <= 80
     return done.stdout
 
@@ -99,8 +99,7 @@ def test_an_old_name_works(tmp_path: Path) -> None:
     runs = [["merge-moments", *parts], ["calibrate", "--merge", *parts], ["calibrate", *parts, "--merge"]]
     written = []
     for number, words in enumerate(runs):
-        done = CliRunner().invoke(main, [*words, "-o", str(tmp_path / f"{number}.safetensors")])
-        assert done.exit_code == 0, done.output
+        done = invoked(*words, "-o", tmp_path / f"{number}.safetensors")
         assert done.stderr.count("deprecated") == (number == 0)
         written.append((tmp_path / f"{number}.safetensors").read_bytes())
     assert written[0] == written[1] == written[2]

@@ -33,7 +33,7 @@ from ground.errors import BadInput
 from ground.files import path_inside, write_json
 from ground.transaction import roll_back_interrupted
 from tests import tiny
-from tests.command import run
+from tests.command import invoked
 
 SHAPE = (3, 4, 6)
 MOST_PEAK_BYTES, MOST_SECONDS = 2**26, 5.0
@@ -478,8 +478,7 @@ def test_commands_end_with_exit_code_2_and_one_message(dense: Path, tmp_path: Pa
     (tmp_path / "x.safetensors").write_bytes(SAFETENSORS["a hole"])
     for images in ("pictures", "x.npy", "x.tar", "x.npz", "x.safetensors"):
         words = ("calibrate", "--model", dense, "--images", tmp_path / images, "-o", tmp_path / "m.safetensors")
-        done = run(*words)
-        assert done.exit_code == 2, (images, done.output)
+        done = invoked(*words, code=2)
         assert done.stderr.splitlines()[-1].startswith("Error: ")
         assert "Traceback" not in done.output
         assert len(done.stderr) < 1500

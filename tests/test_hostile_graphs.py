@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
 from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
-from corp_deploy.cli import main
 from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.heads import opened_heads
 from corp_deploy.store.checkpoint import save
@@ -29,6 +27,7 @@ from perf.parity.rounding import round_file
 from perf.runners.graph_io import io_of_onnx
 from perf.runners.onnx import OnnxRunner, onnx_precision
 from tests import tiny
+from tests.command import invoked, refuses
 from tests.export_served import write_onnx
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -232,9 +231,7 @@ def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
 def test_commands_end_with_exit_code_2(graph: ModelProto, tmp_path: Path) -> None:
     path = written(outside(graph, location="/etc/hostname"), tmp_path)
     for words in (["bench", path, path, "-o", tmp_path / "b.json"], ["build", path, "-o", tmp_path / "m.plan"]):
-        done = CliRunner().invoke(main, [str(word) for word in words])
-        assert done.exit_code == 2, done.output
-        assert "leads out of its directory" in done.stderr
+        refuses("leads out of its directory", *words)
         assert sorted(each.name for each in tmp_path.iterdir()) == ["in"]
 
 
@@ -597,7 +594,6 @@ def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) ->
         ["audit", bad, good],
         ["package", both, "-o", out, "--name", "vit"],
     ):
-        done = CliRunner().invoke(main, [str(word) for word in words])
-        assert done.exit_code == 2, (words, done.output)
+        done = invoked(*words, code=2)
         assert "the tensor 'images' is of the element type 99, which ONNX has not" in done.stderr, words
         assert [each.name for each in tmp_path.iterdir()] == ["both"]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 import export.engine.options
 from corp_deploy.cli import main
@@ -22,6 +21,7 @@ from ground import errors, quantities
 from ground.errors import BadInput
 from ground.quantity import BATCH, Count, Real
 from perf.gate.rule import rule_from_text
+from tests.command import invoked, refuses
 
 WORDED = (click.Path, click.Choice, click.types.BoolParamType, Paths)
 # fmt: off
@@ -74,24 +74,19 @@ def test_what_is_no_number_is_refused_by_every_option(command: str, option: clic
     for text in NO_NUMBERS:
         if signed and text in ("-0", "-1e-3"):
             continue
-        result = CliRunner().invoke(main, [*command.split(), f"{option.opts[0]}={form_of_option.format(text)}"])
-        assert result.exit_code == 2, (text, result.output)
+        result = invoked(*command.split(), f"{option.opts[0]}={form_of_option.format(text)}", code=2)
         assert option.opts[0] in result.stderr, (text, result.stderr)
         assert len(result.stderr) < 1000, "what was typed is not echoed whole"
 
 
 @pytest.mark.parametrize("value", ["8,8", "1,8,8", "1,99999999999", "1," + "9" * 400, "65537", "0"])
 def test_lists_of_batches(value: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "--batch", value])
-    assert result.exit_code == 2
-    assert "--batch" in result.stderr
+    refuses("--batch", "bench", "--batch", value)
 
 
 @pytest.mark.parametrize("value", ["mlp=8,mlp=16", "mlp", "=8", "mlp=8,", "width=8", "mlp==8", "head=0"])
 def test_multiples_of_widths(value: str) -> None:
-    result = CliRunner().invoke(main, ["sweep", "--align", value])
-    assert result.exit_code == 2
-    assert "--align" in result.stderr
+    refuses("--align", "sweep", "--align", value)
 
 
 def test_bounds_belong_to_their_side() -> None:

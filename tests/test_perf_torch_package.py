@@ -19,7 +19,7 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
 from tests import tiny
-from tests.command import run
+from tests.command import invoked, refuses
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 3, 4, 4)).astype(np.float32)
 
@@ -100,20 +100,15 @@ def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytes
     np.save(package.parent / "images.npy", IMAGES)
     quick = ["--batch", "2", "--time-limit", "0.5", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "2"]
     words = ["bench", package, package, *quick, "-o", package.parent / "b.json"]
-    refused = run(*words, "--images", package.parent / "images.npy")
-    assert refused.exit_code == 2
+    refused = invoked(*words, "--images", package.parent / "images.npy", code=2)
     assert "is code" in refused.stderr
     assert "--trust-code" in refused.stderr
     assert loaded == []
-    untold = run(*words, "--trust-code")
-    assert untold.exit_code == 2
-    assert "a package doesn't record its inputs" in " ".join(untold.stderr.split())
+    refuses("a package doesn't record its inputs", *words, "--trust-code")
     assert loaded == []
-    done = run(*words, "--images", package.parent / "images.npy", "--trust-code")
-    assert done.exit_code == 0, done.output
+    invoked(*words, "--images", package.parent / "images.npy", "--trust-code")
     assert set(loaded) == {str(package)}
-    cast = run(*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16")
-    assert cast.exit_code == 2
+    cast = invoked(*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16", code=2)
     assert "a package is compiled in its precision" in " ".join(cast.stderr.split())
     assert BENCH.variants["aotinductor"].supports("dtype", "bf16")
 
@@ -132,9 +127,7 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(shutil, "which", lambda name: None)
     save(tiny.checkpoint(), tmp_path / "dense")
     words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", 1]
-    done = run(*words, "-o", tmp_path / "b.json")
-    assert done.exit_code == 4
-    assert "needs a C++ compiler" in " ".join(done.stderr.split())
+    refuses("needs a C++ compiler", *words, "-o", tmp_path / "b.json", code=4)
 
 
 class Small(nn.Module):
@@ -152,9 +145,7 @@ class Small(nn.Module):
 def test_a_single_input_is_measured_by_itself(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", "1,8,32"]
-    refused = run(*words, "-o", tmp_path / "b.json")
-    assert refused.exit_code == 2
-    assert "measure --batch 1 by itself, and --batch 8,32 in another run" in " ".join(refused.stderr.split())
+    refuses("measure --batch 1 by itself, and --batch 8,32 in another run", *words, "-o", tmp_path / "b.json")
     assert not (tmp_path / "b.json").exists()
 
 

@@ -14,9 +14,9 @@ from timm.data import ImageNetInfo
 from benchmarks.real import lite0, real_convnet
 from benchmarks.real.convnet_page import real_convnet as page
 from benchmarks.real.place import ROOT, wheels
-from corp_deploy.cli import main
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import Missing
+from tests.command import invoked
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "real_convnet.json"
 
@@ -61,8 +61,7 @@ def test_every_row_is_one_that_reduce_takes(tmp_path: Path) -> None:
         widths = ["--macs", "0.5"] if row.budget else ["--conv", "0.5"]
         images = ["--images", __file__] if real_convnet.looks_at_images(row) else []
         words = ["reduce", "--model", str(tmp_path / "none"), "--moments", __file__, *images]
-        said = CliRunner().invoke(main, [*words, *row.said.split(), *widths, "--align", "conv=8", "-o", str(tmp_path)])
-        assert said.exit_code == 2, said.output
+        said = invoked(*words, *row.said.split(), *widths, "--align", "conv=8", "-o", tmp_path, code=2)
         assert "none" in said.output
         assert "Usage" not in said.output
 

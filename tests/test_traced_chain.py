@@ -41,7 +41,7 @@ from corp_deploy.traced.programs.tree import Norm
 from export.graph.precision import typed_copy
 from ground.errors import BadInput
 from perf.parity.diagnosis import locate_in_exact
-from tests.command import invoked
+from tests.command import invoked, refuses
 from tests.recipes import recipe
 from tests.traced_examples import CODE, DENSENET, PVT, checkpoint_of, images, with_structure
 
@@ -413,9 +413,7 @@ def test_an_edited_directory_is_refused_by_its_file(home: Path) -> None:
 def test_what_is_not_there_yet_is_refused(home: Path, asked: tuple[object, ...], reason: str) -> None:
     invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     words = ["reduce", "--model", *DENSE, "--moments", "m.safetensors", "-o", "reduced", *map(str, asked)]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2, result.output
-    assert reason in " ".join(result.output.split())
+    refuses(reason, *words)
     assert not (home / "reduced").exists()
 
 
@@ -440,8 +438,7 @@ def test_levers_go_together(home: Path) -> None:
     given = ("--model", *DENSE, "--moments", "m.safetensors", "--align", "mlp=4,head=4", "-q")
     pixels = torch.from_numpy(images(3, seed=3))
     for name, (asked, reason) in LEVERS.items():
-        result = CliRunner().invoke(main, [*map(str, ("reduce", *given, *asked, "-o", name))])
-        assert result.exit_code == (2 if reason else 0), (name, result.output)
+        result = invoked(*("reduce", *given, *asked, "-o", name), code=2 if reason else 0)
         assert reason in " ".join(result.output.split()), name
         assert (home / name).exists() != bool(reason), name
     loaded = load_checkpoint(home / "all at once")

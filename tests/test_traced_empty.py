@@ -72,9 +72,7 @@ def emptied() -> Reduction:
 
 
 def outputs(model: nn.Module, count: int = 5) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.from_numpy(images(count, seed=count)))
-    return out
+    return tiny.ran(model, images(count, seed=count))
 
 
 def test_the_mean_of_what_the_dense_layers_give_stays() -> None:

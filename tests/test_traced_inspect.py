@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.reach import first_plan, refuse_far
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import BadInput
+from tests.command import invoked, refuses
 from tests.traced_examples import CODE, DENSENET, PVT
 
 # A ViT whose patches take half of its multiply-adds.
@@ -26,8 +25,7 @@ DIM, HIDDEN, HEADS = 48, 192, 3
 
 
 def inspected(*words: str) -> dict[str, object]:
-    result = CliRunner().invoke(main, ["inspect", *words, "--json"])
-    assert result.exit_code == 0, result.output
+    result = invoked("inspect", *words, "--json")
     record: dict[str, object] = json.loads(result.stdout)
     return record
 
@@ -129,8 +127,7 @@ def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
 ) -> None:
     (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(5, 3)\n")
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["inspect", "--model", "module:own.py:make", "--trust-code"])
-    assert result.exit_code == 2
+    result = invoked("inspect", "--model", "module:own.py:make", "--trust-code", code=2)
     assert "no size of images is known that it takes" in result.output
     assert "input_size = (3, height, width)" in result.output
 
@@ -143,9 +140,7 @@ def test_a_module_that_can_not_be_traced_says_why(tmp_path: Path, monkeypatch: p
         "        return x if x.is_meta or x.sum().item() > 0 else -x\n\ndef make():\n    return Odd()\n"
     )
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["inspect", "--model", "module:own.py:make", "--trust-code"])
-    assert result.exit_code == 2, result.output
-    assert "Odd can't be traced" in result.output
+    refuses("Odd can't be traced", "inspect", "--model", "module:own.py:make", "--trust-code")
 
 
 def test_sums_hold_for_a_model_of_maps() -> None:

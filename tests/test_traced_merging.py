@@ -51,9 +51,7 @@ def merged(form: str, **options: Any) -> nn.Module:
 
 
 def outputs(model: nn.Module, count: int = 5, seed: int = 0) -> Tensor:
-    with torch.inference_mode():
-        given: Tensor = model(torch.from_numpy(tiny.images(count, seed)))
-    return given
+    return tiny.ran(model, tiny.images(count, seed))
 
 
 def checkpoint_of(model: nn.Module, form: str) -> Checkpoint:

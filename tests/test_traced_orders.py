@@ -29,9 +29,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def outputs(model: nn.Module) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.from_numpy(tiny.images(3)))
-    return out
+    return tiny.ran(model, tiny.images(3))
 
 
 @pytest.mark.parametrize("name", ["class token", "registers", "layer scale", "packed gate", "norms inside", "swin"])

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional
 
 from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
-from corp_deploy.cli import main
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.preprocessing import Preprocessing
@@ -32,6 +30,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, sa
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.site import Site
 from ground.errors import BadInput
+from tests.command import invoked
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels
 
 BEST = method_from_preset("best", conv_sparsity=0.5, align_conv=8, ridge_rel=1e-9)
@@ -254,10 +253,8 @@ def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypat
     save(own, tmp_path / "dense")
     np.save(tmp_path / "images.npy", pixels(4).numpy())
     words = ["calibrate", "--model", tmp_path / "dense", "--images", tmp_path / "images.npy", "-o", tmp_path / "m"]
-    said = CliRunner().invoke(main, list(map(str, words)))
-    assert said.exit_code == 2
+    said = invoked(*words, code=2)
     named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
     assert named is not None, said.output
-    fits = CliRunner().invoke(main, [*map(str, words), "--patch-memory", named[1]])
-    assert fits.exit_code == 0, fits.output
+    fits = invoked(*words, "--patch-memory", named[1])
     assert re.search(r"patches of layer\S+: ", fits.output)

@@ -7,12 +7,12 @@ import numpy as np
 import timm
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
 
 ARCHITECTURE = Architecture(
@@ -52,6 +52,25 @@ def opened(path: Path, pixels: NDArray[np.float32], model: nn.Module | None = No
     """Images [N, 3, S, S] written to the path and opened for a model, `checkpoint()` unless another is given."""
     np.save(path, pixels)
     return images_for_model(checkpoint().model if model is None else model, path)
+
+
+def written(folder: Path, count: int, *, to: str = "images.npy", **kwargs: object) -> Path:
+    """A folder with `checkpoint(**kwargs)` as the model directory dense, and so many images."""
+    save(checkpoint(0, **kwargs), folder / "dense")
+    np.save(folder / to, images(count))
+    return folder
+
+
+def ran(model: nn.Module, images: Tensor | NDArray[np.float32]) -> Tensor:
+    """What a model of one output gives."""
+    with torch.inference_mode():
+        out: Tensor = model(torch.as_tensor(images))
+    return out
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference by that of what was expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def timm_model(name: str, **kwargs: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from corp_deploy.traced.models.module import Facts, traced_module
 from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput
 from ground.ports import OutputPort
+from ground.records import record_from_value
 
 from .architecture import Architecture
 from .text_encoder import EncoderArchitecture, TextEncoder
@@ -25,10 +26,8 @@ class EncoderArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 def arguments_of(architecture: Architecture) -> EncoderArguments:
     """Raises BadInput, naming the entry, for one that is missing, of another type or beyond bounds."""
-    try:
-        arguments = msgspec.convert(dict(architecture.kwargs), EncoderArguments)
-    except ValueError as error:  # msgspec's own are ValueErrors too
-        raise BadInput(f"architecture of a text encoder: {str(error)[:300]}; write the model again") from None
+    where, remedy = "architecture of a text encoder", "write the model again"
+    arguments = record_from_value(dict(architecture.kwargs), EncoderArguments, where=where, remedy=remedy)
     if arguments.text.length > arguments.encoder.longest:
         raise BadInput(
             f"a text of {arguments.text.length} tokens: the encoder has places for {arguments.encoder.longest} at most"

@@ -8,6 +8,7 @@ from corp_deploy.traced.models.module import Facts, TracedModule, traced_module
 from corp_deploy.traced.models.modules import refuse_larger
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port
+from ground.records import record_from_value
 
 from .architecture import Architecture
 from .text_decoder import DecoderArchitecture, DecoderBlock, TextDecoder
@@ -28,10 +29,8 @@ class DecoderArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 def arguments_of(architecture: Architecture) -> DecoderArguments:
     """Raises BadInput, naming the entry, for one that is missing, of another type or beyond bounds."""
-    try:
-        arguments = msgspec.convert(dict(architecture.kwargs), DecoderArguments)
-    except ValueError as error:  # msgspec's own are ValueErrors too
-        raise BadInput(f"architecture of a decoder: {str(error)[:300]}; write the model again") from None
+    where, remedy = "architecture of a decoder", "write the model again"
+    arguments = record_from_value(dict(architecture.kwargs), DecoderArguments, where=where, remedy=remedy)
     if arguments.text.length > arguments.decoder.longest:
         raise BadInput(
             f"sequences of {arguments.text.length} tokens: a token of this decoder sees {arguments.decoder.longest} at "

@@ -16,6 +16,8 @@ from .text_decoder import DecoderArchitecture
 from .text_encoder import ACTIVATIONS, Eps, Heads, Layers, Rows, Width
 
 Window = Annotated[int, Meta(ge=1, le=10_000_000)] | None
+_PLAIN: Mapping[str, Any] = {"gated": False, "rms": False, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+"""Decoders from before Llama."""
 
 
 class _Any(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,13 +81,9 @@ class _Opt(_Any, frozen=True, kw_only=True):
             hidden=self.ffn_dim,
             layers=self.num_hidden_layers,
             activation=self.activation_function,
-            gated=False,
-            rms=False,
             eps=1e-5,  # stands in transformers' code
-            qkv_bias=True,
-            proj_bias=True,
-            mlp_bias=True,
             tied=self.tie_word_embeddings,
+            **_PLAIN,
         )
 
 
@@ -121,13 +119,9 @@ class _Gpt2(_Any, frozen=True, kw_only=True):
             hidden=self.n_inner or 4 * self.n_embd,
             layers=self.n_layer,
             activation=self.activation_function,
-            gated=False,
-            rms=False,
             eps=self.layer_norm_epsilon,
-            qkv_bias=True,
-            proj_bias=True,
-            mlp_bias=True,
             tied=self.tie_word_embeddings,
+            **_PLAIN,
         )
 
 
@@ -190,10 +184,7 @@ class _Config(Protocol):
 _CONFIGS: Mapping[str, type[_Any]] = {
     "opt": _Opt,
     "gpt2": _Gpt2,
-    "llama": _Llama,
-    "mistral": _Llama,
-    "qwen2": _Llama,
-    "qwen3": _Llama,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _Llama),
 }
 MODEL_TYPES = tuple(_CONFIGS)
 _ROPE_ENTRIES = {

@@ -18,16 +18,7 @@ from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.ports import Port
 
-from . import (
-    bert,
-    custom_modules,
-    decoder,
-    given_module,
-    hf_classes,
-    timm_library,
-    torchvision_models,
-    traced_model,
-)
+from . import bert, custom_modules, decoder, given_module, hf_classes, timm_library, torchvision_models, traced_model
 from .architecture import Architecture
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps

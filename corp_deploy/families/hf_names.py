@@ -252,10 +252,6 @@ def with_positions_of(state: Mapping[str, Tensor], model: VisionModel, sides: tu
     first, patches = positions.split([positions.shape[1] - math.prod(old), math.prod(old)], dim=1)
     grid = patches.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
     resampled = F.interpolate(
-        grid,
-        size=new,
-        mode="bicubic",
-        align_corners=False,
-        antialias=config.model_type == "dinov2_with_registers",
+        grid, size=new, mode="bicubic", align_corners=False, antialias=config.model_type == "dinov2_with_registers"
     )
     return {**state, "pos_embed": torch.cat([first.float(), resampled.flatten(2).transpose(1, 2)], dim=1)}

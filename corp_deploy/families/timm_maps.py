@@ -126,9 +126,7 @@ def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
         raise BadInput(f"outputs: {outputs.describe()} can't be named of {of}; leave --outputs out")
     layers = _layers(model)
     named = _Given(
-        outputs=outputs.every,
-        numbers=tuple(_number(each, layers) for each in outputs.every),
-        kinds=layers.kinds,
+        outputs=outputs.every, numbers=tuple(_number(each, layers) for each in outputs.every), kinds=layers.kinds
     )
     kind: type[nn.Module] = type(
         state.plain.__name__,

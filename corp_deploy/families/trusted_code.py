@@ -59,11 +59,7 @@ class Code:
 
     def called(self, arguments: dict[str, Any]) -> Any:
         """What the function gives. Raises BadInput where code isn't trusted, and for code that fails."""
-        if not _TRUSTED.get():
-            raise BadInput(
-                f"{self.file} is code, which would be run to make the model: read it, and give --trust-code if you "
-                "trust it"
-            )
+        refuse_untrusted(self.file)
         try:
             return self._function()(**arguments)
         except (BadInput, MemoryError):

@@ -96,6 +96,11 @@ class StepBudget:
             by_time = seconds / self.seconds if self.seconds > 0.0 else 1.0
         return min(1.0, max(by_steps, by_time))
 
+    def since(self, before: float, began: float, ranks: Ranks) -> float:
+        """Seconds since the start, of all attempts together; the first process's where time ends the fit."""
+        own = before + time.monotonic() - began
+        return own if self.seconds is None else ranks.all_gather(own)[0]
+
 
 def step_size(options: PolishOptions, way: float) -> float:
     """Rising over the warm-up, then falling to nothing in a straight line."""
@@ -148,11 +153,6 @@ class Descent:
         draws = drawn(self.problem.rows, first=step * rows_per_step, size=rows_per_step, seed=self.options.seed)
         return draws[self.ranks.rank :: self.ranks.size]
 
-    def _seconds(self, before: float, began: float) -> float:
-        """Since the start, of all attempts together; the first process's where time ends the fit."""
-        own = before + time.monotonic() - began
-        return own if self.pace.seconds is None else self.ranks.all_gather(own)[0]
-
     def _average_(self, position: Position, share: float) -> None:
         for average, matrix in zip(position.average, self.matrices, strict=True):
             average.lerp_(matrix.values_OK, 1.0 - 0.5 ** (share / self.options.averaged))
@@ -172,7 +172,7 @@ class Descent:
         while way < 1.0:
             self.problem.backward(self._draws(position.step))
             adam.step_(position.step + 1, step_size(self.options, way) * min(1.0, position.curve[0].error))
-            position.step, position.seconds = position.step + 1, self._seconds(before, began)
+            position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
             now = self.pace.way(position.step, position.seconds)
             self._average_(position, now - way)
             due, way = int(now * _JUDGED) > int(way * _JUDGED), now

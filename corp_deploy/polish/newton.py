@@ -185,17 +185,12 @@ class AlternatingFit:
             self._sweep_(position.step)
             error = self.judge.relative(self.judge.error())
             gained = error < position.best_error
-            position.step, position.seconds = position.step + 1, self._seconds(before, began)
+            position.step, position.seconds = position.step + 1, self.pace.since(before, began, self.ranks)
             position.values, position.best_error = [matrix.values_OK for matrix in self.matrices], error
             position.best = position.values
             position.curve += (Judged(step=position.step, seconds=position.seconds, error=error, averaged=error),)
             for hear in (save, on_progress):
                 if hear is not None:
                     hear(position)
-
-    def _seconds(self, before: float, began: float) -> float:
-        """Since the start, of all attempts together; the first process's where time ends the fit."""
-        own = before + time.monotonic() - began
-        return own if self.pace.seconds is None else self.ranks.all_gather(own)[0]
 
     report = staticmethod(Descent.report)

@@ -7,8 +7,9 @@ from functools import cache
 from typing import Any
 
 import tomli_w
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 
+from ground.templates import templates_of
 from ground.text import one_line, printable
 
 
@@ -29,14 +30,7 @@ def toml_text(text: str) -> str:
 @cache
 def _environment() -> Environment:
     """Templates of texts that are no HTML: words go through `toml`, `sh` (those of a command) or `comment`."""
-    environment = Environment(
-        loader=PackageLoader("corp_deploy.release"),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = templates_of("corp_deploy.release")
     environment.filters |= {"toml": toml_text, "sh": shlex.join, "comment": one_line}
     return environment
 

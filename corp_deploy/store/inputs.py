@@ -50,7 +50,7 @@ def images_for_model(
     return open_images(
         path,
         image_shape=spec.shape,
-        transform=_transform_of_folder(spec, path) if _holds_pictures(path) else no_picture,
+        transform=_transform_of_folder(spec, path) if (path.is_dir() or path.suffix == ".tar") else no_picture,
         pixels=partial(normalising, spec, where=str(path)),
         samples=samples,
         seed=seed,
@@ -88,10 +88,6 @@ def images_for_port(
 def no_picture(picture: object) -> Tensor:
     """In place of a transform, where arrays are taken as they are."""
     raise AssertionError(picture)
-
-
-def _holds_pictures(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".tar"
 
 
 def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]:

@@ -238,11 +238,7 @@ def _key_value_widths(proto: ModelProto, node: NodeProto) -> tuple[int, int] | N
         value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in proto.graph.value_info
     }
     keys, values = (shapes.get(name, []) for name in node.input[1:3])
-    heads = _flag(node, "kv_num_heads") or 1
+    heads = next((attribute.i for attribute in node.attribute if attribute.name == "kv_num_heads"), 0) or 1
     if not keys or not values or 0 in (keys[-1], values[-1]):
         return None
     return (keys[-1] // heads, values[-1] // heads) if len(keys) == 3 else (keys[-1], values[-1])
-
-
-def _flag(node: NodeProto, name: str) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)

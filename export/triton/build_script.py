@@ -4,9 +4,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 
 from export.engine.options import BatchProfile
+from ground.templates import templates_of
 from ground.text import one_line
 
 from .server_releases import IMAGE
@@ -51,14 +52,7 @@ def build_script(
 @cache
 def _environment() -> Environment:
     """Templates of texts that are no HTML: each word goes through `sh`, or through `comment`."""
-    environment = Environment(
-        loader=PackageLoader("export.triton"),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = templates_of("export.triton")
     environment.filters |= {"sh": shlex.quote, "comment": one_line}
     return environment
 

@@ -50,7 +50,7 @@ class Evidence:
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """The rule's figure for a subject (None: the candidate); raises BadInput when the records don't have it."""
         if rule.is_own:
-            return _own_metric_reading(self.parity, rule, subject, where)
+            return Reading(interval=exact(own_metric(self.parity, rule, subject, where).value))
         if rule.metric in TIMED:
             return _timed(self._bench(rule, where), rule, subject, where, self.confidence)
         if rule.metric in (*COUNTED, *PLACED):
@@ -188,10 +188,6 @@ def _fitted(parity: Parity, rule: Rule, where: str) -> Reading:
             "directory among the candidates, or with --moments"
         )
     return Reading(interval=exact(parity.fitted.same))
-
-
-def _own_metric_reading(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> Reading:
-    return Reading(interval=exact(own_metric(parity, rule, subject, where).value))
 
 
 def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 
+from ground.templates import templates_of
 from ground.text import printable
 
 from .content import Content
@@ -81,15 +82,7 @@ def shown(value: object) -> object:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = templates_of("perf.report", is_html=True, finalize=shown)
     environment.globals |= {"tones": TONES, "tone_of": _tone, "zip": zip}
     environment.filters["unbroken"] = _unbroken
     return environment

@@ -47,12 +47,7 @@ class Merging:
 
     def as_json(self) -> dict[str, Any]:
         """As config.json and lineages have it."""
-        return {
-            "schedule": list(self.schedule),
-            "metric": self.metric,
-            "how": self.how,
-            "unmerged": self.unmerged,
-        }
+        return {"schedule": list(self.schedule), "metric": self.metric, "how": self.how, "unmerged": self.unmerged}
 
     def describe(self) -> str:
         """For people: `grows from 0 to 36` is read off the numbers, so they stand there."""

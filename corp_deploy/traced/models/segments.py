@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from corp_deploy.traced.finding.cost import contracts
 from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
-from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, operation, sizes_at_one, taken, tensor_of
 
 from .merged_program import CutState, MergedProgram
 from .token_merging import Tokens
@@ -127,11 +127,7 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
             found_outputs.insert(
                 0,
                 CutOutputs(
-                    name=cut.name,
-                    before=crossing.node,
-                    takes_sources=bool(beside),
-                    numbers=numbers,
-                    module=module,
+                    name=cut.name, before=crossing.node, takes_sources=bool(beside), numbers=numbers, module=module
                 ),
             )
             left.difference_update(numbers)
@@ -160,7 +156,7 @@ def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segm
         streams = [cut for cut in every[len(at) :] if cut.node is not output and len(sizes_at_one(cut.node)) == 3]
         return _segments(analysis, [inputs[0], *(cut.node for cut in (*at, *streams)), output], merged)
     last = given_at_cuts(analysis)[-1:]
-    weights = {str(node.target) for each in last for node in each.module.graph.nodes if node.op == "get_attr"}
+    weights = {name for each in last for name in taken(each.module.graph.nodes)}
     if not last or any(span.name in weights for site in analysis.sites for span in (*site.writers, *site.readers)):
         return ()
     return _segments(analysis, [inputs[0], *(cut.node for cut in cuts(analysis, beside_outputs=True))], merged)
@@ -197,7 +193,7 @@ def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) 
         name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
-        weights = frozenset(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+        weights = frozenset(taken(module.graph.nodes))
         every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside))
     merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
     return () if merges else tuple(every)
@@ -251,13 +247,6 @@ def _lines(graph: fx.Graph, tensors: fx.GraphModule) -> Iterator[str]:
     for node in graph.nodes:
         sizes: Any = sizes_at_one(node)
         if node.op == "get_attr":
-            sizes = tuple(_attribute(tensors, str(node.target)).shape)
+            sizes = tuple(tensor_of(tensors, str(node.target)).shape)
         arguments = fx.node.map_aggregate((node.args, node.kwargs), lambda each: place.get(each, each))
         yield f"{operation(node)} {arguments} {sizes}"
-
-
-def _attribute(module: fx.GraphModule, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    value = getattr(module.get_submodule(owner), last)
-    assert isinstance(value, Tensor), name
-    return value

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from corp_deploy.traced.finding.site import Site
-from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.program import Program, settle_
 from corp_deploy.traced.programs.readers import LINEAR
 from corp_deploy.traced.programs.sizes import size_
 
@@ -59,7 +59,7 @@ def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list
         nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
         reader.update_arg(0, nothing)
         _set(graph, str(reader.args[1].target), 0)
-    _settle(graph)
+    settle_(graph)
     size_(graph, inputs, any_batch=program.any_batch)
     return replace(program, graph=graph)
 
@@ -81,13 +81,3 @@ def _set(graph: fx.GraphModule, name: str, columns: int) -> None:
     owner, _, last = name.rpartition(".")
     old = graph.get_parameter(name)
     setattr(graph.get_submodule(owner), last, nn.Parameter(old.new_zeros(len(old), columns), requires_grad=False))
-
-
-def _settle(graph: fx.GraphModule) -> None:
-    """Without what nothing needs any more."""
-    before = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
-    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for name in before - {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}:
-        owner, _, last = name.rpartition(".")
-        delattr(graph.get_submodule(owner), last)
-    graph.recompile()

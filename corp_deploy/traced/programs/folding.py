@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx, nn
 
-from .program import operation
+from .program import operation, settle_
 
 NUMBERS = "numbers_folded"
 """What constants are called that were computed from no parameter: nothing that is learned changes them."""
@@ -17,8 +17,7 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
     A constant has the name of the one parameter of its shape that it was computed from, so that a standardised weight
     is still the weight; else one of its own, beside its first parameter.
     """
-    before, names = _used(graph), list[str]()
-    run = fx.Interpreter(graph)
+    names, run = list[str](), fx.Interpreter(graph)
     values = run.env
     for node in graph.graph.nodes:
         is_computed = node.op == "call_function" and all(each in values for each in node.all_input_nodes)
@@ -32,17 +31,8 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
             constant = graph.graph.get_attr(names[-1])
         constant.meta = dict(node.meta)
         node.replace_all_uses_with(constant)
-    # What drops nothing in evaluation counts as random, though.
-    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for name in before - _used(graph):
-        owner, _, last = name.rpartition(".")
-        delattr(graph.get_submodule(owner), last)
-    graph.recompile()
+    settle_(graph)
     return tuple(names)
-
-
-def _used(graph: fx.GraphModule) -> set[str]:
-    return {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
 
 
 def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:

@@ -1,11 +1,11 @@
 """A model's program: a flat graph of its calls to ATen under the names of its state dict, and what nodes say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from .sizes import BatchAffineSize
 
@@ -51,10 +51,31 @@ class Program:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or constant by its name."""
+        return tensor_of(self.graph, name)
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """A parameter or constant by its name."""
+    owner, _, last = name.rpartition(".")
+    value = getattr(module.get_submodule(owner), last)
+    assert isinstance(value, Tensor), (name, type(value))
+    return value
+
+
+def taken(nodes: Iterable[fx.Node]) -> set[str]:
+    """The names of all parameters and constants."""
+    return {str(node.target) for node in nodes if node.op == "get_attr"}
+
+
+def settle_(graph: fx.GraphModule) -> None:
+    """Without what nothing needs any more, and the constants that it alone took."""
+    before = taken(graph.graph.nodes)
+    # What drops nothing in evaluation counts as random, though.
+    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    for name in before - taken(graph.graph.nodes):
         owner, _, last = name.rpartition(".")
-        value = getattr(self.graph.get_submodule(owner), last)
-        assert isinstance(value, Tensor), (name, type(value))
-        return value
+        delattr(graph.get_submodule(owner), last)
+    graph.recompile()
 
 
 def operation(node: fx.Node) -> str:

@@ -89,14 +89,7 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     stack = list[tuple[str, str]]()
     on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
     recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
-    with (
-        torch.no_grad(),
-        _compiling(),
-        _stacked(running, stack),
-        Numbers(),
-        enable_python_dispatcher(),
-        recorder,
-    ):
+    with torch.no_grad(), _compiling(), _stacked(running, stack), Numbers(), enable_python_dispatcher(), recorder:
         gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,

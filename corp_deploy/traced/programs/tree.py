@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torch import Tensor, fx, nn
 
-from .program import module_of
+from .program import module_of, tensor_of
 
 Path = tuple[str, ...]
 
@@ -100,7 +100,7 @@ class _Making:
         if node not in self.nodes:
             assert node.op == "get_attr", node
             name = self._below(node)
-            self.own[name] = _tensor(self.root, str(node.target))
+            self.own[name] = tensor_of(self.root, str(node.target))
             self.nodes[node] = self.graph.get_attr(name)
         return self.nodes[node]
 
@@ -140,10 +140,3 @@ def _leaving(run: Sequence[fx.Node]) -> list[fx.Node]:
 def _is_norm(called: Sequence[fx.Node]) -> bool:
     kinds = {module_of(node)[1] for node in called}
     return bool(kinds) and all("Norm" in kind and "BatchNorm" not in kind for kind in kinds)
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    value = getattr(module.get_submodule(owner), last)
-    assert isinstance(value, Tensor), name
-    return value
