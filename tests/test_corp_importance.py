@@ -72,8 +72,8 @@ def test_metrics_are_the_mean_square_of_all_outputs_gradients(
     layer = dense.model.get_submodule(weight.removesuffix(".weight"))
     rows_XO = gradients_of_every_output(dense.model, layer, pixels, -1 if name == "vit" else 1)
     expected = rows_XO.T @ rows_XO / len(rows_XO)
-    unseen = 1e-3 * float(expected.diagonal().mean()) * torch.eye(len(expected), dtype=torch.float64)
-    torch.testing.assert_close(found, expected + unseen, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    alike = float(expected.diagonal().mean()) * torch.eye(len(expected), dtype=torch.float64)
+    torch.testing.assert_close(found, expected + alike, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
 def lost_in_outputs(statistics: ChannelMoments, weight_OF: Tensor, metric_OO: Tensor, kept: list[int]) -> float:

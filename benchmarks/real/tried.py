@@ -143,11 +143,11 @@ def cut(
     fc2.weight.data = torch.zeros_like(fc2.weight).index_copy_(1, kept, new.float())
 
 
-def _root(own: Sums) -> Tensor:
-    """Of the metric of what the MLP adds, for class and patch tokens alike."""
+def _root(own: Sums, alike: float) -> Tensor:
+    """Of the metric of what the MLP adds, for class and patch tokens alike, with so much of its mean diagonal."""
     metric = torch.stack([each / each.diagonal().sum() for each in own.gradients.values()]).sum(0)
     values, vectors = torch.linalg.eigh(metric)
-    root: Tensor = (vectors * (values.clamp_min(0.0) + 1e-3 * values.mean()).sqrt()) @ vectors.T
+    root: Tensor = (vectors * (values.clamp_min(0.0) + alike * values.mean()).sqrt()) @ vectors.T
     return root
 
 
@@ -174,30 +174,31 @@ class Judge:
 def half_of_mlps(model: Any, sums: list[Sums], judge: Judge) -> Iterator[dict[str, Any]]:
     """Each way with its errors."""
 
-    def tried(name: str, weights: Mapping[str, float], *, by_outputs: bool = False, **ridge: Any) -> dict[str, Any]:
+    def tried(name: str, weights: Mapping[str, float], *, alike: float | None = None, **ridge: Any) -> dict[str, Any]:
         copy = deepcopy(model)
         for block, own in zip(copy.blocks, sums, strict=True):
             present = {each: share for each, share in weights.items() if float(own.moments[each][-1, -1]) > 0.0}
             mixed = torch.stack([share * _one(own.moments[each]) for each, share in present.items()]).sum(0)
-            cut(block, mixed, _root(own) if by_outputs else None, **ridge)
+            cut(block, mixed, None if alike is None else _root(own, alike), **ridge)
         return {"way": name, **judge.of(copy)}
 
     yield tried("as it is: all tokens alike, a ridge of 1e-4 of the mean variance", {"even": 1.0})
     yield tried("the class token counts 0.23 of all", {"even": 1.0, "class token": 0.3})
     yield tried("tokens by their gradients", {"class": 1.0, "patches": 1.0})
     yield tried("half alike, half by the class token's gradients", {"even": 1.0, "class": 1.0})
-    yield tried("chosen by the outputs' metric", {"even": 1.0}, by_outputs=True)
+    yield tried("chosen by the outputs' metric", {"even": 1.0}, alike=1e-3)
+    yield tried("by the metric with its mean diagonal added", {"even": 1.0}, alike=1.0)
     for by_channel in (False, True):
         for ridge in RIDGES:
             of = "each channel's own" if by_channel else "the mean"
             yield tried(
-                f"by the metric, a ridge of {ridge:g} of {of} variance",
+                f"so, with a ridge of {ridge:g} of {of} variance",
                 {"even": 1.0},
-                by_outputs=True,
+                alike=1.0,
                 ridge=ridge,
                 by_channel=by_channel,
             )
-    yield tried("by the metric, and the class token's gradients", {"even": 1.0, "class": 1.0}, by_outputs=True)
+    yield tried("so, half by the class token's gradients", {"even": 1.0, "class": 1.0}, alike=1.0)
 
 
 def _parts(block: Any, sum_KK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
 from .curvature import DIRECTIONS, joined, signs
 
 _PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a time
-_UNSEEN = 1e-3
+_ALIKE = 1.0
 MOST_OUTPUTS = 2048
 Change = Mapping[str, Tensor]
 """By the name of a weight or bias by how much it changes, of dense sizes."""
@@ -112,8 +112,9 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
 def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:
     """By the name of a layer's weight the M [O,O], float64 and positive definite, of which d' M d is what a change d of
     an output of the layer does to the model's outputs, on average over its places: E[g g'] of their gradients g
-    (the Gauss-Newton matrix), with a share of its mean diagonal for directions that these inputs don't show. Layers
-    that no output hangs on, and those of more than MOST_OUTPUTS outputs, have none.
+    (the Gauss-Newton matrix), with its mean diagonal added: what large cuts do is not first order, and half of a metric
+    that has all outputs alike loses less then (benchmarks/real/tried.py). Layers that no output hangs on, and those of
+    more than MOST_OUTPUTS outputs, have none.
     """
     sums, program = dict[str, Tensor](), tracing(model).running
     few = {name for name in weights if len(program.tensor(name)) <= MOST_OUTPUTS}
@@ -124,7 +125,7 @@ def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -
             sums[layer.weight] = sums.get(layer.weight, 0.0) + (rows_XO.T @ rows_XO).double() / len(rows_XO)
     scales = {name: float(sum_OO.diagonal().mean()) for name, sum_OO in sums.items()}
     return {
-        name: sum_OO + _UNSEEN * scales[name] * torch.eye(len(sum_OO), dtype=sum_OO.dtype, device=sum_OO.device)
+        name: sum_OO + _ALIKE * scales[name] * torch.eye(len(sum_OO), dtype=sum_OO.dtype, device=sum_OO.device)
         for name, sum_OO in sums.items()
         if 0.0 < scales[name] < math.inf
     }
