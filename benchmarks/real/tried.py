@@ -192,13 +192,13 @@ def half_of_mlps(model: Any, sums: list[Sums], judge: Judge) -> Iterator[dict[st
         for ridge in RIDGES:
             of = "each channel's own" if by_channel else "the mean"
             yield tried(
-                f"so, with a ridge of {ridge:g} of {of} variance",
+                f"by that metric, a ridge of {ridge:g} of {of} variance",
                 {"even": 1.0},
                 alike=1.0,
                 ridge=ridge,
                 by_channel=by_channel,
             )
-    yield tried("so, half by the class token's gradients", {"even": 1.0, "class": 1.0}, alike=1.0)
+    yield tried("by that metric, half by the class token's gradients", {"even": 1.0, "class": 1.0}, alike=1.0)
 
 
 def _parts(block: Any, sum_KK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
