@@ -10,8 +10,16 @@ from numpy.typing import NDArray
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 
-from .logits import LogitMeasures, TokenLogitMeasures, logit_measures, per_image, token_logit_measures, tokens_agreeing
-from .maps import THRESHOLD, MapMeasures, map_measures, per_map
+from .logits import (
+    LogitMeasures,
+    PerImage,
+    TokenLogitMeasures,
+    logit_measures,
+    per_image,
+    token_logit_measures,
+    tokens_agreeing,
+)
+from .maps import THRESHOLD, MapMeasures, PerMap, map_measures, per_map
 from .rows import AnyMeasures, Floats, RowErrors
 from .similarity import same_neighbour
 from .vectors import LEAST_INPUTS, EmbeddingMeasures, FeatureMapMeasures, embedding_measures, feature_map_measures
@@ -108,7 +116,7 @@ def figures(
 def _figures(reference: Array, candidate: Array, role: Role, threshold: float) -> dict[str, NDArray[np.generic]]:
     first: dict[str, NDArray[np.generic]] = {}
     own: dict[str, NDArray[np.generic]] = {}
-    each: RowErrors
+    each: PerImage | PerMap | RowErrors
     if role == "logits":
         each = image = per_image(reference, candidate)
         first = {"margin": image.margin_N}

@@ -98,10 +98,12 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     drawn = drawn_rows(images)
     low, high = (None, None) if agrees_N is None else wilson(int(agrees_N.sum()), images)
     return EmbeddingMeasures(
+        images=images,
         **rows.figures(),
         neighbour_agreement=None if agrees_N is None else float(agrees_N.mean()),
         neighbour_agreement_low=low,
         neighbour_agreement_high=high,
+        nonfinite_images=images - int(rows.finite_N.sum()),
         linear_cka=linear_cka(rows.reference_NF[drawn], rows.candidate_NF[drawn]),
     )
 
@@ -114,7 +116,9 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     agreement = None if tokens is None else tokens.neighbour_agreement
     low, high = (None, None) if agreement is None else wilson(agreement * images, images)
     return FeatureMapMeasures(
+        images=images,
         **rows.figures(),
+        nonfinite_images=images - int(rows.finite_N.sum()),
         token_cosine_mean=None if tokens is None else tokens.cosine_mean,
         token_cosine_q01=None if tokens is None else tokens.cosine_q01,
         tokens_compared=None if tokens is None else tokens.compared,
