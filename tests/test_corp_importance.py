@@ -1,5 +1,6 @@
 """Channels chosen by what they do to the model's outputs, and ridges of every channel's own variance."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -34,9 +35,11 @@ def moments_of(folder: Path, dense: Checkpoint, images: int = 24) -> Moments:
     return calibrate(dense, tiny.opened(folder / "images.npy", tiny.images(images), dense.model), batch_size=8)
 
 
-def gradients_of_every_output(model: nn.Module, layer: nn.Module, pixels: Tensor, dim: int) -> Tensor:
+def gradients_of_every_output(dense: nn.Module, name: str, pixels: Tensor, dim: int) -> Tensor:
     """Of each image, output and place [X,O], one backward pass at a time in float64; `dim`: where O stands."""
-    model, given = model.double(), list[Tensor]()
+    model = deepcopy(dense).double().requires_grad_(True)
+    layer = model.get_submodule(name)
+    given = list[Tensor]()
     layer.register_forward_hook(lambda _, __, out: given.append(out))
     rows = []
     for image in pixels.double():
@@ -54,8 +57,6 @@ def test_metrics_are_the_mean_square_of_all_outputs_gradients(
 ) -> None:
     """Random signs are that on average: here each direction is one output in its turn."""
     dense = tiny.checkpoint() if name == "vit" else convnet(name)
-    for parameter in dense.model.parameters():
-        parameter.requires_grad_(True)
     (pixels,) = (
         tiny.opened(tmp_path / "x.npy", tiny.images(3), dense.model) if name == "vit" else images_of(name, 3)
     ).batches(3)
@@ -69,8 +70,7 @@ def test_metrics_are_the_mean_square_of_all_outputs_gradients(
     monkeypatch.setattr(program_effects, "signs", each_in_turn)
     monkeypatch.setattr(program_effects, "DIRECTIONS", outputs)
     (found,) = output_metrics(dense.model, pixels, {weight}).values()
-    layer = dense.model.get_submodule(weight.removesuffix(".weight"))
-    rows_XO = gradients_of_every_output(dense.model, layer, pixels, -1 if name == "vit" else 1)
+    rows_XO = gradients_of_every_output(dense.model, weight.removesuffix(".weight"), pixels, -1 if name == "vit" else 1)
     expected = rows_XO.T @ rows_XO / len(rows_XO)
     alike = float(expected.diagonal().mean()) * torch.eye(len(expected), dtype=torch.float64)
     torch.testing.assert_close(found, expected + alike, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))

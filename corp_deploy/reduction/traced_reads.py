@@ -34,6 +34,7 @@ from corp_deploy.algebra.swap import swap
 from corp_deploy.traced.models.site import Portion, Site, SiteReader
 from ground.errors import BadInput
 
+from .method import DEFAULT_RIDGE_REL
 from .partial_patches import fitted, target_of, without_patches
 from .statistics import lacking, statistics_before
 from .uncentred import channels_uncentred
@@ -131,12 +132,16 @@ class ReaderStats:
 
     @cached_property
     def scale_U(self) -> Tensor:
-        """Standard deviation of every column, of a channel over all places of a kernel, no less than float32 tells."""
+        """Standard deviation of every column, of a channel over all places of a kernel. Where a ridge of its variance
+        would be no more than the rounding of float32 sums, that counts for more, up to the mean of all channels.
+        """
         second_F, variance_F = (
             each.view(-1, self.stats.taps).mean(dim=1) for each in (self.second_U, self.stats.covariance_UU.diagonal())
         )
-        least_F = torch.finfo(torch.float32).eps * second_F
-        scale_F = variance_F.maximum(least_F).sqrt()
+        told_F = (_ROUNDING * torch.finfo(torch.float32).eps / DEFAULT_RIDGE_REL * second_F).clamp(
+            max=variance_F.mean()
+        )
+        scale_F = variance_F.maximum(told_F).sqrt()
         return torch.where(scale_F > 0.0, scale_F, 1.0).repeat_interleave(self.stats.taps)
 
     @property

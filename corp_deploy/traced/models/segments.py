@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from corp_deploy.traced.finding.cost import contracts
 from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
 from corp_deploy.traced.finding.sites import Found, common_path
-from corp_deploy.traced.programs.program import Program, operation, sizes_at_one, taken, tensor_of
+from corp_deploy.traced.programs.program import Program, constant_names, operation, sizes_at_one, tensor_of
 
 from .merged_program import CutState, MergedProgram
 from .token_merging import Tokens
@@ -156,7 +156,7 @@ def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[Segm
         streams = [cut for cut in every[len(at) :] if cut.node is not output and len(sizes_at_one(cut.node)) == 3]
         return _segments(analysis, [inputs[0], *(cut.node for cut in (*at, *streams)), output], merged)
     last = given_at_cuts(analysis)[-1:]
-    weights = {name for each in last for name in taken(each.module.graph.nodes)}
+    weights = {name for each in last for name in constant_names(each.module.graph.nodes)}
     if not last or any(span.name in weights for site in analysis.sites for span in (*site.writers, *site.readers)):
         return ()
     return _segments(analysis, [inputs[0], *(cut.node for cut in cuts(analysis, beside_outputs=True))], merged)
@@ -193,7 +193,7 @@ def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) 
         name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
-        weights = frozenset(taken(module.graph.nodes))
+        weights = frozenset(constant_names(module.graph.nodes))
         every.append(Segment(name=name, start=start, end=end, cut=cut, module=module, weights=weights, beside=beside))
     merges = any(node.op == "call_module" for each in every for node in each.module.graph.nodes)
     return () if merges else tuple(every)

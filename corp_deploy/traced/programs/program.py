@@ -62,17 +62,17 @@ def tensor_of(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def taken(nodes: Iterable[fx.Node]) -> set[str]:
+def constant_names(nodes: Iterable[fx.Node]) -> set[str]:
     """The names of all parameters and constants."""
     return {str(node.target) for node in nodes if node.op == "get_attr"}
 
 
 def settle_(graph: fx.GraphModule) -> None:
     """Without what nothing needs any more, and the constants that it alone took."""
-    before = taken(graph.graph.nodes)
+    before = constant_names(graph.graph.nodes)
     # What drops nothing in evaluation counts as random, though.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for name in before - taken(graph.graph.nodes):
+    for name in before - constant_names(graph.graph.nodes):
         owner, _, last = name.rpartition(".")
         delattr(graph.get_submodule(owner), last)
     graph.recompile()

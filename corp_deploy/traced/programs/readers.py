@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .batch import IN_FRONT, Batch, batch_of
-from .program import Program, taken
+from .program import Program, constant_names
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -86,7 +86,7 @@ def with_biases_(program: Program) -> tuple[str, ...]:
     names.
     """
     graph, added = program.graph, dict[str, None]()
-    names = taken(program.nodes)
+    names = constant_names(program.nodes)
     for layer in list(every_layer(program)):
         if layer.bias:
             continue
