@@ -1,4 +1,4 @@
-"""Channels chosen by what they do to the model's outputs, and ridges of every channel's own variance."""
+"""Channels chosen by what they do to the model's outputs."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -18,7 +18,6 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kept_groups import Chosen
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import site_moments
 from corp_deploy.store.checkpoint import Checkpoint
 
@@ -133,28 +132,3 @@ def test_what_outputs_see_alone_is_kept(tmp_path: Path) -> None:
         return lost_in_outputs(statistics, weight_OF, blind_OO, chosen.kept_K.tolist())
 
     assert lost(replace(moments, metrics={WEIGHT: blind_OO})) < 0.7 * lost(moments)
-
-
-@pytest.mark.parametrize(("preset", "is_same"), [("best", True), ("corp", False)])
-def test_a_channels_scale_is_no_matter(tmp_path: Path, preset: str, is_same: bool) -> None:
-    """ReLU gives s times as much of s times its input: the same model, whose ridge published methods have otherwise."""
-    dense = tiny.checkpoint(act_layer="relu")
-    scaled = tiny.checkpoint(act_layer="relu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for block in scaled.model.get_submodule("blocks").children():
-            s_F = 10.0 ** (6.0 * torch.rand(192, generator=generator) - 3.0)
-            first, second = block.get_submodule("mlp.fc1"), block.get_submodule("mlp.fc2")
-            first.get_parameter("weight").mul_(s_F[:, None])
-            first.get_parameter("bias").mul_(s_F)
-            second.get_parameter("weight").div_(s_F)
-    method = method_from_preset(preset, align_hidden=16, align_head=8, mlp_sparsity=0.5)
-    (pixels,) = tiny.opened(tmp_path / "y.npy", tiny.images(16)).batches(16)
-    outputs = []
-    for number, each in enumerate((dense, scaled)):
-        (tmp_path / str(number)).mkdir()
-        reduced = reduce(each.model, moments_of(tmp_path / str(number), each), method).model
-        with torch.inference_mode():
-            outputs.append(reduced(pixels).double())
-    far = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
-    assert (far < 1e-3) == is_same, far

@@ -55,19 +55,6 @@ class PatchStatistics:
         """Of patches."""
         return self.second_UU - torch.outer(self.mean_U, self.mean_U)
 
-    def scaled(self, factor_U: Tensor) -> "PatchStatistics":
-        """Of inputs times these factors, the same at all taps of a channel."""
-        factor_C = factor_U[:: self.taps]
-        second_UU = self.second_UU * torch.outer(factor_U, factor_U)
-        is_same = self.second_CC is self.second_UU
-        return PatchStatistics(
-            mean_U=self.mean_U * factor_U,
-            second_UU=second_UU,
-            mean_C=self.mean_C * factor_C,
-            second_CC=second_UU if is_same else self.second_CC * torch.outer(factor_C, factor_C),
-            taps=self.taps,
-        )
-
 
 class PatchRecovery(Protocol):
     """The new convolution on the kept channels, weight_OK [O, K T]; ridge_rel is relative to the mean diagonal."""

@@ -39,15 +39,6 @@ class Regression:
             cross_OK=self.cross_OK[:, columns_k],
         )
 
-    def scaled(self, factor_K: Tensor) -> "Regression":
-        """On inputs times these factors."""
-        return replace(
-            self,
-            mean_K=self.mean_K * factor_K,
-            second_KK=self.second_KK * torch.outer(factor_K, factor_K),
-            cross_OK=self.cross_OK * factor_K,
-        )
-
     def less(self, part: "Regression", share: float) -> "Regression":
         """Without a part that has this share of the tokens."""
         return Regression(

@@ -111,8 +111,7 @@ class MethodChoice(Record, heading="Widths and method"):
     ridge: float = option(
         RIDGE,
         DEFAULT_RIDGE_REL,
-        help="Regularisation, relative to the diagonal it is added to: for channels in preset best to each one's own, "
-        "else to their mean.",
+        help="Regularisation, relative to the mean diagonal of the matrix it is added to.",
     )
     rescale: bool = option(
         default=False,

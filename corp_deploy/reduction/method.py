@@ -57,8 +57,6 @@ class Method:
     the dense ones' means and variances afterwards (see rescaling.py). `rotates`: reduced heads are given in a basis
     whose channels have even ranges (see rotation.py), at no cost and with the same results. `heads_sparsity`: of whole
     heads, which go before any dimension of those left does; `heads_recovery` keep: a preset that takes none away.
-    `ridge_by_channel`: `ridge_rel` is of every channel's own variance, not of their mean, so that a channel of small
-    numbers is repaired as well as one of large numbers; published methods have it of the mean.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -88,7 +86,6 @@ class Method:
     align_head: int = 16
     align_conv: int = 32
     ridge_rel: float = DEFAULT_RIDGE_REL
-    ridge_by_channel: bool = False
 
     def __post_init__(self) -> None:
         sparsities = {
@@ -127,11 +124,6 @@ class Method:
                 "square heads need the values reduced too, but this preset keeps them; "
                 "expected preset best, or heads padded or ragged"
             )
-
-    @property
-    def ridge(self) -> dict[str, Any]:
-        """Of channels: how strong, and of what."""
-        return {"ridge_rel": self.ridge_rel, "by_channel": self.ridge_by_channel}
 
     @property
     def attention_kept(self) -> float:
@@ -201,7 +193,7 @@ def _preset(
 _BEST = _preset(("obs", "affine"), "lowrank", ("obs", "im2col"), ("obs", "affine"))
 PRESETS: Mapping[str, Method] = MappingProxyType(
     {
-        "best": replace(_BEST, value_recovery="lowrank", rotates=True, ridge_by_channel=True),
+        "best": replace(_BEST, value_recovery="lowrank", rotates=True),
         "corp": _preset(("combined", "affine"), "logit", ("combined", "affine"), ("grail", "affine")),
         "corp-v1": _preset(("energy", "affine-v1"), "logit-v1"),
         "grail": _preset(("wanda", "gram"), "keep", ("wanda", "gram"), ("grail", "gram")),

@@ -179,7 +179,7 @@ class TracedKind(Generic[OfSite]):
             return Chosen(kept_K=ranked(moments, selection, site.writing_GX(), part_C, width))
         kept_K = (cached or self._order(site, moments, method)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
-        return Chosen(kept_K=swapped(moments, kept_K, **method.ridge) if swaps else kept_K)
+        return Chosen(kept_K=swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K)
 
     def reduced(
         self,
@@ -198,17 +198,17 @@ class TracedKind(Generic[OfSite]):
             ridge = chosen_ridge(
                 (of_places(splits[0]), of_places(splits[1])),
                 ridges_from(method.ridge_rel),
-                lambda half, strength: _changed(half, recovery, kept_K, method, strength),
+                lambda half, strength: _changed(half, recovery, kept_K, strength),
                 lambda changes, half: _judged(changes, kept_K, half).share,
             )
         ridge_rel = method.ridge_rel if ridge is None else ridge.strength_whole
-        changes = _changed(of_places(moments), recovery, kept_K, method, ridge_rel)
+        changes = _changed(of_places(moments), recovery, kept_K, ridge_rel)
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
         report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge_fit(ridge))
         means = tuple(read for read in moments if read.reading.is_squeeze and is_mean(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
         squeezes = tuple(read for read in moments if read.reading.is_squeeze and not is_mean(read.reading.weight))
-        changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method, method.ridge_rel)
+        changes += _changed(squeezes, "none" if recovery == "none" else "affine", kept_K, method.ridge_rel)
         return TracedReduced(modules={}, reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 
     def report(
@@ -237,7 +237,7 @@ class TracedKind(Generic[OfSite]):
         return self._order(site, moments, method)
 
     def _order(self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method) -> Elimination:
-        return elimination(moments, _parts(site, moments), **method.ridge)
+        return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def curves(
         self, site: OfSite, moments: tuple[ReaderStats, ...], method: Method, cached: Elimination | None
@@ -254,11 +254,8 @@ def _parts(site: Site, reads: tuple[ReaderStats, ...]) -> Tensor | None:
     return None if part_G is None else torch.from_numpy(part_G).to(reads[0].weight_OU.device)
 
 
-def _changed(
-    reads: tuple[ReaderStats, ...], recovery: str, kept_K: Tensor, method: Method, ridge_rel: float
-) -> tuple[Change, ...]:
-    ridge = {**method.ridge, "ridge_rel": ridge_rel}
-    return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, **ridge)) for read in reads)
+def _changed(reads: tuple[ReaderStats, ...], recovery: str, kept_K: Tensor, ridge_rel: float) -> tuple[Change, ...]:
+    return tuple(Change(read=read, recovery=recovered(read, recovery, kept_K, ridge_rel=ridge_rel)) for read in reads)
 
 
 def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: tuple[ReaderStats, ...]) -> HeldOut:

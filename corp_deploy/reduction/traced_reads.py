@@ -34,7 +34,6 @@ from corp_deploy.algebra.swap import swap
 from corp_deploy.traced.models.site import Portion, Site, SiteReader
 from ground.errors import BadInput
 
-from .method import DEFAULT_RIDGE_REL
 from .partial_patches import fitted, target_of, without_patches
 from .statistics import lacking, statistics_before
 from .uncentred import channels_uncentred
@@ -130,27 +129,6 @@ class ReaderStats:
         root_OO: Tensor = torch.linalg.cholesky(self.metric_OO).T
         return root_OO @ self.undone(self.weight_OU)
 
-    @cached_property
-    def scale_U(self) -> Tensor:
-        """Standard deviation of every column, of a channel over all places of a kernel. Where a ridge of its variance
-        would be no more than the rounding of float32 sums, that counts for more, up to the mean of all channels.
-        """
-        second_F, variance_F = (
-            each.view(-1, self.stats.taps).mean(dim=1) for each in (self.second_U, self.stats.covariance_UU.diagonal())
-        )
-        told_F = (_ROUNDING * torch.finfo(torch.float32).eps / DEFAULT_RIDGE_REL * second_F).clamp(
-            max=variance_F.mean()
-        )
-        scale_F = variance_F.maximum(told_F).sqrt()
-        return torch.where(scale_F > 0.0, scale_F, 1.0).repeat_interleave(self.stats.taps)
-
-    @property
-    def standardised(self) -> "ReaderStats":
-        """Of columns of one standard deviation each, for which a ridge is as strong as for any other."""
-        target = None if self.target is None else self.target.scaled(1.0 / self.scale_U)
-        stats = self.stats.scaled(1.0 / self.scale_U)
-        return replace(self, stats=stats, weight_OU=self.weight_OU * self.scale_U, target=target)
-
     @property
     def is_of_maps(self) -> bool:
         return self.reading.layer.weight.dim() > 2
@@ -210,7 +188,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
         bias_O=bias_O * gain_O,
         active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
         target=target_of(moments, portion, places_F, gain_O, stats) if is_of_some else None,  # type: ignore[arg-type]
-        metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(bias_O),
+        metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(where),
     )
 
 
@@ -279,12 +257,12 @@ def of_places(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
     return tuple(read for read in reads if not read.reading.is_squeeze)
 
 
-def _stacked(reads: Sequence[ReaderStats], by_channel: bool = False) -> list[ReaderStats]:
+def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say. Rows are in
     units of the model's output where that is known.
     """
     stacked: dict[Any, list[ReaderStats]] = {}
-    for read in of_places([read.standardised for read in reads] if by_channel else reads):
+    for read in of_places(reads):
         inputs = read.portion.number, read.portion.columns_CM.tobytes()
         stacked.setdefault((read.sees, inputs), []).append(read)
     return [
@@ -293,13 +271,11 @@ def _stacked(reads: Sequence[ReaderStats], by_channel: bool = False) -> list[Rea
     ]
 
 
-def elimination(
-    reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float, by_channel: bool = False
-) -> Elimination:
+def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
     """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
-    go first. `by_channel`: see `Method.ridge_by_channel`.
+    go first.
     """
-    stacked, groups = _stacked(reads, by_channel), len(reads[0].reading.columns_GM)
+    stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
     if any(read.target is not None for read in stacked):
         return _among_chosen(stacked, part_C, ridge_rel)
     if len(stacked) == 1:
@@ -353,9 +329,9 @@ def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
     return covariance_FF, torch.cat(weights), joined
 
 
-def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float, by_channel: bool = False) -> Tensor:
+def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
     """The kept groups after exchanges that lose less, where one layer reads one element of each."""
-    stacked = _stacked(reads, by_channel)
+    stacked = _stacked(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
@@ -385,14 +361,8 @@ def ranked(
     return of_part_PC.gather(1, kept_PK).flatten().sort().values
 
 
-def recovered(
-    read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float, by_channel: bool = False
-) -> ChannelRecovery:
+def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: float) -> ChannelRecovery:
     """What one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
-    if by_channel:
-        new = recovered(read.standardised, recovery, kept_K, ridge_rel=ridge_rel)
-        kept_U = columns(read.kept_k(kept_K), read.stats.taps)
-        return replace(new, weight_OK=new.weight_OK / read.scale_U[kept_U])
     if read.target is not None:
         return _fitted(read, recovery, kept_K, ridge_rel)
     stats, kept_k = read.stats, read.kept_k(kept_K)
