@@ -86,7 +86,8 @@ def test_a_broken_link_is_located_in_its_block(home: Path) -> None:
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.5), weight.name))
     onnx.save(graph, home / "broken.onnx")
     chain = (RESNET, home / "reduced", home / "broken.onnx")
-    refuses("layer2.1", "verify", *chain, "--images", home / "held-out.npz", "-o", home / "broken.json", code=1)
+    result = invoked("verify", *chain, "--images", home / "held-out.npz", "-o", home / "broken.json", code=1)
+    assert "layer2.1" in result.output
     (fault,) = json.loads((home / "broken.json").read_text())["located"]
     assert fault["site"].startswith("layer2.1")
 
