@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from examples.digits.images import load
-from tests.command import invoked, refuses
+from tests.command import invoked
 
 RESNET = Path(__file__).parents[1] / "examples" / "digits" / "resnet"
 PLAIN = {"Conv", "Relu", "MaxPool", "Add", "AveragePool", "ReduceMean", "Reshape", "Gemm"}

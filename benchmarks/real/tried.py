@@ -25,10 +25,10 @@ from corp_deploy.algebra.obs import obs
 from corp_deploy.algebra.quadratic import variance
 
 KIND = "benchmarks/tried"
-EVERY, OF_HELD_OUT = 3, 2
+EVERY, OF_HELD_OUT = 6, 4
 WIDTH, WIDTHS, RANKS = 768, (768, 384), (0, 32, 64, 128)
 STREAMS = (346, 300)
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+RIDGES = (1e-4, 1e-2)
 BLOCKS_SHOWN = (2, 6, 10)
 
 
