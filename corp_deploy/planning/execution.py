@@ -162,9 +162,25 @@ def _as_planned(
                 on_progress=on_progress,
             )
         return _with_gap(reduction, moments)
+    return in_one_pass(
+        dense.model, moments, planned, images=images, held_out=held_out, on_progress=on_progress, watch=watch
+    )
+
+
+def in_one_pass(
+    model: nn.Module,
+    moments: Moments,
+    planned: WidthPlan,
+    *,
+    images: InputSet | None,
+    held_out: Moments | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    watch: Stopwatch | None = None,
+) -> Reduction:
+    """What is planned, repaired by the moments."""
     with measured(watch, "recover"):
         reduction = reduce(
-            dense.model,
+            model,
             replace(moments, metrics=planned.metrics),
             planned.method,
             widths=planned.widths,

@@ -20,7 +20,7 @@ from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
-from corp_deploy.reduction.model import Reduction, reduce
+from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from corp_deploy.store.inputs import model_digest
@@ -32,6 +32,7 @@ from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
 from .curves import eliminations
+from .execution import in_one_pass
 from .lineage import reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, outputs
@@ -115,16 +116,7 @@ class SweepCache:
         with measured(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense, images, path = self.swept.dense, self.swept.calibration, self.swept.moments[request.moments]
-        with measured(watch, "recover"):
-            reduction = reduce(
-                dense.model,
-                self.moments(request.moments),
-                planned.method,
-                widths=planned.widths,
-                eliminations=planned.eliminations,
-                images=images,
-                watch=watch,
-            )
+        reduction = in_one_pass(dense.model, self.moments(request.moments), planned, images=images, watch=watch)
         return reduction, reduced_checkpoint(dense, reduction, planned, request.preset, path, None, (images,))
 
 
