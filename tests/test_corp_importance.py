@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from calib.moments import ChannelMoments, Moments
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import program_effects
 from corp_deploy.planning.curves import site_metrics
+from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.program_effects import output_metrics
+from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kept_groups import Chosen
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import site_moments
 from corp_deploy.store.checkpoint import Checkpoint
 
@@ -132,3 +136,23 @@ def test_what_outputs_see_alone_is_kept(tmp_path: Path) -> None:
         return lost_in_outputs(statistics, weight_OF, blind_OO, chosen.kept_K.tolist())
 
     assert lost(replace(moments, metrics={WEIGHT: blind_OO})) < 0.7 * lost(moments)
+
+
+def test_a_budget_is_carried_out_by_what_was_learned(tmp_path: Path) -> None:
+    """The same widths without it give other channels."""
+    dense = tiny.checkpoint()
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(48), dense.model)
+    moments = calibrate(dense, images, batch_size=8)
+    request = request_of(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
+    reduction, planned = reduce_as_asked(dense, moments, request, images=images)
+    assert planned.widths is not None
+    assert WEIGHT in planned.metrics
+    known, plain = (
+        reduce(dense.model, replace(moments, metrics=metrics), planned.method, widths=planned.widths).model
+        for metrics in (planned.metrics, {})
+    )
+    (pixels,) = tiny.opened(tmp_path / "y.npy", tiny.images(16, seed=3)).batches(16)
+    with torch.inference_mode():
+        found, expected, other = (model(pixels).double() for model in (reduction.model, known, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert float((other - expected).norm() / expected.norm()) > 1e-3

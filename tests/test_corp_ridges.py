@@ -26,6 +26,7 @@ from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny
+from tests.command import invoked
 
 COUNT, CROPS = 24, 4
 
@@ -223,6 +224,34 @@ def test_overfitting_is_told_where_groups_are(moments: Moments) -> None:
     assert gap.groups == COUNT // CROPS
     assert gap.share_held_out > gap.share_fitted > 0.0
     assert overfitting(tiny.checkpoint().model, replace(moments, half=None)) is None
+
+
+def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(tmp_path: Path) -> None:
+    """The mean over sites of what fits to either half lose on both halves, a quarter of the gap on either side."""
+    save(tiny.checkpoint(), tmp_path / "dense")
+    np.save(tmp_path / "images.npy", photographs())
+    (tmp_path / "labels.json").write_text(json.dumps([str(each) for each in GROUPS]))
+    model = ["--model", tmp_path / "dense"]
+    images = ["--images", tmp_path / "images.npy"]
+    invoked("calibrate", *model, *images, "--groups", tmp_path / "labels.json", "-o", tmp_path / "m.safetensors")
+    words = [*model, "--moments", tmp_path / "m.safetensors", "--align", "mlp=8,head=8"]
+    ran = invoked("reduce", *words, "--mlp", 0.5, "--attn", 0.5, "-o", tmp_path / "reduced", "--json")
+    record = json.loads(ran.stdout)
+    fits = [site["ridge_fit"] for site in record["sites"] if site["ridge_fit"] is not None]
+    fitted, held_out = (np.mean([fit[name] for fit in fits]) for name in ("share_fitted", "share_held_out"))
+    assert held_out > fitted > 0.0
+    gap = record["data_gap"]
+    assert gap["groups"] == COUNT // CROPS
+    assert gap["share_fitted"] == pytest.approx(fitted + 0.25 * (held_out - fitted))
+    assert gap["share_held_out"] == pytest.approx(held_out - 0.25 * (held_out - fitted))
+    shown = invoked("reduce", *words, "--mlp", 0.5, "--attn", 0.5, "-o", tmp_path / "again").output
+    lost = f"{gap['share_fitted']:.1%} of their output on these {gap['groups']} groups of images and"
+    assert f"at these widths, sites lose {lost}" in " ".join(shown.split())
+    swept = invoked("sweep", *words, *images, "--preset", "best", "--sparsity", 0.5, "-o", tmp_path / "sweep").output
+    (trial,) = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
+    assert trial["gap"] == pytest.approx([gap["share_fitted"], gap["share_held_out"]])
+    told = f"sites lose {gap['share_fitted']:.1%} of their output on images of the fit, {gap['share_held_out']:.1%} on"
+    assert told in " ".join(swept.split())
 
 
 def test_the_command_takes_groups(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _tell(
     from corp_deploy.planning.sweep_points import record_of_sweep, require_agreeing, sentence_of_sweep
     from corp_deploy.planning.sweep_points import smallest_that_agrees as smallest
     from corp_deploy.proof.report_input import SIZE_FILE
-    from corp_deploy.views.sweep import csv_of_sweep, sweep_plot, sweep_speeds, sweep_table
+    from corp_deploy.views.sweep import csv_of_sweep, lines_of_gaps, sweep_plot, sweep_speeds, sweep_table
     from corp_deploy.views.sweep_page import sweep_page
     from ground.files import write_json, write_text
 
@@ -207,7 +207,7 @@ def _tell(
     if least is not None and agrees:
         lines += _answers(sweep, points, least, inputs, swept.source)
     speeds = sweep_speeds(points)
-    out.result(record, sweep_table(points), *([] if speeds is None else [speeds]), *lines)
+    out.result(record, sweep_table(points), *([] if speeds is None else [speeds]), *lines_of_gaps(points), *lines)
     if least is not None:
         require_agreeing(points, least)
 

@@ -106,7 +106,7 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
             every = (_moved_by(tangent, layer, change) for layer in tangent.entering)
             moved = [each for each in every if each is not None]
             effects[place] += float(sum(moved).square().mean(dim=0).sum()) if moved else 0.0  # type: ignore[union-attr]
-    return [effect / energy if energy else 0.0 for effect in effects]
+    return [effect / energy for effect in effects] if any(effects) else effects
 
 
 def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:

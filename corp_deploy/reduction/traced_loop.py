@@ -69,7 +69,7 @@ def reduce_traced(
     on_progress: Done = None,
 ) -> Reduction:
     """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
-    reduce_closed_loop; `metrics`: see Moments. Between two cuts of the program each layer that is fitted takes a run of
+    `reduce`; `metrics`: see Moments. Between two cuts of the program each layer that is fitted takes a run of
     both models.
 
     Raises BadInput for too few images and for what has no meaning for a traced model.

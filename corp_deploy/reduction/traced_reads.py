@@ -369,10 +369,10 @@ def recovered(read: ReaderStats, recovery: str, kept_K: Tensor, *, ridge_rel: fl
     if read.is_of_maps:
         return _OF_MAPS[recovery](stats, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel)
     recover: Any = _OF_VECTORS[recovery]
-    of_vectors: ChannelRecovery = recover(
+    new: ChannelRecovery = recover(
         stats.mean_U, stats.second_UU, read.weight_OU, read.bias_O, kept_k, ridge_rel=ridge_rel
     )
-    return of_vectors
+    return new
 
 
 def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
