@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from corp_deploy.reduction.method import PRESETS
+
+Effort = Literal["quick", "standard", "thorough"]
+"""What is tried beside one pass over the moments: nothing; the closed loop; also widths in it, and a polish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

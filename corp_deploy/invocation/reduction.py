@@ -14,12 +14,12 @@ from ground.errors import BadInput
 from ground.quantities import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
-from .compositions import with_implied
+from .compositions import COMPOSITIONS, Effort, with_implied
 from .merging import MergingChoice
 from .method_choice import MethodChoice
 from .option import PathLike, Record, option
 from .option_support import Axis
-from .passes import CLOSED_LOOP, cost
+from .passes import BUDGET, CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice
 from .values import FILE, OneOf
@@ -38,6 +38,12 @@ class RepairChoice(Record, heading="Loops, polish and results"):
         help="Block by block on the model reduced so far: without a value or asymmetric, fitted to the dense "
         f"model's stream, {cost(CLOSED_LOOP)}; symmetric, as published by GRAIL, to the outputs of the dense "
         "weights there.",
+    )
+    effort: Effort = option(
+        default="quick",
+        help="What is composed, each stage kept where it errs less on images that it wasn't fitted to: quick, one pass "
+        f"over the moments; standard, the closed loop too, {cost(BUDGET + CLOSED_LOOP)} with a budget; thorough, also "
+        "a budget's widths tried in the loop, and --polish model.",
     )
     polish: PolishName | None = option(
         help="Then fit, without labels, on the calibration images: each reduced layer (by least squares) or block "
@@ -100,6 +106,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         self._refuse_beside_whole_heads()
         self._refuse_beside_budgets()
         self._refuse_beside_loop()
+        self._refuse_beside_effort(narrows)
 
     def _refuse_beside_whole_heads(self) -> None:
         if self.whole_heads is not None and (self.allocates or self.auto_heads):
@@ -127,6 +134,35 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         if self.held_out is not None and self.loop is not None:
             raise BadInput(f"--closed-loop: {NOT_HELD_OUT[self.loop]}; leave --held-out out")
 
+    def _refuse_beside_effort(self, narrows: bool) -> None:
+        if not self.composes:
+            return
+        for name, value in (("closed-loop", self.closed_loop), ("polish", self.polish)):
+            if value is not None:
+                raise BadInput(f"--{name}: --effort {self.effort} settles that by trying it; give one of both")
+        if self.preset in COMPOSITIONS:
+            raise BadInput(f"--effort {self.effort}: preset {self.preset} says what is composed; give one of both")
+        if self.within is not None:
+            raise BadInput(
+                f"--effort {self.effort}: --within tries budgets in one way; give it --closed-loop or --polish"
+            )
+        if self.held_out is not None:
+            raise BadInput(f"--effort {self.effort} sets images apart to judge by; leave --held-out out")
+        if self.residual:
+            raise BadInput(
+                f"--effort {self.effort} tries the closed loop, which fits to the dense model's stream, of which "
+                "--residual removes channels; give one of both"
+            )
+        if not narrows and self.merge_tokens is None:
+            raise BadInput(
+                f"--effort {self.effort}: nothing is repaired where weights alone are set to zero; leave it out"
+            )
+
+    @property
+    def composes(self) -> bool:
+        """Whether what is done beside one pass over the moments is settled by trying it."""
+        return self.effort != "quick"
+
     @property
     def _implied(self) -> dict[str, Any]:
         """The options that a preset may imply, with what it does."""
@@ -138,7 +174,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def polishing(self) -> PolishName:
-        name: PolishName | None = self._implied["polish"]
+        name: PolishName | None = "model" if self.effort == "thorough" else self._implied["polish"]
         return name or "none"
 
     def polish_options(self, *, seed: int) -> PolishOptions | None:
@@ -149,7 +185,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
     @property
     def method_asked(self) -> Method:
         """The method; where tokens alone are merged, a closed loop repairs every site at its full width."""
-        repairs = self.merge_tokens is not None and self.loop is not None and not self.allocates
+        looped = self.loop is not None or self.composes
+        repairs = self.merge_tokens is not None and looped and not self.allocates
         if not repairs or any(each is not None for each in self.sparsities):
             return self.method
         return replace(self.method, mlp_sparsity=0.0, attention_sparsity=0.0)
@@ -166,7 +203,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
     @property
     def needs_images(self) -> bool:
         """Whether the reduction looks at images beside their moments."""
-        fitted = self.loop is not None or self.polishing != "none" or self.rescale or bool(self.sparse)
+        fitted = self.loop is not None or self.composes or self.polishing != "none" or self.rescale or bool(self.sparse)
         return self.allocates or self.auto_heads or fitted or self._fits_channels
 
     @property
@@ -179,7 +216,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         yield self.of_preset
         yield WIDTHS, self.widths
         yield ATTENTION, "reduced" if self.touches_attention else "kept"
-        yield LOOP, self.loop or "open"
+        yield LOOP, "asymmetric" if self.composes else self.loop or "open"
         yield POLISH, self.polishing
         yield MERGING, self.merges
         yield SPARSE, "sparse" if self.sparse else "none"

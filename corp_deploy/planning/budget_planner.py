@@ -36,7 +36,7 @@ def probe_of(
 ) -> Probe:
     """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
     apart = set_apart(dense, moments, images)
-    metrics = site_metrics(dense.model, method, few_of(dense, apart.others))
+    metrics = site_metrics(dense.model, method, few_of(dense, apart.few))
     with measured(watch, "select"):
         eliminations_by_site = eliminations(dense.model, replace(moments, metrics=metrics), method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
@@ -47,8 +47,8 @@ def probe_of(
         method=method,
         inputs=apart.inputs,
         eliminations=eliminations_by_site,
-        others=apart.others,
-        loop=loop if loop is not None and apart.others.count >= loop.held_out_every else None,
+        others=apart.few,
+        loop=loop if loop is not None and apart.few.count >= loop.held_out_every else None,
     )
 
 

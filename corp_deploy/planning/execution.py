@@ -15,16 +15,16 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.sparsity import SparseChoice
 from corp_deploy.reduction.method import NOT_HELD_OUT
-from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
+from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
-from corp_deploy.reduction.overfitting import data_gap
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, measured
 from ground.errors import BadInput
 
+from .carried_out import as_planned
+from .composing import composed
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .lineage import reduced_checkpoint
@@ -79,6 +79,22 @@ def _with_words(planned: WidthPlan, model: nn.Module, moments: Moments, request:
     return replace(planned, decisions=(*planned.decisions, *filter(None, words)))
 
 
+def _planned(
+    dense: Checkpoint,
+    moments: Moments,
+    request: ReductionRequest,
+    images: InputSet | None,
+    watch: Stopwatch | None,
+) -> tuple[Checkpoint, WidthPlan]:
+    """The plan, and the model as it merges tokens then."""
+    looks = request.options.share is not None or request.options.auto_heads
+    with torch.inference_mode(), measured(watch if looks else None, "plan"):
+        planned = plan(dense, moments, request, images, watch)
+    # Weights that are copied in inference mode can't be run with gradients.
+    dense = merging_as_planned(dense, planned.merging)
+    return dense, _with_words(planned, dense.model, moments, request)
+
+
 def reduce_as_asked(
     dense: Checkpoint,
     moments: Moments,
@@ -107,7 +123,7 @@ def reduce_as_asked(
         require_apart(moments, held_out)
     refuse_partial(dense, request)
     refuse_far_budget(dense.model, request)
-    reduced = partial(_as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
+    reduced = partial(as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
     if request.options.limit is not None:
         if images is None or judges is None:
             raise BadInput(
@@ -125,81 +141,12 @@ def reduce_as_asked(
                 lambda planned: reduced(merging_as_planned(dense, planned.merging), planned, images=fitted),
                 on_progress=on_progress,
             )
-    looks = request.options.share is not None or request.options.auto_heads
-    with torch.inference_mode(), measured(watch if looks else None, "plan"):
-        planned = plan(dense, moments, request, without_held_out(images, held_out), watch)
-    # Weights that are copied in inference mode can't be run with gradients.
-    dense = merging_as_planned(dense, planned.merging)
-    planned = _with_words(planned, dense.model, moments, request)
-    return reduced(dense, planned, images=images, on_progress=on_progress), planned
-
-
-def _as_planned(
-    dense: Checkpoint,
-    planned: WidthPlan,
-    *,
-    moments: Moments,
-    request: ReductionRequest,
-    images: InputSet | None,
-    held_out: Moments | None,
-    on_progress: Callable[[int, int], None] | None = None,
-    watch: Stopwatch | None = None,
-) -> Reduction:
-    """In one pass over the moments, or in the closed loop over the images. `watch` takes the time of selection, of
-    recovery and of a loop, which does both in turns, apart.
-    """
-    if request.options.loop is not None:
-        assert images is not None
-        with measured(watch, "closed loop"):
-            loop, widths, metrics = request.loop(moments), planned.widths, planned.metrics
-            reduction = reduce_traced(
-                dense.model,
-                images,
-                planned.method,
-                widths=widths,
-                loop=loop,
-                metrics=metrics,
-                on_progress=on_progress,
-            )
-        return _with_gap(reduction, moments)
-    return in_one_pass(
-        dense.model, moments, planned, images=images, held_out=held_out, on_progress=on_progress, watch=watch
-    )
-
-
-def in_one_pass(
-    model: nn.Module,
-    moments: Moments,
-    planned: WidthPlan,
-    *,
-    images: InputSet | None,
-    held_out: Moments | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    watch: Stopwatch | None = None,
-) -> Reduction:
-    """What is planned, repaired by the moments."""
-    with measured(watch, "recover"):
-        reduction = reduce(
-            model,
-            replace(moments, metrics=planned.metrics),
-            planned.method,
-            widths=planned.widths,
-            eliminations=planned.eliminations,
-            held_out=held_out,
-            images=images,
-            on_progress=on_progress,
-            watch=watch,
-        )
-    return _with_gap(reduction, moments)
-
-
-def _with_gap(reduction: Reduction, moments: Moments) -> Reduction:
-    """With what its sites lose on images that they are not fitted to, where groups of images tell it."""
-    gap = data_gap(reduction.sites, moments)
-    if gap is None:
-        return reduction
-    said = gap.sentence("at these widths, sites lose")
-    return replace(reduction, gap=gap, decisions=(*reduction.decisions, said))
+    if request.options.composes:
+        assert images is not None, request
+        planning = partial(_planned, dense, moments, images=images, watch=watch)
+        return composed(planning, moments, request, images, on_progress=on_progress, watch=watch)
+    merged, planned = _planned(dense, moments, request, without_held_out(images, held_out), watch)
+    return reduced(merged, planned, images=images, on_progress=on_progress), planned
 
 
 def _within_still(

@@ -28,6 +28,7 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
     return reduction.as_json() | {
         "decided": [*planned.decisions, *reduction.decisions],
         "ways": [asdict(way) for way in planned.ways],
+        **({"stages": [asdict(stage) for stage in planned.stages]} if planned.stages else {}),
         **({} if planned.within is None else {"within": dict(planned.within)}),
         **({} if merging is None else {"merging": merging.as_json()}),
     }

@@ -25,11 +25,17 @@ RUNS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSplit:
-    """Inputs to look at, moments without them, and a few others, which a closed loop is tried on."""
+    """Inputs to look at, moments without them, and the others, all where all are looked at; a closed loop is tried on a
+    `few` of these.
+    """
 
     inputs: Inputs
     moments: Moments
     others: InputSet
+
+    @property
+    def few(self) -> InputSet:
+        return self.others.subset(_spread(self.others.count, IN_LOOP))
 
 
 def _positions(count: int) -> list[int]:
@@ -104,9 +110,9 @@ def from_everywhere(dense: Checkpoint, images: InputSet) -> Inputs:
 
 
 def _others(images: InputSet, chosen: InputSet) -> InputSet:
-    """A few that were not chosen, evenly; of all where all were."""
-    places = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist() or list(range(images.count))
-    return images.subset([places[place] for place in _spread(len(places), IN_LOOP)])
+    """Those that were not chosen; all where all were."""
+    places = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist()
+    return images.subset(places) if places else images
 
 
 def _spread(count: int, most: int) -> list[int]:

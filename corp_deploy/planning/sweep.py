@@ -31,8 +31,8 @@ from perf.runners.memory import stopwatch
 from perf.timing.environment import version
 
 from .budget_planner import BudgetPlanner, budget_planner
+from .carried_out import in_one_pass
 from .curves import eliminations
-from .execution import in_one_pass
 from .lineage import reduced_checkpoint
 from .sweep_points import SweepPoint, with_fronts
 from .sweep_scores import Scored, outputs

@@ -25,6 +25,19 @@ class ProbedAllocation:
     measured_error: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A way to carry out a plan: its relative output error on images that it wasn't fitted to, and what it took."""
+
+    name: str
+    error: float
+    seconds: float
+    kept: bool = False
+
+    def describe(self) -> str:
+        return f"{self.name} errs {self.error:.4f} ({self.seconds:,.1f} s)"
+
+
 NAMED = 6
 
 
@@ -43,7 +56,7 @@ class WidthPlan:
     """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
 
     `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
-    `metrics`: what was learned of layers' outputs, see Moments.
+    `metrics`: what was learned of layers' outputs, see Moments. `stages`: what was tried to carry it out.
     `within`: what was tried for a limit, as JSON values. `merging`: what a budget chose to merge away.
     """
 
@@ -54,5 +67,6 @@ class WidthPlan:
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Order] | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
     within: Mapping[str, Any] | None = None
     merging: Merging | None = None

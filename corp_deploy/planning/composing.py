@@ -1,0 +1,111 @@
+"""A reduction composed of what wins: one pass over the moments or the closed loop, judged on images that neither is
+fitted to.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from calib.input_set import InputSet
+from calib.moments import Moments
+from corp_deploy.families import traced_model
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.model import Reduction
+from corp_deploy.store.checkpoint import Checkpoint
+from ground.effort import Stopwatch
+
+from .carried_out import as_planned
+from .curves import site_metrics
+from .probe import Probe
+from .probe_split import ProbeSplit, few_of, set_apart
+from .request import ReductionRequest
+from .width_plan import Stage, WidthPlan
+
+Planning = Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]]
+"""The plan of a request, and the model as it merges tokens then."""
+MOST_APART = 0.1
+"""Of the images, beyond which the loop is run again over all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Ways to carry out one plan, fitted without the images set apart, which judge them."""
+
+    dense: Checkpoint
+    planned: WidthPlan
+    apart: ProbeSplit
+    carried_out: Callable[..., Reduction]
+
+    def tried(self, name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
+        moments, started = replace(self.apart.moments, half=None), time.perf_counter()
+        reduction = self.carried_out(
+            self.dense, self.planned, moments=moments, request=request, images=self.apart.others
+        )
+        seconds = time.perf_counter() - started
+        return Stage(name=name, error=self._error(reduction), seconds=seconds), reduction
+
+    def _error(self, reduction: Reduction) -> float:
+        """Relative change of the outputs of the dense model with all of its tokens."""
+        model = self.dense.model
+        merges = traced_model.merging_of(model) is not None
+        probe = Probe(
+            model=traced_model.with_merging(model, None) if merges else model,
+            moments=self.apart.moments,
+            method=self.planned.method,
+            inputs=self.apart.inputs,
+            eliminations={},
+        )
+        return math.sqrt(probe.effect_of(reduction.model))
+
+
+def composed(
+    planning: Planning,
+    moments: Moments,
+    request: ReductionRequest,
+    images: InputSet,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    watch: Stopwatch | None = None,
+) -> tuple[Reduction, WidthPlan]:
+    """The plan carried out in one pass or in the closed loop, whichever errs less; with the most effort the widths of a
+    budget are tried in loops too, where the loop wins. What each stage erred and took stands in the plan.
+
+    Too few images to set any apart are reduced in one pass. What wins is fitted to all images; a loop that was fitted
+    to nearly all of them isn't run again.
+    """
+    effort, looped = request.options.effort, _in_loop(request)
+    carried_out = partial(as_planned, held_out=None, on_progress=on_progress, watch=watch)
+    dense, planned = planning(request)
+    apart = set_apart(dense, moments, images)
+    if planned.widths is None:
+        planned = replace(planned, metrics=site_metrics(dense.model, planned.method, few_of(dense, apart.few)))
+    count = images.count - apart.others.count
+    if not count or apart.others.count < Loop().held_out_every:
+        note = f"effort {effort}: {images.count} {images.noun} are too few to judge by, so one pass over the moments"
+        planned = replace(planned, decisions=(*planned.decisions, note))
+        return carried_out(dense, planned, moments=moments, request=request, images=images), planned
+    trials = Trials(dense=dense, planned=planned, apart=apart, carried_out=carried_out)
+    one, _ = trials.tried("one pass over the moments", request)
+    loop, reduction = trials.tried("the closed loop", looped)
+    kept, request = (loop, looped) if loop.error < one.error else (one, request)
+    again = kept is loop and effort == "thorough" and request.options.share is not None
+    if again:
+        dense, planned = planning(request)
+    words = (
+        f"effort {effort}, judged on {count} {images.noun} that nothing was fitted to: {one.describe()}, "
+        f"{loop.describe()}; {kept.name} is kept{', its widths tried in loops' * again}"
+    )
+    stages = tuple(replace(each, kept=each is kept) for each in (one, loop))
+    planned = replace(planned, stages=stages, decisions=(*planned.decisions, words))
+    if kept is not loop or again or count > MOST_APART * images.count:
+        reduction = carried_out(dense, planned, moments=moments, request=request, images=images)
+    return reduction, planned
+
+
+def _in_loop(request: ReductionRequest) -> ReductionRequest:
+    """The same in the closed loop, with nothing left to settle."""
+    options = request.options
+    polish = None if request.polish is None else options.polishing
+    return replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))

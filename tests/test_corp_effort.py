@@ -1,0 +1,153 @@
+"""`--effort`: what is composed, judged on images that nothing was fitted to, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+
+from calib.store import load as load_moments
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning import composing
+from corp_deploy.planning.curves import site_metrics
+from corp_deploy.planning.probe_split import few_of, set_apart
+from corp_deploy.planning.request import request_of
+from corp_deploy.polish.options import PolishOptions
+from corp_deploy.reduction.loop import Loop
+from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.traced_loop import reduce_traced
+from corp_deploy.store.checkpoint import load_checkpoint
+from corp_deploy.store.inputs import images_for_model
+from ground.errors import BadInput
+from tests import tiny
+from tests.command import invoked
+
+ALIGN = ("--align", "mlp=8,head=8")
+UNIFORM = ("--mlp", 0.5, "--attn", 0.5, *ALIGN, "--effort", "standard")
+ONE, LOOP = "one pass over the moments", "the closed loop"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tiny.written(tmp_path_factory.mktemp("effort"), 40, init_values=0.5)
+    invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "m")
+    return root
+
+
+def reduced(home: Path, name: str, *words: object, images: str = "images.npy", code: int = 0) -> Result:
+    given = ("--model", home / "dense", "--moments", home / "m", "--images", home / images, "-o", home / name)
+    return invoked("reduce", *given, *words, code=code)
+
+
+def record_of(directory: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((directory / "config.json").read_text())["lineage"]["reduction"]
+    return record
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def by_hand(home: Path, way: str, *, every: bool) -> tuple[torch.nn.Module, float]:
+    """A uniform reduction in one way, and its error on the images set apart; fitted to those too, or not."""
+    dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
+    options = {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}
+    images, method = images_for_model(dense.model, home / "images.npy"), ReduceOptions.from_options(options).method
+    apart = set_apart(dense, moments, images)
+    metrics = site_metrics(dense.model, method, few_of(dense, apart.few))
+    fitted, others = (moments, images) if every else (apart.moments, apart.others)
+    if way == ONE:
+        model = reduce(dense.model, replace(fitted, metrics=metrics), method).model
+    else:
+        model = reduce_traced(dense.model, others, method, loop=Loop(), metrics=metrics).model
+    kept = {tuple(image.flatten().tolist()) for batch in apart.others.batches(8) for image in batch}
+    judges = [image for batch in images.batches(8) for image in batch if tuple(image.flatten().tolist()) not in kept]
+    assert len(judges) == 8
+    with torch.inference_mode():
+        exact, answer = (each.eval()(torch.stack(judges)).double() for each in (dense.model, model))
+    return model, float((answer - exact).norm() / exact.norm())
+
+
+def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better_one_is_kept(home: Path) -> None:
+    reduced(home, "uniform", *UNIFORM)
+    record = record_of(home / "uniform")
+    by_name = {stage["name"]: stage for stage in record["stages"]}
+    errors = {way: by_hand(home, way, every=False)[1] for way in (ONE, LOOP)}
+    assert {way: stage["error"] for way, stage in by_name.items()} == pytest.approx(errors, rel=1e-4)
+    kept = min(errors, key=lambda way: errors[way])
+    assert [name for name, stage in by_name.items() if stage["kept"]] == [kept]
+    (line,) = [each for each in record["decided"] if each.startswith("effort standard, judged on 8 images")]
+    assert all(f"{way} errs {by_name[way]['error']:.4f} (" in line for way in (ONE, LOOP))
+    assert f"; {kept} is kept" in line
+
+
+@pytest.mark.parametrize("way", [ONE, LOOP])
+def test_what_wins_is_fitted_to_all_images(way: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([0.1, 0.2] if way == ONE else [0.2, 0.1])
+    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
+    reduced(home, way[-4:], *UNIFORM)
+    state, expected = state_of(load_checkpoint(home / way[-4:]).model), state_of(by_hand(home, way, every=True)[0])
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_over_nearly_all_images_is_not_run_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([0.2, 0.1])
+    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
+    monkeypatch.setattr(composing, "MOST_APART", 0.2)
+    reduced(home, "once", *UNIFORM)
+    state, expected = state_of(load_checkpoint(home / "once").model), state_of(by_hand(home, LOOP, every=False)[0])
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_loops(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter([0.2, 0.1])
+    monkeypatch.setattr(composing.Trials, "_error", lambda *_: next(errors))
+    reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 2, *ALIGN)
+    record = record_of(home / "thorough")
+    assert record["polish"]["how"] == "model"
+    assert any("the closed loop is kept, its widths tried in loops" in line for line in record["decided"])
+    asked = request_of(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}), seed=5)
+    assert asked.polish == PolishOptions(how="model", steps=2, seed=5)
+
+
+def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:
+    reduced(home, "plain", *UNIFORM, "--samples", 12)
+    record = record_of(home / "plain")
+    assert "stages" not in record
+    assert any(
+        line == "effort standard: 12 images are too few to judge by, so one pass over the moments"
+        for line in record["decided"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"closed_loop": "asymmetric"}, "--closed-loop: --effort standard settles that by trying it"),
+        ({"polish": "none"}, "--polish: --effort standard settles that by trying it"),
+        ({"preset": "thorough"}, "preset thorough says what is composed; give one of both"),
+        ({"mlp": None, "within": "error 0.1"}, "--within tries budgets in one way"),
+        ({"held_out": "moments"}, "sets images apart to judge by; leave --held-out out"),
+        ({"residual": 0.5}, "of which --residual removes channels"),
+        ({"mlp": None, "sparse": "2:4"}, "nothing is repaired where weights alone are set to zero"),
+        ({"rescale": True}, "--rescale is not honoured by the closed loop"),
+        ({"polish_steps": 3}, "not honoured by a reduction that is not polished"),
+    ],
+)
+def test_what_it_settles_itself_or_can_not_judge_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        ReduceOptions.from_options({"mlp": 0.5, "effort": "standard"} | options)
+
+
+def test_images_are_needed_and_a_quick_reduction_composes_nothing() -> None:
+    assert ReduceOptions.from_options({"mlp": 0.5, "effort": "standard"}).needs_images
+    quick = ReduceOptions.from_options({"mlp": 0.5})
+    assert (quick.effort, quick.composes, quick.needs_images) == ("quick", False, False)
