@@ -11,21 +11,29 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.real import subject, tried
+from benchmarks.real import subject, tried, tried_merging
 from benchmarks.real.page import tried as tables
+from corp_deploy.families import traced_model
+from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.traced.models.merging import Merging
 from tests import tiny
 
 KWARGS: dict[str, Any] = {"img_size": 32, "patch_size": 8, "num_classes": 0, "init_values": 0.5}
 
 
-def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def encoder_and_crops(at: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     checkpoint = tiny.checkpoint(**KWARGS)
     monkeypatch.setattr(subject, "ARCHITECTURE", checkpoint.architecture)
-    save_file(checkpoint.model.state_dict(), tmp_path / "dinov2_s.safetensors")
-    (tmp_path / "head.safetensors").touch()
+    save_file(checkpoint.model.state_dict(), at / "dinov2_s.safetensors")
+    (at / "head.safetensors").touch()
     for name, count in (("calib", 30), ("held", 6)):
-        np.save(tmp_path / f"{name}.npy", tiny.images(count, seed=count))
-        (tmp_path / f"{name}_groups.json").write_text(json.dumps([f"{place % 5}.jpg" for place in range(count)]))
+        np.save(at / f"{name}.npy", tiny.images(count, seed=count))
+        (at / f"{name}_groups.json").write_text(json.dumps([f"{place % 5}.jpg" for place in range(count)]))
+    return checkpoint
+
+
+def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder_and_crops(tmp_path, monkeypatch)
     for name, value in {
         "WIDTH": 96,
         "WIDTHS": (96,),
@@ -49,6 +57,44 @@ def test_every_way_has_its_row_and_its_line(tmp_path: Path, monkeypatch: pytest.
     text = tables(record)
     assert all(row["way"] in text for row in record["halves"])
     assert text.count(" / ") == 1 + 2 * 11 + 2 + 2 * 2
+
+
+def test_tokens_merged_in_other_ways_have_their_rows_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = encoder_and_crops(tmp_path, monkeypatch)
+    monkeypatch.setattr(tried_merging, "SCHEDULES", {0.8: (0,) * 2, 0.7: (3, 4)})
+    given = ["--output", str(tmp_path / "tried.json"), "--ready", str(tmp_path), "--work", str(tmp_path / "work")]
+    threads = ["--crops", "30", "--held-out", "6", "--threads", str(torch.get_num_threads())]
+    done = CliRunner().invoke(tried_merging.main, [*given, *threads])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "tried.json").read_text())
+    nothing, some = ({row["way"]: row for row in record["merging"] if row["share"] == share} for share in (0.8, 0.7))
+    assert max(row["patch_error"] for row in nothing.values()) < 1e-5
+    plain = some.pop("as built")
+    assert all(row["patch_error"] != plain["patch_error"] for row in some.values())
+    images = torch.from_numpy(np.load(tmp_path / "held.npy"))
+    with torch.inference_mode():
+        built = traced_model.with_merging(checkpoint.model, Merging(schedule=(3, 4), unmerged=True))
+        errors = relative_errors(built(images), checkpoint.model(images))
+    assert plain["class_error"] == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-4)
+    text = tables(record | {"halves": [], "beside": [], "streams": []})
+    assert all(f"0.7: {way} |" in text for way in some)
+
+
+def test_what_tells_the_energy_of_tokens_is_a_ridge_regression() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stream, energies = torch.randn(50, 6, generator=generator), torch.rand(50, generator=generator)
+    x = torch.nn.functional.layer_norm(stream.double(), (6,))
+    rows = torch.cat([x, torch.ones(50, 1).double()], dim=1)
+    ridge = (tried_merging.RIDGE * rows.square().sum(0).mean()).sqrt()
+    logarithm = (energies / energies.mean()).clamp_min(tried_merging.LEAST).log().double()
+    padded = torch.cat([rows, ridge * torch.eye(7).double()]), torch.cat([logarithm, torch.zeros(7).double()])
+    expected = torch.linalg.lstsq(padded[0], padded[1][:, None]).solution[:, 0]
+    torch.testing.assert_close(tried_merging.energy_weights(stream, energies).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def relative_errors(found: Tensor, dense: Tensor) -> Tensor:
+    """Of each image's outputs."""
+    return (found - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
 
 
 def lost_by_least_squares(rows: Tensor, target: Tensor) -> float:

@@ -63,11 +63,11 @@ def by_hand(home: Path, way: str, *, every: bool) -> tuple[torch.nn.Module, floa
         model = reduce(dense.model, replace(fitted, metrics=metrics), method).model
     else:
         model = reduce_traced(dense.model, others, method, loop=Loop(), metrics=metrics).model
-    kept = {tuple(image.flatten().tolist()) for batch in apart.others.batches(8) for image in batch}
-    judges = [image for batch in images.batches(8) for image in batch if tuple(image.flatten().tolist()) not in kept]
-    assert len(judges) == 8
+    places = (~torch.isin(images.ids, apart.others.ids)).nonzero().squeeze(1).tolist()
+    assert len(places) == 8
+    (judges,) = images.subset(places).batches(8)
     with torch.inference_mode():
-        exact, answer = (each.eval()(torch.stack(judges)).double() for each in (dense.model, model))
+        exact, answer = (each.eval()(judges).double() for each in (dense.model, model))
     return model, float((answer - exact).norm() / exact.norm())
 
 

@@ -63,7 +63,9 @@ def margin_by_loops(compared_NX: Any, sizes_N: Any, count: int, protected: int, 
 def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, metric: Any) -> None:
     compared = torch.randn(5, tokens, 7, generator=torch.Generator().manual_seed(tokens))
     sizes = torch.randint(1, 5, (5, tokens), generator=torch.Generator().manual_seed(count)).float()
-    found = margins_of(TokenMerge(count=count, protected=protected, how="merge", metric=metric), compared, sizes)
+    found = margins_of(
+        TokenMerge(count=count, protected=protected, how="merge", metric=metric), compared, compared, sizes
+    )
     images = zip(compared.double().numpy(), sizes.double().numpy(), strict=True)
     expected = [margin_by_loops(image, of_image, count, protected, metric) for image, of_image in images]
     assert found.tolist() == pytest.approx(expected, abs=2e-6)
@@ -71,14 +73,14 @@ def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, 
 
 def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
     attention = torch.tensor([[9.0, 0.1, 0.4, 0.2, 0.3], [9.0, 0.4, 0.3, 0.2, 0.2]])
-    found = margins_of(TokenMerge(count=2, protected=1, how="drop"), attention, None)
+    found = margins_of(TokenMerge(count=2, protected=1, how="drop"), attention, attention, None)
     assert found.tolist() == pytest.approx([0.5, 0.5])
-    one = margins_of(TokenMerge(count=1, protected=1, how="drop"), attention, None)
+    one = margins_of(TokenMerge(count=1, protected=1, how="drop"), attention, attention, None)
     assert one.tolist() == pytest.approx([1.0, 0.0])
 
 
 @pytest.mark.parametrize("how", ["merge", "drop"])
-@pytest.mark.parametrize("metric", ["ward", "stream", "keys"])
+@pytest.mark.parametrize("metric", ["ward", "attended", "stream", "keys"])
 def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None
@@ -92,7 +94,7 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
             if isinstance(step, Merge):
                 beside = walk.beside_BNX
                 compared = walk.tokens.x if beside is None else beside
-                each.append(margins_of(step.merge, compared, walk.tokens.sizes))
+                each.append(margins_of(step.merge, walk.tokens.x, compared, walk.tokens.sizes))
             walk = walk.behind(step)
     assert len(each) == 2
     assert torch.equal(found, torch.minimum(*each))
@@ -104,7 +106,7 @@ def test_equal_tokens_have_no_margin() -> None:
     compared = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
     compared[0, 4] = compared[0, 2] = compared[0, 6]  # three odd places alike: whoever is like them has no one best
     compared[0, 1] = compared[0, 2] + 0.01
-    found = margins_of(TokenMerge(count=1, protected=1, how="merge"), compared, None)
+    found = margins_of(TokenMerge(count=1, protected=1, how="merge"), compared, compared, None)
     assert abs(float(found)) < 1e-6
 
 

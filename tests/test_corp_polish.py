@@ -289,7 +289,7 @@ def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
 
 @pytest.mark.slow("training")
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("metric", [{}, {"metric": "keys"}, {"how": "drop"}])
+@pytest.mark.parametrize("metric", [{}, {"metric": "attended"}, {"metric": "keys"}, {"how": "drop"}])
 def test_a_model_that_merges_tokens_comes_closer_too(how: str, metric: dict[str, Any], images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
     start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **metric))

@@ -51,7 +51,13 @@ def by_squares(compared_NX: Tensor, sizes_N: Tensor, one: int, other: int) -> fl
     return -float((weights_2 * (both_2X - mean_X).square().sum(dim=1)).sum())
 
 
-BY = {"ward": by_squares, "stream": by_cosine, "keys": by_cosine}
+def by_attended_squares(compared_NX: Tensor, sizes_N: Tensor, one: int, other: int) -> float:
+    """With the class token's attention behind the stream's channels."""
+    roots = compared_NX[one, -1].sqrt() + compared_NX[other, -1].sqrt()
+    return by_squares(compared_NX[:, :-1], sizes_N, one, other) * float(roots)
+
+
+BY = {"ward": by_squares, "attended": by_attended_squares, "stream": by_cosine, "keys": by_cosine}
 
 
 def merged_by_loops(
@@ -82,7 +88,7 @@ def merged_by_loops(
 def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, count: int, metric: Metric) -> None:
     x_BNC, sizes_BN, compared_BNX = stream(tokens), sizes_of(tokens), stream(tokens, seed=2, channels=4)
     given = Tokens(x_BNC, sizes_BN, sources_of(x_BNC))
-    got = merged(given, matched(alike(metric, compared_BNX, sizes_BN, protected), count), protected)
+    got = merged(given, matched(alike(metric, x_BNC, compared_BNX, sizes_BN, protected), count), protected)
     assert got.sizes is not None
     assert got.sources is not None
     for image in range(len(x_BNC)):
@@ -130,7 +136,7 @@ def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) 
     x_BNC = stream(13)
     for even, odd in ((1, 4), (5, 2), (11, 12)):  # behind one protected token, odd numbers are the even places
         x_BNC[:, even] = x_BNC[:, odd]
-    match = matched(alike(metric, x_BNC, sizes_of(13), 1), 3)
+    match = matched(alike(metric, x_BNC, x_BNC, sizes_of(13), 1), 3)
     assert [sorted(1 + 2 * place for place in row) for row in match.merged.tolist()] == [[1, 5, 11]] * 3
     got = merged(Tokens(x_BNC, sizes_of(13), sources_of(x_BNC)), match, 1)
     assert got.sources is not None
@@ -139,7 +145,7 @@ def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) 
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
 def test_of_equals_the_first_is_merged_into_the_first(metric: Metric) -> None:
-    match = matched(alike(metric, torch.ones(2, 10, 3), None, 0), 2)
+    match = matched(alike(metric, torch.ones(2, 10, 3), torch.ones(2, 10, 3), None, 0), 2)
     assert match.merged.tolist() == [[0, 1]] * 2
     assert match.into.tolist() == [[0] * 5] * 2
     assert match.kept.tolist() == [[2, 3, 4]] * 2
@@ -165,7 +171,10 @@ def test_masks_of_any_type_add_what_they_did() -> None:
         assert torch.equal(key_bias(weights_BN, torch.float32), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"metric": "stream"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"metric": "attended"}, {"metric": "stream"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}],
+)
 def test_a_schedule_of_nothing_is_the_dense_model(options: Any) -> None:
     dense, x = checkpoint().model, torch.from_numpy(images(4))
     same = traced_model.with_merging(dense, Merging(schedule=(0, 0), **options))
@@ -197,6 +206,9 @@ def by_loops(
             x_NC = x_NC + block.ls1(attention.proj(torch.cat(heads, dim=-1)))
             if count:
                 compared = k.flatten(1) if merging.metric == "keys" else x_NC
+                if merging.metric == "attended":
+                    of_first_HN = torch.einsum("hd,nhd->hn", q[0], k) * attention.scale
+                    compared = torch.cat([x_NC, of_first_HN.softmax(-1).mean(0)[:, None]], dim=1)
                 x_NC, sizes_N, went = merged_by_loops(x_NC, sizes_N, compared, count, protected, BY[merging.metric])
                 went_N = went[went_N]
             hidden_NF = block.mlp.act(block.mlp.fc1(block.norm2(x_NC)))
@@ -211,6 +223,7 @@ def by_loops(
     [
         ({}, {}),
         ({}, {"metric": "keys"}),
+        ({}, {"metric": "attended"}),
         ({"global_pool": "avg", "class_token": False}, {}),
         ({"global_pool": "max", "reg_tokens": 2}, {}),
         ({"global_pool": "map", "class_token": False}, {}),
@@ -241,8 +254,9 @@ def test_tokens_of_a_model_without_pooling_are_fewer_unless_unmerged() -> None:
 
 def test_dropping_needs_a_class_token_and_gives_nothing_back() -> None:
     model = checkpoint(class_token=False, global_pool="avg").model
-    with pytest.raises(BadInput, match="the model has none"):
-        traced_model.with_merging(model, Merging(schedule=(1, 1), how="drop"))
+    for options in ({"how": "drop"}, {"metric": "attended"}):
+        with pytest.raises(BadInput, match="the model has none"):
+            traced_model.with_merging(model, Merging(schedule=(1, 1), **options))  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="no value to restore"):
         Merging(schedule=(1, 1), how="drop", unmerged=True)
 

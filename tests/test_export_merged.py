@@ -20,6 +20,7 @@ from tests.tiny import checkpoint, images
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "merged": ({}, {}),
     "unmerged by keys": ({"global_pool": "avg", "class_token": False}, {"metric": "keys"}),
+    "attended": ({}, {"metric": "attended"}),
     "dropped": ({}, {"how": "drop"}),
 }
 

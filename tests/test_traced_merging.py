@@ -37,7 +37,7 @@ from tests import timm_models, tiny
 SCHEDULE = (3, 4)
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "class token": ({}, {"how": "drop"}, {"metric": "stream"}),
-    "registers": ({"metric": "keys"}, {"how": "drop"}),
+    "registers": ({"metric": "keys"}, {"metric": "attended"}, {"how": "drop"}),
     "distilled": ({},),
     "mean": ({}, {"how": "drop"}),
     "attention pool": ({"metric": "keys"},),

@@ -69,7 +69,7 @@ ROWS = (
 )
 
 
-def _renormalised(path: Path, count: int) -> Tensor:
+def renormalised(path: Path, count: int) -> Tensor:
     """Crops as this model takes them."""
     crops = np.load(path, mmap_mode="r")[:count]
     pictures = crops * photographs.STD[:, None, None] + photographs.MEAN[:, None, None]
@@ -100,10 +100,10 @@ class Bench:
         self.weights = lite0.weights(ready.parent)
         work.mkdir(parents=True, exist_ok=True)
         self.images, groups = work / "lite0-calib.npy", json.loads((ready / "calib_groups.json").read_text())
-        np.save(self.images, _renormalised(ready / "calib.npy", crops).numpy())
+        np.save(self.images, renormalised(ready / "calib.npy", crops).numpy())
         self.groups = work / "lite0-groups.json"
         self.groups.write_text(json.dumps(groups[:crops]))
-        self.held_out = _renormalised(ready / "held.npy", 128)
+        self.held_out = renormalised(ready / "held.npy", 128)
         self.model = load_dense(MODEL[1], weights=self.weights, kwargs={}).model
 
     @cached_property

@@ -30,13 +30,15 @@ def _spread_B(x_BNC: Tensor, protected: int) -> Tensor:
     return (free_BNC - free_BNC.mean(dim=1, keepdim=True)).square().sum(dim=-1).mean(dim=1).clamp(min=1e-30)
 
 
-def _of_merge(merge: TokenMerge, compared_BNX: Tensor, sizes_BN: Tensor | None) -> Tensor:
+def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
     """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
     from its best match to the second best; as shares of the tokens' spread, or of cosines.
     """
-    count, alike_BAD = merge.count, alike(merge.metric, compared_BNX, sizes_BN, merge.protected)
-    if merge.metric == "ward":
-        alike_BAD = alike_BAD / _spread_B(compared_BNX, merge.protected)[:, None, None]
+    count, alike_BAD = merge.count, alike(merge.metric, x_BNC, compared, sizes_BN, merge.protected)
+    if merge.metric in ("ward", "attended"):
+        alike_BAD = alike_BAD / _spread_B(x_BNC, merge.protected)[:, None, None]
+    if merge.metric == "attended":
+        alike_BAD = alike_BAD / (2.0 * compared.float().sqrt().mean(dim=1)[:, None, None])
     falling_BA, order_BA = alike_BAD.amax(dim=-1).sort(dim=1, descending=True, stable=True)
     gap_B = _gap_B(falling_BA, count)
     if alike_BAD.shape[2] < 2:
@@ -52,11 +54,11 @@ def _of_drop(attention_BN: Tensor, count: int, protected: int) -> Tensor:
     return -_gap_B(rising_BN, count) / rising_BN[:, count - 1].clamp(min=1e-30)
 
 
-def margins_of(merge: TokenMerge, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
-    """The least margin of one merge's choices, of tokens of these sizes: [B]."""
+def margins_of(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
+    """The least margin of one merge's choices, of a stream of tokens of these sizes: [B]."""
     if merge.how == "drop":
         return _of_drop(compared, merge.count, merge.protected)
-    return _of_merge(merge, compared, sizes_BN)
+    return _of_merge(merge, x_BNC, compared, sizes_BN)
 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
@@ -67,7 +69,7 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
 
     def look(merge: nn.Module, entering: tuple[Tensor, Tensor | None, Tensor | None, Tensor]) -> None:
         assert isinstance(merge, TokenMerge), merge
-        every.append(margins_of(merge, entering[3], entering[1]))
+        every.append(margins_of(merge, entering[0], entering[3], entering[1]))
 
     with ExitStack() as stack, torch.inference_mode():
         for merge in merges_in(model).values():

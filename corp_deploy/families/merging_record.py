@@ -9,6 +9,7 @@ from corp_deploy.traced.models.merging import Merging, Metric
 
 COMPARED: Mapping[Metric, str] = {
     "ward": "what merging them changes in the residual stream",
+    "attended": "what merging them changes in the residual stream, and the class token's attention",
     "stream": "the cosine of the residual stream",
     "keys": "the cosine of the keys of all heads",
 }

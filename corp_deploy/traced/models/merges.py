@@ -157,24 +157,29 @@ class Merges:
     def _compared(self, block: Block, stream: fx.Node) -> fx.Node:
         if not self.merging.compares_attention:
             return stream
-        if len(block.attentions) > 1 and self.merging.how == "drop":
+        by_attention = self.merging.how == "drop" or self.merging.metric == "attended"
+        if len(block.attentions) > 1 and by_attention:
             raise PositionDependent(
-                block.added, "adds several attentions, which may keep other tokens each; merge instead"
+                block.added, "adds several attentions, which may keep other tokens each; merge by another metric"
             )
         for each in block.attentions:
             _refuse_layout(each)
-        if self.merging.how == "merge":
+        if not by_attention:
             keys = [
                 self._new(_keys, self.nodes.nodes[each.keys], each.scores is not None, like=block.added)
                 for each in block.attentions
             ]
             return keys[0] if len(keys) == 1 else self._new(torch.cat, keys, -1, like=block.added)
         if not self.nodes.protected:
-            raise BadInput("merging: drop keeps what the class token attends to, and the model has none; merge instead")
+            raise BadInput(
+                "merging: what the class token attends to is kept, and the model has none; merge by another metric"
+            )
         return self._attention(block.attentions[0], block.added)
 
     def _attention(self, attention: Attention, like: fx.Node) -> fx.Node:
         stands = self.nodes.nodes
+        if attention.scores is not None and self.merging.how == "merge":  # as before sizes are added
+            return self._new(_of_first_scores, stands[attention.scores], like=like)
         if attention.scores is not None:
             (softmax,) = attention.scores.users
             return self._new(_of_first, stands[softmax], like=like)
@@ -212,6 +217,10 @@ def _keys(keys: Tensor, is_turned: bool) -> Tensor:
 def _of_first(shares_BHNN: Tensor) -> Tensor:
     """How much the first token attends to each, the mean over heads [B,N]."""
     return shares_BHNN[:, :, 0].float().mean(dim=1)
+
+
+def _of_first_scores(scores_BHNN: Tensor) -> Tensor:
+    return scores_BHNN[:, :, 0].softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
 def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:

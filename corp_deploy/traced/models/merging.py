@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ground.errors import BadInput
 from ground.quantity import quoted
 
-Metric = Literal["ward", "stream", "keys"]
+Metric = Literal["ward", "attended", "stream", "keys"]
 How = Literal["merge", "drop"]
 MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 
@@ -20,8 +20,9 @@ class Merging:
     """What happens between the attention and the MLP of each block.
 
     `schedule`: tokens merged away, an entry a block, 0 none. `metric`: how alike tokens are, by what merging them adds
-    to the sum of squares within tokens of the stream behind the attention (Ward 1963), or by the cosine of that stream
-    or of the keys of all heads side by side. `how`: `merge` takes the mean of tokens that are alike, weighted by how
+    to the sum of squares within tokens of the stream behind the attention (Ward 1963), by that times the sum of the
+    roots of what the class token attends to both with, or by the cosine of that stream or of the keys of all heads side
+    by side. `how`: `merge` takes the mean of tokens that are alike, weighted by how
     many stand in each; with `drop` those go that the class token attends to least. `unmerged`: dense outputs, every
     source token has the value of the token that it was merged into. Raises BadInput for what is none.
     """
@@ -43,7 +44,7 @@ class Merging:
     @property
     def compares_attention(self) -> bool:
         """Whether it asks attentions for their keys or for what they attend to."""
-        return self.how == "drop" or self.metric == "keys"
+        return self.how == "drop" or self.metric in ("attended", "keys")
 
     def as_json(self) -> dict[str, Any]:
         """As config.json and lineages have it."""

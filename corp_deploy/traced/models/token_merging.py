@@ -97,9 +97,20 @@ def ward(x_BNC: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
     return apart_BAD / (parts_BN[:, protected::2].unsqueeze(2) + parts_BN[:, protected + 1 :: 2].unsqueeze(1))
 
 
-def alike(metric: Metric, compared_BNX: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
+def attended(x_BNC: Tensor, attention_BN: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
+    """`ward`, times the sum of the roots of the attention that each of both gets [B,A,D]: what the class token looks at
+    is merged last.
+    """
+    roots_BN = attention_BN.float().sqrt()
+    even_BA1, odd_B1D = roots_BN[:, protected::2].unsqueeze(2), roots_BN[:, protected + 1 :: 2].unsqueeze(1)
+    return ward(x_BNC, sizes_BN, protected) * (even_BA1 + odd_B1D)
+
+
+def alike(metric: Metric, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
     """How alike each even token is to each odd one [B,A,D], larger for more."""
-    return ward(compared_BNX, sizes_BN, protected) if metric == "ward" else cosines(compared_BNX, protected)
+    if metric == "attended":
+        return attended(x_BNC, compared, sizes_BN, protected)
+    return ward(compared, sizes_BN, protected) if metric == "ward" else cosines(compared, protected)
 
 
 def matched(alike_BAD: Tensor, count: int) -> Match:
@@ -200,7 +211,7 @@ def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
 
 class TokenMerge(nn.Module):
     """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike by the metric, or [B,N] attention
-    to be kept for.
+    to be kept or merged late for.
 
     Gives the stream, its sizes and its sources, as Tokens are. It has no weights. `follows`: source tokens are followed
     from here on, whether they were or not.
@@ -217,7 +228,7 @@ class TokenMerge(nn.Module):
         tokens = Tokens(x, sizes, sources_of(x) if sources is None and self.follows else sources)
         if self.how == "drop":
             return tuple(dropped(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
-        match = matched(alike(self.metric, compared, sizes, self.protected), self.count)
+        match = matched(alike(self.metric, x, compared, sizes, self.protected), self.count)
         return tuple(merged(tokens, match, self.protected))  # type: ignore[return-value]
 
 
