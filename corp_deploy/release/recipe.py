@@ -82,17 +82,7 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self._refuse_unproved()
         self._refuse_unjudged_limit()
-        judges = self.reduce.within is not None or self.proves_on_own
-        if self.calibration.hold_out is not None and self.reduce.choice.loop is not None and not judges:
-            raise BadInput(
-                f"calibration.hold_out judges sites that were fitted to moments; reduce.closed_loop: "
-                f"{NOT_HELD_OUT[self.reduce.choice.loop]}; give one of the two"
-            )
-        if self.calibration.snapshots is not None and self.reduce.choice.loop is not None:
-            raise BadInput(
-                "calibration.snapshots tells how many images a fit to moments needs; reduce.closed_loop fits to the "
-                "images themselves; give one of the two"
-            )
+        self._refuse_beside_loop()
         if self.calibration.groups is not None and self.calibration.group_labels is not None:
             raise BadInput("calibration.groups and calibration.group_labels both say what belongs together; give one")
         if self.package.name is not None and "fp32" not in self.export.precisions:
@@ -105,6 +95,23 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
             raise BadInput(
                 "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"
+            )
+
+    def _refuse_beside_loop(self) -> None:
+        loop = "asymmetric" if self.reduce.choice.composes else self.reduce.choice.loop
+        if loop is None:
+            return
+        key = "reduce.effort" if self.reduce.choice.composes else "reduce.closed_loop"
+        judges = self.reduce.within is not None or self.proves_on_own
+        if self.calibration.hold_out is not None and not judges:
+            raise BadInput(
+                f"calibration.hold_out judges sites that were fitted to moments; {key}: {NOT_HELD_OUT[loop]}; "
+                "give one of the two"
+            )
+        if self.calibration.snapshots is not None:
+            raise BadInput(
+                f"calibration.snapshots tells how many images a fit to moments needs; {key} fits to the images "
+                "themselves; give one of the two"
             )
 
     def _refuse_unproved(self) -> None:
@@ -194,7 +201,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         are not shown to the reduction where they prove the result.
         """
         merges = self.reduce.choice.method_asked.merges or self.reduce.choice.method_asked.folds_heads
-        judged = self.calibration.hold_out is not None and self.reduce.choice.loop is None
+        looped = self.reduce.choice.loop is not None or self.reduce.choice.composes
+        judged = self.calibration.hold_out is not None and not looped
         return judged and not (merges and self.proves_on_own)
 
     @property

@@ -130,6 +130,7 @@ def _new(request: ToShip, root: Path) -> Recipe:
         "release": {"name": name},
         "package": {"name": name if "fp32" in request.options.precision else None},
         "calibration": {"hold_out": min(MOST_HELD_OUT, count // 2) if request.options.held_out is None else None},
+        "reduce": {"effort": "standard"},
         "parity": {"min_agreement": 0.98 if classifies else None, "max_error": 0.05},
         "gate": {"fail_if": rules if classifies else rules[:1]},
     }
