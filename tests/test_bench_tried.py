@@ -94,7 +94,8 @@ def test_what_tells_the_energy_of_tokens_is_a_ridge_regression() -> None:
 
 def relative_errors(found: Tensor, dense: Tensor) -> Tensor:
     """Of each image's outputs."""
-    return (found - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
+    errors: Tensor = (found - dense).flatten(1).norm(dim=1) / dense.flatten(1).norm(dim=1)
+    return errors
 
 
 def lost_by_least_squares(rows: Tensor, target: Tensor) -> float:

@@ -94,3 +94,5 @@ def test_snapshots_ascend_and_are_of_fits_to_moments(home: Path) -> None:
         load_recipe(recipe(home, "snapshots = [7, 3]"))
     with pytest.raises(BadInput, match=r"closed_loop fits to the images themselves"):
         load_recipe(recipe(home, "snapshots = [3]", "mlp = 0.5\nclosed_loop = true"))
+    with pytest.raises(BadInput, match=r"reduce.effort fits to the images themselves"):
+        load_recipe(recipe(home, "snapshots = [3]", "mlp = 0.5\neffort = 'standard'"))
