@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import trusting_code
-from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.running import BenchFiles, BenchOptions
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.speed import measure
 from corp_deploy.proof.timed_inputs import TimedInputs
@@ -43,12 +43,11 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCall(BenchOptions):
+class BenchCall(BenchOptions, BenchFiles):
     """The options, with what is measured and on what."""
 
     dense: PathLike = field(kw_only=False)
     reduced: PathLike = field(kw_only=False)
-    output: PathLike | None = None
     inputs: InputsLike | None = None
     text: PathLike | None = None
     trust_code: bool = False

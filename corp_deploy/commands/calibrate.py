@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.calibration import CalibrateRun
+from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.views.console import Output
 
@@ -22,14 +22,14 @@ from .stopwatch import keep_effort, stopwatch_on
 )
 @model_options
 @record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
-@click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
+@record_options("files", CalibrateFiles)
 @record_options("options", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
 @output_options
 def calibrate(
     model: ModelChoice,
     inputs: RequiredInputs,
-    output: Path,
+    files: CalibrateFiles,
     options: CalibrateRun,
     summary: Path | None,
     out: Output,
@@ -84,6 +84,7 @@ def calibrate(
     from ground.gpu import require_device
 
     require_device(options.device)
+    output = Path(files.output)
     if options.sequential:
         return calibrate_by_block(model, inputs, output, options, summary, out)
     with stopwatch_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:

@@ -39,7 +39,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @record_options(
     "inputs",
     ProofInputChoice,
-    *(*KINDS, "random", "labels", "moments", "samples", "seed", "hold_out", "groups"),
+    *(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups"),
 )
 @record_options("options", VerifyRun)
 @trust_engine_option
@@ -122,7 +122,7 @@ def verify(
             proof_inputs,
             batches=options.batches,
             limits=limits,
-            moments=None if inputs.moments is None else load_moments(inputs.moments),
+            moments=None if options.moments is None else load_moments(Path(options.moments)),
             on_progress=bar,
             answered=meter.measure,
         )

@@ -9,8 +9,8 @@ import click
 
 from corp_deploy.invocation.decoding import DecoderProof
 from corp_deploy.invocation.option import option
-from corp_deploy.invocation.proof import MetricOptions, ProofOptions
-from corp_deploy.invocation.values import DIRECTORY, FILE
+from corp_deploy.invocation.proof import MetricOptions, ProofFiles, ProofOptions
+from corp_deploy.invocation.values import DIRECTORY
 from corp_deploy.views.console import Output
 
 from .options import explicit_options
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyRun(MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
+class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
     """What else is compared and kept. Of engines alone `write_golden` and `other_graph`; of models `polygraphy`."""
 
-    output: Path | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
     write_golden: Path | None = option(
         DIRECTORY,
         help="Save the inputs and the outputs of REFERENCE, a .plan or .onnx, for `verify DIR B.plan` elsewhere.",
@@ -63,15 +62,12 @@ class VerifyRun(MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
         return Path(reference).suffix in (".plan", ".onnx") or (Path(reference) / "golden.json").exists()
 
     def record_of(self, candidates: Sequence[Path]) -> Path:
-        """Where it goes. Raises UsageError without it or without candidates, and for the name of the file beside it."""
+        """Where it goes. Raises UsageError without it or without candidates."""
         if not candidates:
             raise click.UsageError("Missing argument 'CANDIDATES...': what to hold against REFERENCE")
         if self.output is None:
             raise click.UsageError("Missing option '--output' / '-o'.")
-        if self.output.suffix == ".npz":
-            where = f"{self.output}: the per-image figures go there; expected .json"
-            raise click.BadParameter(where, param_hint="--output")
-        return self.output
+        return Path(self.output)
 
     def compare(
         self,

@@ -9,9 +9,21 @@ from ground.precision import EVERY_WORD, MIXED, QUANTISED
 from ground.quantities import OPSET
 from ground.quantity import BATCH, Count
 
-from .option import Record, option, options_of
+from .option import NEEDED, PathLike, Record, option, options_of
 from .table import EXPORT, EXPORT_HEADS
-from .values import ListOf, OneOf, Repeated
+from .values import FILE, ListOf, OneOf, Repeated
+
+
+@dataclass(frozen=True)
+class ExportFiles(Record):
+    """What `export` writes; Python takes it by its place."""
+
+    output: PathLike = option(
+        FILE,
+        NEEDED,
+        help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
+        "beside it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ground.errors import BadInput
@@ -59,6 +60,21 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
     def command_options(self) -> dict[str, Any]:
         supported = VERIFY_HEADS.supported(self._way, super().command_options)
         return {name: value for name, value in supported.items() if self.shares or name != "confidence"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofFiles(Record, heading="Proof"):
+    """What a proof reads beside its inputs, and writes. Raises BadInput for the name of the file beside the record."""
+
+    output: PathLike | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
+    moments: PathLike | None = option(
+        FILE, help="Moments of the calibration: report whether these images look like its images."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output is not None and Path(self.output).suffix == ".npz":
+            raise BadInput(f"--output: {self.output}: the per-image figures go there; expected .json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from .budget_choice import BudgetChoice
 from .compositions import with_implied
 from .merging import MergingChoice
 from .method_choice import MethodChoice
-from .option import PathLike, Record, option
+from .option import NEEDED, PathLike, Record, option
 from .option_support import Axis
 from .passes import CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice
-from .values import FILE, OneOf
+from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
 
@@ -71,6 +71,14 @@ class RepairChoice(Record, heading="Loops, polish and results"):
         help="Moments of other images (calibrate --hold-out), which judge every site.",
     )
     device: Literal["cpu", "cuda"] = option(default="cpu", in_recipe=False, help="Device for the solves.")
+
+
+@dataclass(frozen=True)
+class ReduceFiles(Record):
+    """What `reduce` reads and writes; Python takes them by their places."""
+
+    moments: PathLike = option(FILE, NEEDED, help="Moments of this model, written by calibrate.")
+    output: PathLike = option(DIRECTORY, NEEDED, help="Directory for model.safetensors and config.json.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from ground.errors import BadInput
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 from ground.quantity import BATCH
 
-from .option import Record, option
+from .option import PathLike, Record, option
 from .table import BENCH
 from .values import FILE, ListOf, ParsedText
 
@@ -119,6 +119,13 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
     @property
     def running(self) -> RunOptions:
         return RunOptions.from_options(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFiles(Record):
+    """What `bench` writes."""
+
+    output: PathLike | None = option(FILE, help="bench.json to write, raw samples and all.")
 
 
 @dataclass(frozen=True, kw_only=True)
