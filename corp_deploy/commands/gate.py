@@ -10,7 +10,7 @@ from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
 from .declared import record_options
-from .options import FILE, explicit_options, output_options
+from .options import FILE, output_options
 
 
 @click.command()
@@ -90,8 +90,6 @@ def gate(
         raise click.UsageError("--init-baseline needs a parity.json among the records for --baseline-parity")
     if history is not None and bench is None:
         raise click.UsageError("--history keeps bench records: give a bench.json among the records")
-    if not parsed and "confidence" in explicit_options():
-        raise click.UsageError("--confidence is of the intervals that rules are judged by: give one with --fail-if")
     if not parsed and parity is None and history is None:
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"

@@ -1,7 +1,7 @@
 """Options that name the inputs of a model. Torch is imported when they are opened."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 Inputs = TypeVar("Inputs", bound="InputSet")
 KINDS = ("images", "text", "tokens", "arrays")
+
+
+def refuse_several(chosen: Collection[str]) -> None:
+    """Raise BadInput where inputs of more than one kind are given; their options by name."""
+    if len(chosen) > 1:
+        first, second = map(spelled, list(chosen)[:2])
+        raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +108,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self._chosen_paths) > 1:
-            first, second = map(spelled, list(self._chosen_paths)[:2])
-            raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
+        refuse_several(self._chosen_paths)
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if self.path is not None and self.images is None:

@@ -10,6 +10,7 @@ from ground.errors import BadInput
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 from ground.quantity import BATCH
 
+from .inputs import refuse_several
 from .option import PathLike, Record, option
 from .table import BENCH
 from .values import FILE, ListOf, ParsedText
@@ -142,5 +143,4 @@ class FedOptions(Record, heading="Inputs"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.images is not None and self.text is not None:
-            raise BadInput("--images and --text exclude each other; give what the models take")
+        refuse_several(self.non_default)

@@ -1,19 +1,22 @@
 """[export] of a recipe as a type. Imports no torch."""
 
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
-from corp_deploy.invocation.option import options_of
-from corp_deploy.invocation.recipe_keys import ExportKeys
+from corp_deploy.invocation.option import option, options_of
 from ground.errors import BadInput
-from ground.precision import MIXED, QUANTISED, precision_by_name
+from ground.precision import QUANTISED
+from ground.quantities import IMAGES
 
-from .recipe_record import record_of, table_of
+from .recipe_record import keys_alone, record_of, table_of
 
-OPTIONS = options_of(ExportKeys) | options_of(ExportOptions, "precision", "keep_fp32", "graph_input")
-OPTIONS |= options_of(QuantisedOptions) | options_of(ExportOptions, "break_fusion")
+OPTIONS = options_of(ExportOptions, "precision", "keep_fp32", "graph_input") | options_of(QuantisedOptions)
+OPTIONS |= options_of(ExportOptions, "break_fusion")
+RANGES = keys_alone(
+    range_samples=option(IMAGES, help="For int8 and fp8: how many calibration images ranges are computed from.")
+)
 UNSAID = dict.fromkeys(("rest", "scales", "balance", "weight_bits"))
 
 
-class ExportTable(table_of("ExportTable", OPTIONS, precisions=("fp32", "fp16"), **UNSAID)):  # type: ignore[misc]
+class ExportTable(table_of(RANGES, OPTIONS, precisions=("fp32", "fp16"), **UNSAID)):  # type: ignore[misc]
     """`range_samples`: how many calibration images ranges are computed from."""
 
     @property
@@ -32,12 +35,6 @@ class ExportTable(table_of("ExportTable", OPTIONS, precisions=("fp32", "fp16"), 
         return record_of(ExportOptions, self, "export", **({"rest": self.resting_on} if self.quantised else {}))
 
     def __post_init__(self) -> None:
-        mixed = [name for name in self.precisions if name in MIXED]
-        if mixed and not self.keep_fp32:
-            pure = precision_by_name(mixed[0]).pure
-            raise BadInput(
-                f"precision {mixed[0]} needs export.keep_fp32, such as ['blocks.7.attn']; else choose {pure}"
-            )
         _ = self.options
         if self.range_samples is not None and not self.quantised:
             raise BadInput("export.range_samples is for precisions int8 and fp8, which export.precisions does not have")
