@@ -26,7 +26,8 @@ from .kept_groups import Chosen
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
-from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
+from .traced_change import Change, Mapped, TracedReduced, mapped_layer
+from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
 
@@ -286,15 +287,5 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
     assert site.rows is not None, site.name
     return heads.reduced(
-        ChannelRecovery(
-            weight_OK=recovery.weight_OK,
-            bias_O=recovery.bias_O,
-            residual=recovery.residual,
-            residual_uncompensated=recovery.residual_uncompensated,
-            r2=recovery.r2,
-            condition=recovery.condition,
-            ridge=recovery.ridge,
-        ),
-        [report],
-        mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD}),
+        recovery, [report], mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD})
     )
