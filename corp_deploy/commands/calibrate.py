@@ -13,7 +13,7 @@ from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import FILE, explicit_options, output_options
 from .repeat import command_again
-from .sequential import calibrate_by_block
+from .sequential import calibrate_by_block, tell_moments
 from .stopwatch import keep_effort, stopwatch_on
 
 
@@ -75,12 +75,9 @@ def calibrate(
         CalibrationRun,
         write_moments,
     )
-    from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.release.recipe_file import model_table
     from corp_deploy.release.recipe_toml import text_of_model
-    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
-    from ground.files import write_json, write_text
+    from ground.files import write_text
     from ground.gpu import require_device
 
     require_device(options.device)
@@ -106,17 +103,10 @@ def calibrate(
         writes_model = bool(model.non_default) and not explicit_options()["model"].endswith(".toml")
         with watch.measure("calibrate"):
             summaries = write_moments(checkpoint, source, options.request(seed=inputs.seed), run, output)
-        if summaries and summary is not None:
-            write_json(summary, reference_of_summary(summaries[0], str(output)))
         if summaries and writes_model:
             write_text(model_file, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
         keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
-        record, *held_out_record = summaries
-        record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
-        every = [*record.get("snapshots", []), *summaries]
-        lines = [line_of_moments(summary, source.noun) for summary in every]
-        lines += lines_of_overfitting(summaries[0])
-        lines += [f"{model_file}: the model, for --model of the next commands"] * writes_model
-        out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)
+        more = [f"{model_file}: the model, for --model of the next commands"] * writes_model
+        tell_moments(summaries, checkpoint, source.noun, summary, watch, out, *more)

@@ -57,37 +57,31 @@ class Paths(click.ParamType[tuple[Path, ...]]):
         return paths
 
 
-def _trust(context: click.Context, _: click.Parameter, trust: bool) -> bool:
-    """For as long as the command is at work."""
-    context.with_resource(trusting_code(trust))
-    return trust
+def _trust(name: str, trusting: Callable[[], Any], help: str) -> Callable[[Command], Command]:
+    """`trusting`: what imports and gives the context that the command is at work in."""
+
+    def entered(context: click.Context, _: click.Parameter, trust: bool) -> None:
+        if trust:
+            context.with_resource(trusting()(True))
+
+    return click.option(name, is_flag=True, expose_value=False, callback=entered, help=help)
 
 
-trust_option = click.option(
+def _trusting_engines() -> Any:
+    from corp_deploy.proof.engine_trust import trusting_engines
+
+    return trusting_engines
+
+
+trust_option = _trust(
     "--trust-code",
-    is_flag=True,
-    expose_value=False,
-    callback=_trust,
-    help="Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
+    lambda: trusting_code,
+    "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
 )
-
-
-def _trust_engines(context: click.Context, _: click.Parameter, trust: bool) -> bool:
-    """For as long as the command is at work; what loads engines is imported where the option is given."""
-    if trust:
-        from corp_deploy.proof.engine_trust import trusting_engines
-
-        context.with_resource(trusting_engines(trust))
-    return trust
-
-
-trust_engine_option = click.option(
+trust_engine_option = _trust(
     "--trust-engine",
-    is_flag=True,
-    expose_value=False,
-    callback=_trust_engines,
-    help="Load .plan files that you did not build on this machine: an engine may contain code, and no check "
-    "detects it.",
+    _trusting_engines,
+    "Load .plan files that you did not build on this machine: an engine may contain code, and no check detects it.",
 )
 
 

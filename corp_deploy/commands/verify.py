@@ -16,7 +16,7 @@ from .help import Command
 from .model_choice import ModelChoice, dense_options
 from .options import ANY_PATH, explicit_options, output_options, trust_engine_option
 from .proof_input_choice import ProofInputChoice
-from .verify_run import VerifyRun, tell_parity
+from .verify_run import VerifyRun, keep_proof
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate
@@ -88,7 +88,6 @@ def verify(
     from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import require_runnable
-    from corp_deploy.proof.record import save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.store.hub_snapshot import PREFIX
 
@@ -127,7 +126,6 @@ def verify(
             answered=meter.measure,
         )
     proof = meter.beside(proof)
-    save_proof(proof, output)
     again: list[str] = []
     if options.polygraphy is not None:
         there = options.polygraphy
@@ -135,4 +133,4 @@ def verify(
             f"in {there}:",
             *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
         ]
-    ctx.exit(tell_parity(proof.parity, out, *again))
+    ctx.exit(keep_proof(proof, output, out, *again))

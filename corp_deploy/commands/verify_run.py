@@ -17,11 +17,10 @@ from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
-    from corp_deploy.proof.custom_metrics import Meter
+    from corp_deploy.proof.chain import Proof
     from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
-    from perf.parity.parity import Parity
 
     from .proof_input_choice import ProofInputChoice
 
@@ -79,7 +78,9 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
     ) -> int:
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
-        from corp_deploy.proof.compare_engines import Commands, require_one_environment
+        from corp_deploy.proof.compare_engines import Commands, compare, golden_of, require_one_environment
+        from corp_deploy.proof.custom_metrics import Meter
+        from corp_deploy.proof.inputs import ProofInputs
         from corp_deploy.proof.metric_request import require_runnable
 
         if self.write_golden is not None:
@@ -96,17 +97,34 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
             elsewhere = Commands(inputs=inputs.describe, output=str(output)).elsewhere(reference, candidates)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
-            golden = _answered(first, inputs, _sizes([first, *steps], self.batches), elsewhere)
+            golden = golden_of(first, inputs.open_for_engine(first), self._sizes([first, *steps]), elsewhere=elsewhere)
         self._require_graph(golden.source.graph_sha256, reference, steps)
-        meter = self._meter(golden)
-        return _compared(golden, steps, output, _sizes(steps, self.batches), limits, elsewhere, meter, out)
+        for sentence in limits.unreachable(golden.images):
+            out.warn(sentence)
+        inputs_of_golden = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
+        meter, sizes = Meter(self.metrics, inputs_of_golden, time_limit_s=self.metric_time_limit), self._sizes(steps)
+        with out.progress("verifying", len(steps), unit="engines") as bar:
+            proof = compare(
+                golden,
+                steps,
+                batches=sizes,
+                limits=limits,
+                elsewhere=elsewhere,
+                on_progress=bar,
+                answered=meter.measure,
+            )
+        return keep_proof(meter.beside(proof), output, out)
 
-    def _meter(self, golden: "Golden") -> "Meter":
-        from corp_deploy.proof.custom_metrics import Meter
-        from corp_deploy.proof.inputs import ProofInputs
-
-        inputs = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
-        return Meter(self.metrics, inputs, time_limit_s=self.metric_time_limit)
+    def _sizes(self, artefacts: "Sequence[Artefact]") -> Sequence[int]:
+        """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
+        for each in artefacts:
+            if "batch" in explicit_options() and each.batches is not None:
+                least, most = each.batches
+                beyond = [size for size in self.batches if not least <= size <= most]
+                if beyond:
+                    takes = f"{each.path} takes batches of {least} to {most} only"
+                    raise click.UsageError(f"{takes}, --batch asks for {beyond[0]}; leave it out")
+        return self.batches
 
     def _require_graph(self, digest: str, reference: Path, steps: "Sequence[Artefact]") -> None:
         from corp_deploy.proof.compare_engines import require_one_graph
@@ -129,6 +147,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         inputs: "ProofInputChoice",
         out: Output,
     ) -> int:
+        from corp_deploy.proof.compare_engines import golden_of
         from corp_deploy.proof.golden import write_golden
 
         if candidates or self.output is not None or self.other_graph or self.metrics:
@@ -137,7 +156,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
                 "--other-graph and --metric out"
             )
         inputs.require()
-        golden = _answered(artefact, inputs, _sizes([artefact], self.batches), None)
+        golden = golden_of(artefact, inputs.open_for_engine(artefact), self._sizes([artefact]), elsewhere=None)
         write_golden(golden, directory)
         record = {"written": str(directory), "source": golden.source.line, "count": golden.images.count}
         then = f"then, where the other engine loads: corp-deploy verify {directory} B.plan -o parity.json"
@@ -145,49 +164,13 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return 0
 
 
-def _answered(
-    artefact: "Artefact", inputs: "ProofInputChoice", batches: Sequence[int], elsewhere: str | None
-) -> "Golden":
-    from corp_deploy.proof.compare_engines import golden_of
-
-    return golden_of(artefact, inputs.open_for_engine(artefact), batches, elsewhere=elsewhere)
-
-
-def _compared(
-    golden: "Golden",
-    steps: "Sequence[Artefact]",
-    output: Path,
-    batches: Sequence[int],
-    limits: "ParityLimits",
-    elsewhere: str,
-    meter: "Meter",
-    out: Output,
-) -> int:
-    from corp_deploy.proof.compare_engines import compare
-    from corp_deploy.proof.record import save_proof
-
-    for sentence in limits.unreachable(golden.images):
-        out.warn(sentence)
-    with out.progress("verifying", len(steps), unit="engines") as bar:
-        proof = compare(
-            golden,
-            steps,
-            batches=batches,
-            limits=limits,
-            elsewhere=elsewhere,
-            on_progress=bar,
-            answered=meter.measure,
-        )
-    proof = meter.beside(proof)
-    save_proof(proof, output)
-    return tell_parity(proof.parity, out)
-
-
-def tell_parity(parity: "Parity", out: Output, *more: str) -> int:
-    """Say what came of a proof; the exit code."""
-    from corp_deploy.proof.record import EXIT_CODES
+def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
+    """Write a proof and say what came of it; the exit code."""
+    from corp_deploy.proof.record import EXIT_CODES, save_proof
     from corp_deploy.views.parity import located_lines, metric_lines, parity_table, reason_lines
 
+    save_proof(proof, output)
+    parity = proof.parity
     if parity.fitted is not None and parity.fitted.has_overlap:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":
@@ -195,16 +178,3 @@ def tell_parity(parity: "Parity", out: Output, *more: str) -> int:
     lines = [*reason_lines(parity), *(source.line for source in parity.sources), *located_lines(parity)]
     out.result(parity.to_json(), parity_table(parity), *lines, *metric_lines(parity), *more, parity.line)
     return EXIT_CODES[parity.verdict]
-
-
-def _sizes(artefacts: "Sequence[Artefact]", batches: Sequence[int]) -> Sequence[int]:
-    """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
-    for each in artefacts:
-        if "batch" in explicit_options() and each.batches is not None:
-            least, most = each.batches
-            beyond = [size for size in batches if not least <= size <= most]
-            if beyond:
-                raise click.UsageError(
-                    f"{each.path} takes batches of {least} to {most} only, --batch asks for {beyond[0]}; leave it out"
-                )
-    return batches

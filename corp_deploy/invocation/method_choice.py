@@ -23,7 +23,7 @@ from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
 
 from .compositions import COMPOSITIONS, NAMES, method_of
 from .option import Record, option
-from .option_support import Axis
+from .option_support import Axis, words_of
 from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf
 
@@ -182,12 +182,8 @@ class MethodChoice(Record, heading="Widths and method"):
     @property
     def _knob_words(self) -> str:
         """As they are typed."""
-        pairs = {
-            "select": ",".join(f"{kind}={how}" for kind, how in self.by_kind("select").items()),
-            "repair": ",".join(f"{kind}={how}" for kind, how in self.by_kind("repair").items()),
-            "qk": self.qk,
-        }
-        return " ".join(f"--{option} {value}" for option, value in pairs.items() if value).replace("channels=", "")
+        typed = self.command_options
+        return " ".join(words_of({name: typed.get(name) for name in ("select", "repair", "qk")}))
 
 
 def _method(preset: str, **changes: Any) -> Method:

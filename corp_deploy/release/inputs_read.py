@@ -66,8 +66,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
         )
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
     with mistakes.at(f"calibration.{key}"):
-        groups = table.groups if table.group_labels is None else str(table.group_labels)
-        parts = split_of(images, hold_out=table.hold_out, groups=groups, seed=table.seed)
+        parts = split_of(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
         with mistakes.at():
             if table.snapshots:
                 require_more(parts.fitted.count, table.snapshots)

@@ -204,14 +204,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_own:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
-        labels = calibration.group_labels
-        return InputOptions(
-            images=calibration.images,
-            samples=calibration.samples,
-            seed=calibration.seed,
-            hold_out=calibration.hold_out,
-            groups=calibration.groups if labels is None else str(labels),
-        )
+        drawn = {name: getattr(calibration, name) for name in ("images", "samples", "seed", "hold_out")}
+        return InputOptions(**drawn, groups=calibration.grouping)
 
     @property
     def rules(self) -> tuple[Rule, ...]:

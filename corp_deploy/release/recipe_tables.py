@@ -139,6 +139,11 @@ class CalibrationTable(
 ):
     """`snapshots`: after how many images moments are kept too, so that the report tells how many are enough."""
 
+    @property
+    def grouping(self) -> str | None:
+        """Which images belong together: a word, or a file with labels."""
+        return self.groups if self.group_labels is None else str(self.group_labels)
+
     def __post_init__(self) -> None:
         counts = self.snapshots or ()
         if any(one >= other for one, other in pairwise(counts)):

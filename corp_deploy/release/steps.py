@@ -173,15 +173,9 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
     """The model repository that an inference server loads as it is."""
-    options, (directory,) = ServingOptions.from_options(run.options), run.arguments
-    what, _ = package_of_directory(
-        dirs.root / directory,
-        name=options.name,
-        version=options.model_version,
-        labels=None if options.labels is None else dirs.root / options.labels,
-        server=None,
-        serving=options.serving,
-    )
+    (directory,), labels = run.arguments, run["labels"]
+    options = ServingOptions.from_options({**run.options, "labels": labels and dirs.root / labels})
+    what, _ = package_of_directory(dirs.root / directory, options)
     write_repository(what, dirs.into / run["output"])
 
 
