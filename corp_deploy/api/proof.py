@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
@@ -43,8 +42,6 @@ def _candidates(
 def _proof_inputs(dense: Checkpoint, input_set: InputSet, labels: PathLike | Array | None) -> ProofInputs:
     if labels is None:
         return inputs_from_set(input_set)
-    if not isinstance(input_set, Images):
-        raise BadInput(f"labels are of images, the model takes {input_set.noun}; leave them out")
     with on_disk(labels, name="labels.npy") as path:
         return inputs_from_set(input_set, labels_from_path(path, input_set, dense.model))
 

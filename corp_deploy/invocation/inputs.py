@@ -142,13 +142,9 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
     def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""
-        from calib.images import Images
         from corp_deploy.store.inputs import labels_from_path
 
-        if self.labels is None:
-            return None
-        assert isinstance(inputs, Images), inputs  # texts with labels were refused
-        return labels_from_path(self.labels, inputs, checkpoint.model)
+        return None if self.labels is None else labels_from_path(self.labels, inputs, checkpoint.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def entry_of(path: Path, made_by: str = "") -> dict[str, Any]:
-    """What is said of a file: its digest and size, and the command that made it."""
+    """The entry of a file: its digest and size, and the command that made it."""
     return {"sha256": sha256_of_file(path), "size_bytes": path.stat().st_size, "made_by": made_by}
 
 
