@@ -12,9 +12,8 @@ from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
-from corp_deploy.release.recipe_export import ExportTable
 from corp_deploy.release.recipe_file import MOST_BYTES, SECTIONS, load_recipe
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.release.recipe_tables import ExportTable, ReduceTable
 from corp_deploy.release.recipe_toml import text_of_recipe
 from corp_deploy.release.rendering import rendered
 from corp_deploy.release.starter import starter

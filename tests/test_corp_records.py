@@ -13,7 +13,7 @@ from corp_deploy.invocation.calibration import CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.option import Option, Record, options_of
 from corp_deploy.invocation.option_support import spelled
-from corp_deploy.invocation.proof_limits import LimitOptions
+from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.release.recipe_tables import ReduceTable

@@ -86,7 +86,8 @@ def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collec
         return (f"`{trust}`" if parameter in parameters else _of_call("Source", trust)), text
     if parameter in parameters:
         return f"`{parameter}`", text
-    for function, records in (("Source", (Source,)), *FUNCTIONS.items()):
+    functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
+    for function, records in functions.items():
         if found := _argument(_typed(records), name, text):
             return _of_call(function, found[0]), found[1]
     return f"the commands' option {parameter!r}", text

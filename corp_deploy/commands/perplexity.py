@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.inputs import RequiredInputs
-from corp_deploy.invocation.proof_limits import LanguageOptions
+from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.views.console import Output
 from ground.quantity import BATCH
 

@@ -8,7 +8,7 @@ from typing import Any
 from ground.errors import BadInput
 
 from .option import Record, option
-from .proof_limits import confidence_option
+from .proof import confidence_option
 from .values import DIRECTORY, Repeated
 
 

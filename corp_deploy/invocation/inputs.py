@@ -17,7 +17,9 @@ from .values import FILE, PATH, TEXT
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import nn
 
+    from calib.images import Images
     from calib.input_set import InputSet
     from calib.split import Split
     from corp_deploy.store.checkpoint import Checkpoint
@@ -139,6 +141,15 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
             return arrays_for_model(checkpoint.model, self.arrays, **self.drawn)
         assert self.images is not None, self
         return images_for_model(checkpoint.model, self.images, **self.drawn, **self.decoded)
+
+    def proving_images(self, model: "nn.Module") -> "Images":
+        """Those that a model is proved on. Raises BadInput as images_for_model does, and where so many can't be held
+        out.
+        """
+        from corp_deploy.store.inputs import images_for_model
+
+        assert self.images is not None, self
+        return self.proving(images_for_model(model, self.images, **self.drawn), self.seed)
 
     def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""

@@ -14,9 +14,8 @@ from ground.errors import BadInput
 from ground.quantities import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
-from .compositions import with_implied
 from .merging import MergingChoice
-from .method_choice import MethodChoice
+from .method_choice import MethodChoice, with_implied
 from .option import NEEDED, PathLike, Record, option
 from .option_support import Axis
 from .passes import CLOSED_LOOP, cost

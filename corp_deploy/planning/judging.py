@@ -14,8 +14,7 @@ from calib.input_set import InputSet
 from calib.inputs import as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
-from corp_deploy.invocation.budget_choice import BudgetChoice
-from corp_deploy.invocation.limit import Measure
+from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
 from corp_deploy.traced.models.modules import device
 from ground.errors import BadInput

@@ -32,7 +32,6 @@ from perf.record.fitted import FittedInputs
 from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
-from .proof_images import open_proof_images
 from .recipe import Recipe
 from .recipe_problems import RecipeProblems
 from .recipe_tables import require_more
@@ -80,7 +79,7 @@ def _proof_images(
     if recipe.proves_on_own:
         return None if calibration is None else calibration.held_out
     with mistakes.at("held_out.images"):
-        return open_proof_images(model, recipe.proof_images)
+        return recipe.proof_images.proving_images(model)
     return None
 
 

@@ -18,12 +18,12 @@ from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.rule import Rule, rule_from_text
 
-from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
 from .recipe_record import Table, record_of
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
+    ExportTable,
     GateTable,
     HeldOutTable,
     LicencesTable,

@@ -11,6 +11,7 @@ from typing import Any
 from corp_deploy.families.trusted_code import file_and_function, is_code
 from corp_deploy.invocation.calibration import CalibrateRun
 from corp_deploy.invocation.engine import EngineOptions
+from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, InputOptions
 from corp_deploy.invocation.option import NEEDED, option, options_of
@@ -21,6 +22,7 @@ from corp_deploy.invocation.source import Source
 from corp_deploy.invocation.values import FILE, LICENCE, SERVED_NAME, TABLE, TEXT, OneOf
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
+from ground.precision import QUANTISED
 from ground.quantities import IMAGES
 
 from .recipe_record import keys_alone, record_of, table_of
@@ -51,6 +53,12 @@ GROUPS = keys_alone(
         "dimensions that `reduce.attn` keeps.",
     ),
 )
+RANGES = keys_alone(
+    range_samples=option(IMAGES, help="For int8 and fp8: how many calibration images ranges are computed from.")
+)
+GRAPHS = options_of(ExportOptions, "precision", "keep_fp32", "graph_input") | options_of(QuantisedOptions)
+GRAPHS |= options_of(ExportOptions, "break_fusion")
+UNSAID = dict.fromkeys(("rest", "scales", "balance", "weight_bits"))
 SAMPLES = keys_alone(
     count=option(
         IMAGES,
@@ -178,6 +186,36 @@ class ReduceTable(table_of(options_of(ReduceOptions))):  # type: ignore[misc]
     def choice(self) -> ReduceOptions:
         """The same as `reduce` takes it."""
         return record_of(ReduceOptions, self, "reduce")
+
+
+class ExportTable(table_of(RANGES, GRAPHS, precisions=("fp32", "fp16"), **UNSAID)):  # type: ignore[misc]
+    """`range_samples`: how many calibration images ranges are computed from."""
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """The precisions whose ranges are computed from images."""
+        return tuple(name for name in self.precisions if name in QUANTISED)
+
+    @property
+    def resting_on(self) -> str:
+        """The precision of what isn't quantised."""
+        return self.rest or ("fp16" if "fp16" in self.precisions else "fp32")
+
+    @property
+    def options(self) -> ExportOptions:
+        """The same as `export` takes it."""
+        return record_of(ExportOptions, self, "export", **({"rest": self.resting_on} if self.quantised else {}))
+
+    def __post_init__(self) -> None:
+        _ = self.options
+        if self.range_samples is not None and not self.quantised:
+            raise BadInput("export.range_samples is for precisions int8 and fp8, which export.precisions does not have")
+        if self.quantised and self.resting_on not in self.precisions:
+            raise BadInput(
+                f"export.precisions has {self.quantised[0]}, which rests on {self.resting_on} and is shipped only "
+                f"where it is measured to be faster than that; add {self.resting_on!r} to export.precisions, or choose "
+                "export.rest"
+            )
 
 
 class BenchTable(table_of(options_of(PlanOptions), options_of(BenchOptions, "batches", "threads"))):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from corp_deploy.invocation.budget_choice import BudgetChoice
+from corp_deploy.invocation.budget_choice import MACS, BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.inputs import Drawn
@@ -24,7 +24,6 @@ from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
 LEAST_IMAGES = 16
-MACS = 0.7
 BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-cpu")
 """What a model is to run on, the first that is here; ONNX Runtime on the CPU is told of where it is not."""
 
