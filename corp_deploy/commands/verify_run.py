@@ -18,7 +18,6 @@ from .options import explicit_options
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.chain import Proof
-    from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
 
@@ -80,6 +79,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import Commands, compare, golden_of, require_one_environment
         from corp_deploy.proof.custom_metrics import Meter
+        from corp_deploy.proof.golden import read_golden
         from corp_deploy.proof.inputs import ProofInputs
         from corp_deploy.proof.metric_request import require_runnable
 
@@ -89,7 +89,10 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         require_runnable(self.metrics)
         steps = [artefact_from_path(path) for path in candidates]
         if reference.is_dir():
-            golden = self._golden(reference, inputs)
+            if inputs.way != "none":
+                what = f"{reference} holds the inputs that its answers are to"
+                raise click.UsageError(f"{what}; leave {inputs.describe} out")
+            golden = read_golden(reference)
             elsewhere = "compare it in an environment that loads it, with the same golden directory"
         else:
             inputs.require()
@@ -131,13 +134,6 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
         if not self.other_graph:
             require_one_graph(digest, str(reference), steps)
-
-    def _golden(self, directory: Path, inputs: "ProofInputChoice") -> "Golden":
-        from corp_deploy.proof.golden import read_golden
-
-        if inputs.way != "none":
-            raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.describe} out")
-        return read_golden(directory)
 
     def _keep(
         self,

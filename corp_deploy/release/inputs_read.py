@@ -158,27 +158,18 @@ def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     """A sentence for each limit on a share of inputs that its images, `held_out` of them where all prove, are too few
     for, however well they agree.
     """
-    sentences = _of_limits(recipe, held_out)
+    parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.options.shares.items()}
+    sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
-        sentences += _of_rules(rules, count, recipe.gate.confidence)
+        shares = dict(_least_shares(rules))
+        sentences += unreachable(shares, count=count, noun="images", confidence=recipe.gate.confidence)
     return sentences
 
 
-def _of_limits(recipe: Recipe, count: int) -> list[str]:
-    parity = recipe.parity
-    shares = {f"parity.{name}": least for name, least in parity.options.shares.items()}
-    return unreachable(shares, count=count, noun="held-out images", confidence=parity.confidence)
-
-
-def _of_rules(rules: Sequence[Rule], count: int, confidence: float) -> list[str]:
-    """Rules that forbid a share below a number; what a baseline bounds is known when it is read."""
-    shares = dict(_least_shares(rules))
-    return unreachable(shares, count=count, noun="images", confidence=confidence)
-
-
 def _least_shares(rules: Sequence[Rule]) -> Iterator[tuple[str, float]]:
+    """Of rules that forbid a share below a number; what a baseline bounds is known when it is read."""
     for rule in rules:
         if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<="):
             yield f"rule {rule.text!r}: {rule.metric}", rule.offset
