@@ -12,8 +12,7 @@ from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import FLAG, OneOf, Repeated, Values
 
 from .help import Headed
-from .options import ANY_PATH, DIRECTORY, FILE, Command, Option, explicit_options, usage_errors, value_options
-from .value import Value
+from .options import ANY_PATH, DIRECTORY, FILE, Command, Option, Value, explicit_options, usage_errors, value_options
 
 PLACES: dict[str, click.ParamType[Any]] = {"FILE": FILE, "DIRECTORY": DIRECTORY, "PATH": ANY_PATH}
 R = TypeVar("R", bound=Record)

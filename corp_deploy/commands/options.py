@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation.values import Values
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
@@ -55,6 +56,25 @@ class Paths(click.ParamType[tuple[Path, ...]]):
         if len(set(paths)) != len(paths):
             self.fail(f"{value!r} names a file twice", param, ctx)
         return paths
+
+
+class Value(click.ParamType[Any]):
+    """What reads itself from a text, see invocation/values.py: a quantity, or other values of an option."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.name = values.span
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if self.values.holds(value):
+            return value
+        try:
+            return self.values.from_text(str(value))
+        except BadInput as error:
+            self.fail(str(error), param, ctx)
 
 
 def _trust(name: str, trusting: Callable[[], Any], help: str) -> Callable[[Command], Command]:

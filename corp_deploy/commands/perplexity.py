@@ -12,8 +12,7 @@ from ground.quantity import BATCH
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, FILE, output_options
-from .value import Value
+from .options import ANY_PATH, FILE, Value, output_options
 
 
 @click.command(cls=Command, first="weights text tokens samples batch max-ratio min-agreement max-kl confidence output")
