@@ -52,7 +52,6 @@ def bench(
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import measure
-    from corp_deploy.proof.timed_inputs import TimedInputs
     from corp_deploy.store.decoder_graph import is_of_decoder
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing
@@ -77,7 +76,7 @@ def bench(
             batches=options.batches,
             plan=options.plan,
             running=options.running,
-            fed=TimedInputs(images=fed.images, text=fed.text),
+            fed=fed,
             names=options.names,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: bar(int(100 * share)),

@@ -130,15 +130,21 @@ class BenchFiles(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedOptions(Record, heading="Inputs"):
+class TextFed(Record, heading="Inputs"):
+    """Texts that both are fed."""
+
+    text: PathLike | None = option(
+        FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedOptions(TextFed):
     """What both are fed. Raises BadInput for images and texts at once."""
 
     images: Path | None = option(
         FILE,
         help="Inputs, repeated if there are too few: .npy, .npz or .safetensors as for verify; default: noise.",
-    )
-    text: Path | None = option(
-        FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
     )
 
     def __post_init__(self) -> None:
