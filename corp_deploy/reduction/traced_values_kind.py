@@ -203,7 +203,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
 
         if heads == left == site.parts and site.rows is None:
             return super().reduced(site, moments, method, width, cached=cached, **others)
-        full = _heads(site, moments, held_out, splits)
+        full = _Heads(
+            groups_HV=site.groups_HV,
+            rows_HV=site.rows_HV,
+            read=moments[0],
+            own=_head_stats(site, moments),
+            held_out=None if held_out is None else _head_stats(site, held_out),
+            splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
+        )
         if left == heads:
             return with_dims(full)
         kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
@@ -256,23 +263,6 @@ def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
         z_second_CC=read.stats.second_UU[order_C[:, None], order_C],
         weight_OC=read.weight_OU[:, order_C],
         bias_O=read.bias_O,
-    )
-
-
-def _heads(
-    site: TracedValues,
-    moments: tuple[ReaderStats, ...],
-    held_out: tuple[ReaderStats, ...] | None,
-    splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None,
-) -> _Heads:
-    """All of a site."""
-    return _Heads(
-        groups_HV=site.groups_HV,
-        rows_HV=site.rows_HV,
-        read=moments[0],
-        own=_head_stats(site, moments),
-        held_out=None if held_out is None else _head_stats(site, held_out),
-        splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
     )
 
 
