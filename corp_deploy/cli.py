@@ -25,10 +25,9 @@ from ground.text import message_line
 from .commands.bench import bench
 from .commands.build import audit, build
 from .commands.calibrate import calibrate
-from .commands.completion import completion, print_versions
 from .commands.decoder import export_decoder_command
 from .commands.demo import demo
-from .commands.doctor import doctor
+from .commands.doctor import completion, doctor, print_versions
 from .commands.export import export_command
 from .commands.gate import compare, gate
 from .commands.inspect import inspect

@@ -123,7 +123,7 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     from corp_deploy.release import release_steps, steps
     from corp_deploy.release.baseline import Baseline
     from corp_deploy.release.recipe_file import load_recipe
-    from corp_deploy.release.run import release
+    from corp_deploy.release.run import Job
     from export.graph.to_onnx import onnx_from_model
     from ground.ports import LOGITS, image_port
     from tests.export_vit import Vit
@@ -134,13 +134,11 @@ def _release_program(recipe_path: Path, root: Path, points: list[int]) -> None:
     # What tracing imports takes seconds, and every fork that comes as far as a graph would import it anew.
     look_up_once()
     onnx_from_model(Vit(depth=1), [image_port((3, 32, 32))], [LOGITS], precision="fp32", metadata={})
-    recipe = load_recipe(recipe_path)
+    job = Job(recipe=load_recipe(recipe_path), path=recipe_path, root=root, baseline=Baseline())
     for point in points:
-        ended = (
-            "killed" if killed_at(point, root, lambda: release(recipe, root, Baseline(), path=recipe_path)) else "ended"
-        )
+        ended = "killed" if killed_at(point, root, job.release) else "ended"
         print(ended, len(list((root / STATE).glob("[a-z]*.json"))), flush=True)
-    killed_at(0, root, lambda: release(recipe, root, Baseline(), path=recipe_path))
+    killed_at(0, root, job.release)
 
 
 if __name__ == "__main__":

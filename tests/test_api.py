@@ -270,6 +270,11 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
     assert facts_of_onnx(corp_deploy.export(home / "dense", tmp_path / "seven.onnx", **options).path).weight_bits == 7
 
 
+def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="`text` and `inputs` exclude each other; give what the model takes"):
+        corp_deploy.bench(home / "dense", home / "dense", inputs=home / "images.npy", text=tmp_path / "texts.txt")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

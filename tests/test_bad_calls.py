@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -29,11 +30,13 @@ from calib.moments import ChannelMoments
 from corp_deploy.cli import main
 from corp_deploy.commands.options import RegularPath
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.inputs import labels_from_path
 from corp_deploy.store.onnx_file import PREFIX
 from corp_deploy.views.console import Output
 from export.engine.record import record_path
 from export.triton.package import Package
 from export.triton.repository import write_repository
+from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refused, run
 from tests.export_served import write_onnx, write_plan
@@ -482,6 +485,12 @@ def test_labels_need_a_classifier(home: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.zeros(12, np.int64))
     words = ["--images", home / "images.npy", "--labels", tmp_path / "labels.npy", "-o", tmp_path / "p.json"]
     refused(run("verify", tmp_path / "features", tmp_path / "features", *words), "has no classifier")
+
+
+def test_labels_are_of_images_alone(tmp_path: Path) -> None:
+    texts: Any = SimpleNamespace(noun="texts")
+    with pytest.raises(BadInput, match=r"labels\.npy: labels are of images, the model takes texts; leave them out"):
+        labels_from_path(tmp_path / "labels.npy", texts, tiny.checkpoint().model)
 
 
 # Moments

@@ -18,7 +18,7 @@ from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.algebra import channels, queries_keys, scores
 from corp_deploy.families.family import sites_of
-from corp_deploy.reduction import traced_reads
+from corp_deploy.reduction import traced_choice, traced_recovery
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import PRESETS, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -99,7 +99,7 @@ MUTANTS: list[tuple[str, Any, str, Callable[[Any], Any]]] = [
     ("corp", scores, "kept_from_scores", another_channel),
     ("best", queries_keys, "lowrank", of_recovery("q_map_HRD")),
     ("corp", queries_keys, "logit", of_recovery("k_map_HRD")),
-    ("best", traced_reads, "swap", lambda found: replace(found, kept_K=another_channel(found.kept_K))),
+    ("best", traced_choice, "swap", lambda found: replace(found, kept_K=another_channel(found.kept_K))),
 ]
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_method_loses_something(
         return mutated(right(*args, **kwargs))
 
     if name == "affine":
-        monkeypatch.setattr(traced_reads, "_OF_VECTORS", {"affine": wrong})
+        monkeypatch.setattr(traced_recovery, "_OF_VECTORS", {"affine": wrong})
     else:
         monkeypatch.setattr(room, name, wrong)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 
 from calib.store import load as load_moments
-from corp_deploy.invocation.compositions import COMPOSITIONS
+from corp_deploy.invocation.method_choice import COMPOSITIONS
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.polishing import Polishing, inputs_to_polish

@@ -18,10 +18,11 @@ from calib.store import load
 from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.inputs import random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.timed_inputs import TimedInputs, feeds_to_time
+from corp_deploy.proof.timed_inputs import feeds_to_time
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
@@ -396,10 +397,10 @@ def test_grey_arrays_are_timed_and_proved_with(tmp_path: Path) -> None:
     """What takes float32 arrays asks for no mean."""
     grey = of_channels(tmp_path, 1)
     directories.save(grey, tmp_path / "dense")
-    timed, ports = TimedInputs(images=tmp_path / "images.npz"), image_spec(grey.model).ports
+    timed, ports = FedOptions(images=tmp_path / "images.npz"), image_spec(grey.model).ports
     assert single_array(feeds_to_time(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)
     with pytest.raises(BadInput, match=r"pixels.npz: pixels can't be normalised"):
-        feeds_to_time(TimedInputs(images=tmp_path / "pixels.npz"), ports, [tmp_path / "dense"], 2)
+        feeds_to_time(FedOptions(images=tmp_path / "pixels.npz"), ports, [tmp_path / "dense"], 2)
     with pytest.raises(BadInput, match="random pixels: pixels can't be normalised"):
         random_inputs(grey, 2, 0, pixels=True)
     assert random_inputs(grey, 2, 0).count == 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
 from corp_deploy.store.onnx_file import facts_of_onnx
-from export.triton.config import Serving
 from perf.record.runs import Bench, Block, Row, load_bench, save_bench
 from tests import tiny
 from tests.command import invoked, run
@@ -84,7 +84,7 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
     path, note = to_serve(tmp_path, "onnxruntime-cpu", graph)
     assert path.name == served
     assert (note is None) == (times > 1)
-    package, notes = package_of_directory(tmp_path, name="tiny", version=1, labels=None, server=None, serving=Serving())
+    package, notes = package_of_directory(tmp_path, ServingOptions(name="tiny"))
     assert package.cpu_onnx is not None
     assert package.cpu_onnx.name == served
     assert bool(package.expected) == (times > 1)  # what was measured is told of what is served

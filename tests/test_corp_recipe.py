@@ -12,9 +12,8 @@ from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.pipeline import stages_of
-from corp_deploy.release.recipe_export import ExportTable
 from corp_deploy.release.recipe_file import MOST_BYTES, SECTIONS, load_recipe
-from corp_deploy.release.recipe_tables import ReduceTable
+from corp_deploy.release.recipe_tables import ExportTable, ReduceTable
 from corp_deploy.release.recipe_toml import text_of_recipe
 from corp_deploy.release.rendering import rendered
 from corp_deploy.release.starter import starter
@@ -90,7 +89,10 @@ def test_a_recipe_may_allow_less_than_it_asks_for(tmp_path: Path) -> None:
             "[export]\nkeep_fp32 = ['blocks.1.attn']",
             "[export]: --keep-fp32 blocks.1.attn is not honoured by precision fp32",
         ),
-        ("[export]\nprecisions = ['fp32', 'mixed']", "precision mixed needs export.keep_fp32"),
+        (
+            "[export]\nprecisions = ['fp32', 'mixed']",
+            "precision mixed needs either --keep-fp32 PATTERN or --auto (recipes: export.keep_fp32",
+        ),
         ("[gate]\nfail_if = ['speedup@b8']", "gate.fail_if: rule 'speedup@b8': it has no comparison"),
         ("[gate]\nfail_if = ['speedup@b64 < 1']", "asks for batch 64, bench.batches has [1, 8, 32]"),
         ("[gate]\nfail_if = 'speedup@b8 < 1'", "gate.fail_if is 'speedup@b8 < 1', expected a list"),
@@ -320,7 +322,7 @@ def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
 def test_a_type_refuses_what_a_file_may_not_say() -> None:
     with pytest.raises(BadInput, match=r"--macs 0\.5 is not honoured by preset corp"):
         ReduceTable(macs=0.5, preset="corp")
-    with pytest.raises(BadInput, match=r"precision mixed needs export\.keep_fp32"):
+    with pytest.raises(BadInput, match=r"precision mixed needs either .* export\.keep_fp32, .* else choose fp16"):
         ExportTable(precisions=("mixed",))
     with pytest.raises(msgspec.ValidationError, match="unknown field `sparsity`"):
         msgspec.convert({"sparsity": 0.5}, ReduceTable)

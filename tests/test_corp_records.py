@@ -1,6 +1,7 @@
 """What is declared once: each option of a record is one of its command, of Python and of recipes, and refuses alike."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,11 +10,11 @@ from click.testing import CliRunner
 
 import corp_deploy
 from corp_deploy.cli import main
-from corp_deploy.invocation.calibration import CalibrateOptions
+from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.option import Option, Record, options_of
 from corp_deploy.invocation.option_support import spelled
-from corp_deploy.invocation.proof_limits import LimitOptions
+from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.release.recipe_tables import ReduceTable
@@ -57,6 +58,13 @@ def test_a_number_out_of_its_bounds_is_refused_alike(name: str, option: Option) 
     words = " ".join(typed.stderr.split())
     assert (typed.exit_code, f"expected {option.of}" in words) == (2, True)
     assert str(refused.value) == f"{spelled(option.typed)}: '{beyond}': expected {option.of}"
+
+
+def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
+    assert CalibrateFiles("moments.safetensors").values == {"output": Path("moments.safetensors")}
+    assert CalibrateFiles("moments.safetensors").non_default == {}
+    with pytest.raises(BadInput, match=r"^--output: nothing is given, expected a text that is not empty$"):
+        CalibrateFiles(None)  # type: ignore[arg-type]
 
 
 def test_a_recipe_has_every_key_and_makes_the_same() -> None:

@@ -18,7 +18,7 @@ from calib.images import Images
 from calib.moments import Moments
 from calib.store import save as save_moments
 from corp_deploy.cli import main
-from corp_deploy.invocation.limit import Limit, limit_from_text
+from corp_deploy.invocation.budget_choice import Limit, limit_from_text
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner

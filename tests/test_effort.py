@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corp_deploy.algebra import scores
-from corp_deploy.reduction import traced_reads as reads
+from corp_deploy.reduction import traced_choice as choice
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -173,7 +173,7 @@ def test_whatever_ranks_is_selecting(
 
         monkeypatch.setattr(room, name, moved_on)
 
-    for room, name in ((reads, "eliminate_channels"), (reads, "swap"), (scores, "energy_patches"), (scores, "wanda")):
+    for room, name in ((choice, "eliminate_channels"), (choice, "swap"), (scores, "energy_patches"), (scores, "wanda")):
         counted(room, name)
     checkpoint = tiny.checkpoint()
     moments = calibrate(checkpoint, tiny.opened(tmp_path / "i.npy", tiny.images(8), checkpoint.model), batch_size=8)

@@ -10,8 +10,7 @@ import pytest
 
 import export.engine.options
 from corp_deploy.cli import main
-from corp_deploy.commands.options import Paths
-from corp_deploy.commands.value import Value
+from corp_deploy.commands.options import Paths, Value
 from corp_deploy.invocation.engine import PROFILE
 from corp_deploy.invocation.method_choice import MULTIPLES
 from corp_deploy.invocation.source import JSON, OUTPUT_NAMES

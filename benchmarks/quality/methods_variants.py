@@ -27,14 +27,19 @@ from corp_deploy.reduction import (
     heads,
     judged_folds,
     read_tokens,
+    traced_change,
+    traced_choice,
+    traced_fold,
     traced_folds,
     traced_kind,
+    traced_layer_fit,
     traced_layer_sums,
     traced_loop,
     traced_order,
     traced_pairs_kind,
     traced_read_tokens,
     traced_reads,
+    traced_recovery,
     traced_reduction,
     traced_streams,
     traced_targets,
@@ -65,18 +70,19 @@ class Variant:
         """The modules whose algebra the row follows from."""
         choices = self.choices()
         yield from (quadratic, scores, algebra_channels, queries_keys)
-        yield from (traced_kind, traced_reads, traced_pairs_kind, traced_values_kind, traced_reduction)
+        yield from (traced_kind, traced_reads, traced_choice, traced_recovery, traced_change)
+        yield from (traced_pairs_kind, traced_values_kind, traced_reduction)
         yield from (heads, head_modules)
         if choices.mlp_selection == "obs":
             yield from (obs, patch_elimination, swap)
         if choices.geometry == "square":
             yield values
         if choices.merges:
-            yield from (fold, traced_folds, judged_folds)
+            yield from (fold, traced_fold, traced_folds, judged_folds)
         if choices.merges or self.loop is not None:
             yield from (regression, regression_sums)
         if self.loop is not None:
-            yield from (traced_loop, traced_layer_sums, traced_order, traced_streams)
+            yield from (traced_loop, traced_layer_fit, traced_layer_sums, traced_order, traced_streams)
         if self.loop not in (None, "symmetric"):
             yield from (traced_targets, correct, read_tokens, traced_read_tokens)
 

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from benchmarks.trust.fuzz.readers import made_home
 from corp_deploy.cli import main as corp_deploy
-from corp_deploy.commands.options import RegularPath
-from corp_deploy.commands.value import Value
+from corp_deploy.commands.options import RegularPath, Value
 from corp_deploy.invocation.source import JSON
 from tests import decoders
 

@@ -13,32 +13,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .channels import ChannelRecovery
 from .quadratic import solve_ridge_toward, variance
 from .scores import kept_from_scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueRecovery:
+class ValueRecovery(ChannelRecovery):
     """New v = v_map v per head (rows orthonormal), new projection y' = weight [v_map z] + bias.
 
-    residual: E||y - y'||^2; residual_uncompensated: the same if as many coordinates were just dropped, those of least
-    E[z_i^2] ||W_:,i||^2 per head; r2: 1 - their ratio; condition, ridge: of the joint refit, 1 and 0 where there is
-    none.
+    residual_uncompensated: where as many coordinates were just dropped, those of least E[z_i^2] ||W_:,i||^2 per head;
+    r2: 1 - the ratio of both; condition, ridge: of the joint refit.
     """
 
     v_map_HRV: Tensor
-    weight_OK: Tensor
-    bias_O: Tensor
-    residual: float
-    residual_uncompensated: float
-    r2: float
-    condition: float
-    ridge: float
 
     def __post_init__(self) -> None:
+        ChannelRecovery.__post_init__(self)
         heads, width, _ = self.v_map_HRV.shape
         assert self.weight_OK.shape[1] == heads * width, (self.weight_OK.shape, self.v_map_HRV.shape)
-        assert self.residual >= 0.0, self.residual
 
     @property
     def as_dense_OC(self) -> Tensor:

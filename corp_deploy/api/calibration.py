@@ -8,7 +8,7 @@ from typing import Any
 
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.invocation.calibration import CalibrateOptions
+from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn
 from corp_deploy.planning.merging import merging_checkpoint
 from corp_deploy.reduction.moments_files import (
@@ -19,7 +19,7 @@ from corp_deploy.reduction.moments_files import (
 from ground.gpu import require_device
 
 from .inputs import InputsLike, opened_inputs
-from .source import ModelLike, PathLike, opened
+from .source import OfModel, opened
 from .verb import verb
 
 
@@ -44,12 +44,13 @@ class Calibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateCall(Decoded, Drawn, CalibrateOptions):
-    """The options, with what is calibrated on what."""
-
-    model: ModelLike = field(kw_only=False)
+class _On(OfModel):
     inputs: InputsLike = field(kw_only=False)
-    output: PathLike = field(kw_only=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, _On):
+    """The options, with what is calibrated on what."""
 
 
 @verb(CalibrateCall)

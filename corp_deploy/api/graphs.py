@@ -2,10 +2,10 @@
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
 from corp_deploy.invocation.inputs import Drawn
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.inputs import inputs_from_set
@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 
 from .inputs import InputsLike, opened_inputs
-from .source import ModelLike, PathLike, opened
+from .source import ModelLike, OfModel, opened
 from .verb import verb
 
 
@@ -37,11 +37,9 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportCall(Drawn, ExportOptions):
+class ExportCall(Drawn, ExportOptions, ExportFiles, OfModel):
     """The options, with what is exported and what it looks at."""
 
-    model: ModelLike = field(kw_only=False)
-    output: PathLike = field(kw_only=False)
     dense: ModelLike | None = None
     inputs: InputsLike | None = None
 

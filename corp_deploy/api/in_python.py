@@ -50,8 +50,12 @@ def _written(values: Values, text: str) -> str | None:
     return bare if re.fullmatch(r"[\d.e-]+|\{.*\}", bare) else repr(bare)
 
 
-def _argument(option: Option, text: str) -> tuple[str, str]:
-    """The parameter, with its value where one follows, and what is left of the text."""
+def _argument(options: Mapping[str, Option], name: str, text: str) -> tuple[str, str] | None:
+    """The parameter, with its value where one follows, and what is left of the text; None where it is none of these."""
+    option = options.get(name)
+    if option is None:
+        negated = options.get(name.removeprefix("no-"))
+        return None if negated is None else (f"{negated.name}=False", text)
     if option.of is FLAG:
         return f"{option.name}=True", text
     value = _written(option.of, text) if text else None
@@ -70,12 +74,8 @@ def _called(found: re.Match[str]) -> str:
 
 def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collection[str]) -> tuple[str, str]:
     """An option as one of a function's `own`, else as what says the same in Python; what is left of the text."""
-    positive = name.removeprefix("no-")
-    if name in own:
-        argument, left = _argument(own[name], text)
-        return f"`{argument}`", left
-    if positive != name and positive in own:
-        return f"`{own[positive].name}=False`", text
+    if found := _argument(own, name, text):
+        return f"`{found[0]}`", found[1]
     if name in INPUTS:
         return "`inputs`", text
     if name == "model":
@@ -88,12 +88,8 @@ def _spelled(name: str, text: str, own: Mapping[str, Option], parameters: Collec
         return f"`{parameter}`", text
     functions: dict[str, tuple[type[Record], ...]] = {"Source": (Source,), **FUNCTIONS}
     for function, records in functions.items():
-        options = _typed(records)
-        if name in options:
-            argument, left = _argument(options[name], text)
-            return _of_call(function, argument), left
-        if positive in options:
-            return _of_call(function, f"{options[positive].name}=False"), text
+        if found := _argument(_typed(records), name, text):
+            return _of_call(function, found[0]), found[1]
     return f"the commands' option {parameter!r}", text
 
 

@@ -47,19 +47,9 @@ def on_disk(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
 
 
 @contextmanager
-def opened_inputs(
-    model: nn.Module,
-    inputs: InputsLike,
-    *,
-    samples: int | None = None,
-    seed: int = 0,
-    workers: int = 0,
-    max_bad: int = 0,
-) -> Iterator[InputSet]:
+def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
     """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
-    by the names of its inputs.
-
-    Raises BadInput for what it doesn't take.
+    by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
     """
     with on_disk(inputs) as path:
-        yield inputs_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
+        yield inputs_for_model(model, path, **how)

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.images import Images
 from calib.input_set import InputSet
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
-from corp_deploy.invocation.proof import ProofOptions, Runtime
+from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, with_runtimes
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.engine_trust import trusting_engines
@@ -43,22 +42,18 @@ def _candidates(
 def _proof_inputs(dense: Checkpoint, input_set: InputSet, labels: PathLike | Array | None) -> ProofInputs:
     if labels is None:
         return inputs_from_set(input_set)
-    if not isinstance(input_set, Images):
-        raise BadInput(f"labels are of images, the model takes {input_set.noun}; leave them out")
     with on_disk(labels, name="labels.npy") as path:
         return inputs_from_set(input_set, labels_from_path(path, input_set, dense.model))
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCall(HoldOutOptions, Drawn, ProofOptions):
+class VerifyCall(HoldOutOptions, Drawn, ProofOptions, ProofFiles):
     """The options, with what is held against what, and on what."""
 
     reference: ModelLike = field(kw_only=False)
     candidates: PathLike | Sequence[PathLike] = field(kw_only=False)
     inputs: InputsLike = field(kw_only=False)
-    output: PathLike | None = None
     labels: PathLike | Array | None = None
-    moments: PathLike | None = None
     trust_engine: bool = False
 
 
@@ -82,8 +77,6 @@ def verify(call: VerifyCall) -> Parity:
     not built here unless `trust_engine`; Missing where this machine can't run one.
     """
     limits = ParityLimits.from_options(call.values)
-    if call.output is not None and Path(call.output).suffix == ".npz":
-        raise BadInput(f"{os.fspath(call.output)}: the figures of every input go there; expected .json")
     with ExitStack() as stack:
         stack.enter_context(trusting_engines(call.trust_engine))
         dense = stack.enter_context(opened(call.reference, call.inputs))

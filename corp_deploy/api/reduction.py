@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ground.gpu import require_device
 
 from .in_python import in_python, speaking_python
 from .inputs import InputsLike, opened_inputs
-from .source import Directory, ModelLike, PathLike, in_memory, opened
+from .source import Directory, OfModel, in_memory, opened
 from .verb import verb
 
 
@@ -56,12 +56,9 @@ class Reduced(Directory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions):
+class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions, reduction.ReduceFiles, OfModel):
     """The options, with what is reduced and what it looks at."""
 
-    model: ModelLike = field(kw_only=False)
-    moments: PathLike = field(kw_only=False)
-    output: PathLike = field(kw_only=False)
     inputs: InputsLike | None = None
 
 

@@ -18,6 +18,7 @@ from corp_deploy.families.given_module import available_module, taken_of_arrays
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation import source
 from corp_deploy.invocation.option import PathLike as PathLike
+from corp_deploy.invocation.option import Record
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
@@ -47,6 +48,17 @@ class Source(source.Source):
             super().__post_init__()
 
 
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel(Record):
+    """What a call begins with."""
+
+    model: ModelLike = field(kw_only=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """A model's directory `path`, which `os.fspath` gives too; `module`: what it needs beside it, where that was in
@@ -58,10 +70,6 @@ class Directory:
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
-
-
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

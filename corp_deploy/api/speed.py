@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corp_deploy.families.trusted_code import trusting_code
-from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions, TextFed
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.speed import measure
-from corp_deploy.proof.timed_inputs import TimedInputs
 from ground.errors import BadInput
 from ground.files import replacing
 from perf.record.runs import Bench, save_bench
@@ -43,14 +42,12 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCall(BenchOptions):
+class BenchCall(BenchOptions, TextFed, BenchFiles):
     """The options, with what is measured and on what."""
 
     dense: PathLike = field(kw_only=False)
     reduced: PathLike = field(kw_only=False)
-    output: PathLike | None = None
     inputs: InputsLike | None = None
-    text: PathLike | None = None
     trust_code: bool = False
     trust_engine: bool = False
 
@@ -80,7 +77,7 @@ def bench(call: BenchCall) -> Speed:
             batches=call.batches,
             plan=call.plan,
             running=call.running,
-            fed=TimedInputs(images=images, text=None if call.text is None else Path(call.text)),
+            fed=FedOptions(images=images, text=call.text),
             names=call.names,
         )
     if call.output is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.decoding import DecoderLoad
-from corp_deploy.invocation.running import BenchOptions, FedOptions
+from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions
 from corp_deploy.invocation.table import BENCH_OF
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_INCONCLUSIVE
@@ -15,7 +15,7 @@ from .declared import record_options
 from .decoder import bench_graphs
 from .help import Command
 from .model_choice import as_directory
-from .options import ANY_PATH, FILE, explicit_options, output_options, trust_engine_option, trust_option, usage_errors
+from .options import ANY_PATH, explicit_options, output_options, trust_engine_option, trust_option, usage_errors
 
 
 @click.command(
@@ -24,7 +24,7 @@ from .options import ANY_PATH, FILE, explicit_options, output_options, trust_eng
 )
 @click.argument("dense", type=ANY_PATH)
 @click.argument("reduced", type=ANY_PATH)
-@click.option("--output", "-o", type=FILE, required=True, help="bench.json to write, raw samples and all.")
+@record_options("files", BenchFiles, needed="output")
 @record_options("options", BenchOptions)
 @record_options("of_decoders", DecoderLoad)
 @record_options("fed", FedOptions)
@@ -34,7 +34,7 @@ from .options import ANY_PATH, FILE, explicit_options, output_options, trust_eng
 def bench(
     dense: Path,
     reduced: Path,
-    output: Path,
+    files: BenchFiles,
     options: BenchOptions,
     of_decoders: DecoderLoad,
     fed: FedOptions,
@@ -52,12 +52,13 @@ def bench(
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import measure
-    from corp_deploy.proof.timed_inputs import TimedInputs
     from corp_deploy.store.decoder_graph import is_of_decoder
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing
     from perf.record.runs import save_bench
 
+    assert files.output is not None, files
+    output = Path(files.output)
     of_graphs = is_of_decoder(dense) or is_of_decoder(reduced)
     with usage_errors():
         BENCH_OF.refuse([("", "decoders" if of_graphs else "models")], explicit_options())
@@ -75,7 +76,7 @@ def bench(
             batches=options.batches,
             plan=options.plan,
             running=options.running,
-            fed=TimedInputs(images=fed.images, text=fed.text),
+            fed=fed,
             names=options.names,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: bar(int(100 * share)),

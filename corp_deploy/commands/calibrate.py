@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from corp_deploy.invocation.calibration import CalibrateRun
+from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateRun
 from corp_deploy.invocation.inputs import KINDS, RequiredInputs
 from corp_deploy.views.console import Output
 
@@ -13,7 +13,7 @@ from .help import Command
 from .model_choice import ModelChoice, model_options
 from .options import FILE, explicit_options, output_options
 from .repeat import command_again
-from .sequential import calibrate_by_block
+from .sequential import calibrate_by_block, tell_moments
 from .stopwatch import keep_effort, stopwatch_on
 
 
@@ -22,14 +22,14 @@ from .stopwatch import keep_effort, stopwatch_on
 )
 @model_options
 @record_options("inputs", RequiredInputs, *KINDS, "samples", "seed", "workers", "max_bad")
-@click.option("--output", "-o", type=FILE, required=True, help="Moments file to write (.safetensors).")
+@record_options("files", CalibrateFiles)
 @record_options("options", CalibrateRun)
 @click.option("--summary", type=FILE, default=None, help="Also write a JSON summary of OUTPUT, with its digest.")
 @output_options
 def calibrate(
     model: ModelChoice,
     inputs: RequiredInputs,
-    output: Path,
+    files: CalibrateFiles,
     options: CalibrateRun,
     summary: Path | None,
     out: Output,
@@ -75,15 +75,13 @@ def calibrate(
         CalibrationRun,
         write_moments,
     )
-    from corp_deploy.reduction.summary import reference_of_summary
     from corp_deploy.release.recipe_file import model_table
     from corp_deploy.release.recipe_toml import text_of_model
-    from corp_deploy.views.moments import line_of_moments, lines_of_overfitting
-    from corp_deploy.views.preprocessing import preprocessing_line, preprocessing_record
-    from ground.files import write_json, write_text
+    from ground.files import write_text
     from ground.gpu import require_device
 
     require_device(options.device)
+    output = Path(files.output)
     if options.sequential:
         return calibrate_by_block(model, inputs, output, options, summary, out)
     with stopwatch_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
@@ -105,17 +103,10 @@ def calibrate(
         writes_model = bool(model.non_default) and not explicit_options()["model"].endswith(".toml")
         with watch.measure("calibrate"):
             summaries = write_moments(checkpoint, source, options.request(seed=inputs.seed), run, output)
-        if summaries and summary is not None:
-            write_json(summary, reference_of_summary(summaries[0], str(output)))
         if summaries and writes_model:
             write_text(model_file, text_of_model(model_table(model), output.parent))
         run.clear()
     if summaries:
         keep_effort(watch, output, step="calibrate", device=options.device, resumed=resumed)
-        record, *held_out_record = summaries
-        record |= preprocessing_record(checkpoint) | ({"held_out": held_out_record[0]} if held_out_record else {})
-        every = [*record.get("snapshots", []), *summaries]
-        lines = [line_of_moments(summary, source.noun) for summary in every]
-        lines += lines_of_overfitting(summaries[0])
-        lines += [f"{model_file}: the model, for --model of the next commands"] * writes_model
-        out.result(record | {"effort": watch.as_json()}, *lines, preprocessing_line(checkpoint), *watch.lines)
+        more = [f"{model_file}: the model, for --model of the next commands"] * writes_model
+        tell_moments(summaries, checkpoint, source.noun, summary, watch, out, *more)

@@ -1,11 +1,18 @@
-"""corp-deploy doctor."""
+"""corp-deploy doctor and corp-deploy doctor completion, and what --version prints."""
 
 import click
+from click.shell_completion import get_completion_class
 
 from corp_deploy.views.console import Output
 
 from .help import Above
 from .options import output_options
+
+SOURCES = {
+    "bash": 'bash: eval "$(corp-deploy doctor completion bash)" in ~/.bashrc',
+    "zsh": 'zsh: eval "$(corp-deploy doctor completion zsh)" in ~/.zshrc',
+    "fish": "fish: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish",
+}
 
 
 @click.command(cls=Above)
@@ -20,3 +27,26 @@ def doctor(out: Output) -> None:
 
     record = machine.record()
     out.result(record, machine_table(record))
+
+
+@click.command("doctor completion", epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
+@click.argument("shell", type=click.Choice(list(SOURCES)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what completes commands and options in a shell.
+
+    Example: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish
+    """
+    script = get_completion_class(shell)
+    assert script is not None, shell
+    click.echo(script(ctx.find_root().command, {}, "corp-deploy", "_CORP_DEPLOY_COMPLETE").source())
+
+
+def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """The versions that a result depends on, read from the packages' metadata without importing them."""
+    if not value or ctx.resilient_parsing:
+        return
+    from corp_deploy.machine import versions
+
+    click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
+    ctx.exit()

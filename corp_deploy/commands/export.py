@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from corp_deploy.invocation.export_choice import ExportOptions
+from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.views.console import Output
 from ground.precision import PRECISIONS, QUANTISED
@@ -14,7 +14,7 @@ from ground.precision import PRECISIONS, QUANTISED
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, model_options
-from .options import FILE, command_line, output_options
+from .options import command_line, output_options
 from .stopwatch import keep_effort, stopwatch_on
 
 
@@ -35,14 +35,7 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
 
 @click.command("export", cls=Command, first="model weights output precision opset batch input images auto keep-fp32")
 @model_options
-@click.option(
-    "--output",
-    "-o",
-    type=FILE,
-    required=True,
-    help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
-    "beside it.",
-)
+@record_options("files", ExportFiles)
 @record_options("options", ExportOptions)
 @record_options(
     "inputs",
@@ -57,7 +50,12 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
 )
 @output_options
 def export_command(
-    model: ModelChoice, output: Path, options: ExportOptions, inputs: InputOptions, dense: str | None, out: Output
+    model: ModelChoice,
+    files: ExportFiles,
+    options: ExportOptions,
+    inputs: InputOptions,
+    dense: str | None,
+    out: Output,
 ) -> None:
     """Write typed ONNX graphs of a dense or reduced model.
 
@@ -69,7 +67,7 @@ def export_command(
     from corp_deploy.views.graphs import graph_lines
 
     options.require_inputs(inputs.path is not None)
-    rows: list[dict[str, Any]] = []
+    output, rows = Path(files.output), list[dict[str, Any]]()
     with stopwatch_on() as watch:
         checkpoint = model.load(out)
         feeds = None if inputs.path is None else inputs_from_set(inputs.open(checkpoint)).feeds

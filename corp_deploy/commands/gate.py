@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.gate import GateOptions
-from corp_deploy.release.baseline import Baseline, OldRecords
+from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_NOT_COMPARABLE
 
 from .declared import record_options
-from .options import FILE, explicit_options, output_options
+from .options import FILE, output_options
 
 
 @click.command()
@@ -77,33 +77,29 @@ def gate(
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
-    beside, history = baseline, options.history
-    parsed = [rule_from_text(text) for text in options.rules]
-    beside.require(parsed)
+    history, parsed = options.history, [rule_from_text(text) for text in options.rules]
+    baseline.require(parsed)
     files = records_by_kind(records)
     bench, parity = files.get("bench"), files.get("parity")
     if history is not None and any(path.resolve().parent == history.resolve() for path in output):
         raise click.UsageError(f"{history} keeps the bench records of releases: write verdict and trend elsewhere")
-    if beside.init and beside.path is not None and bench is None:
-        raise click.UsageError("--init-baseline needs a bench.json among the records for --baseline")
-    if beside.init and beside.parity is not None and parity is None:
-        raise click.UsageError("--init-baseline needs a parity.json among the records for --baseline-parity")
+    for kind in baseline.by_kind if baseline.init else ():
+        if kind not in files:
+            option = "--baseline" if kind == "bench" else "--baseline-parity"
+            raise click.UsageError(f"--init-baseline needs a {kind}.json among the records for {option}")
     if history is not None and bench is None:
         raise click.UsageError("--history keeps bench records: give a bench.json among the records")
-    if not parsed and "confidence" in explicit_options():
-        raise click.UsageError("--confidence is of the intervals that rules are judged by: give one with --fail-if")
     if not parsed and parity is None and history is None:
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
     now = evidence_of_files(bench, parity, options.confidence)
     rows = [] if parity is None else [parity_row(parity)]
-    own = OldRecords(bench=bench, parity=parity)
-    older = beside.older(own)
-    before = evidence_of_files(older.bench, older.parity)
+    older = baseline.older(files)
+    before = evidence_of_files(older.get("bench"), older.get("parity"))
     trend = None if history is None or bench is None else trend_of_files(bench, history)
     rows += [] if trend is None else history_rows(trend)
-    judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=beside.init)
+    judged_by_rule = judged_rows(with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
         write_gate(judged, path)
@@ -117,7 +113,7 @@ def gate(
             out.note(f"{history}: left out {left_out.name}: {left_out.reason}")
     if bench is not None and history is not None and add_release(history, bench):
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
-    for path, record in beside.start(own, exit_code=judged.exit_code).items():
+    for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")
     out.result(json.loads(gate_as_json(judged)), *gate_shown(judged), f"gate {judged.verdict}")
     ctx.exit(judged.exit_code)

@@ -1,24 +1,21 @@
 """What --help tells of a command with many options: the ten that people use first, and the names of the others."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
 from textwrap import fill
 from typing import Any
 
 import click
 
-_HEADING = "heading"
+GENERAL = "General"
 
 
-def under(heading: str, option: Callable[..., Any]) -> Callable[..., Any]:
-    """The option, which --help-all shows under this heading."""
+class Headed(click.Option):
+    """An option that --help-all shows under a heading."""
 
-    def decorate(command: Any) -> Any:
-        decorated = option(command)
-        vars(decorated.__click_params__[-1])[_HEADING] = heading
-        return decorated
-
-    return decorate if heading else option
+    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading or GENERAL
 
 
 def _show_all(context: click.Context, _: click.Parameter, requested: bool) -> None:
@@ -100,7 +97,7 @@ def by_heading(parameters: Iterable[click.Parameter]) -> Mapping[str, Sequence[c
     found: dict[str, list[click.Option]] = {}
     for each in parameters:
         if isinstance(each, click.Option):
-            found.setdefault(str(vars(each).get(_HEADING, "General")), []).append(each)
+            found.setdefault(each.heading if isinstance(each, Headed) else GENERAL, []).append(each)
     return found
 
 

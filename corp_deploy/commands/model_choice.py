@@ -26,12 +26,6 @@ class ModelChoice(Source):
     def model(self) -> str:
         return os.fspath(self.name)
 
-    def as_named(self) -> "ModelChoice":
-        """The model that a file names, where this is one."""
-        from corp_deploy.release.recipe_file import as_named
-
-        return as_named(self)
-
     def look(self, out: Output) -> "Checkpoint":
         """The model to be looked at and not run: without any weights where it is named without."""
         from corp_deploy.store.dense_model import comes_with_weights, without_weights
@@ -49,10 +43,12 @@ class ModelChoice(Source):
         return checkpoint
 
 
-def _model_choice(model: str, **options: Any) -> ModelChoice:
+def _model_choice(model: str | Path, **options: Any) -> ModelChoice:
+    from corp_deploy.release.recipe_file import as_named
+
     with usage_errors():
         choice = ModelChoice(model, **options)
-    return choice.as_named()
+    return as_named(choice)
 
 
 @contextmanager
@@ -64,7 +60,7 @@ def as_directory(path: Path, out: Output) -> Iterator[Path]:
     from corp_deploy.store.checkpoint import save
 
     with TemporaryDirectory() as scratch:
-        save(ModelChoice(path).as_named().load(out), Path(scratch) / path.stem)
+        save(_model_choice(path).load(out), Path(scratch) / path.stem)
         yield Path(scratch) / path.stem
 
 

@@ -1,7 +1,7 @@
 """What the options of all commands are made of: their types, the values that groups of them become, the output."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -11,10 +11,11 @@ import click
 from click.core import ParameterSource
 
 from corp_deploy.families.trusted_code import trusting_code
+from corp_deploy.invocation.values import Values
 from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
-from .help import under
+from .help import Headed
 from .input_guard import refuse_own_inputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -57,37 +58,50 @@ class Paths(click.ParamType[tuple[Path, ...]]):
         return paths
 
 
-def _trust(context: click.Context, _: click.Parameter, trust: bool) -> bool:
-    """For as long as the command is at work."""
-    context.with_resource(trusting_code(trust))
-    return trust
+class Value(click.ParamType[Any]):
+    """What reads itself from a text, see invocation/values.py: a quantity, or other values of an option."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.name = values.span
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if self.values.holds(value):
+            return value
+        try:
+            return self.values.from_text(str(value))
+        except BadInput as error:
+            self.fail(str(error), param, ctx)
 
 
-trust_option = click.option(
+def _trust(name: str, trusting: Callable[[], Any], help: str) -> Callable[[Command], Command]:
+    """`trusting`: what imports and gives the context that the command is at work in."""
+
+    def entered(context: click.Context, _: click.Parameter, trust: bool) -> None:
+        if trust:
+            context.with_resource(trusting()(True))
+
+    return click.option(name, is_flag=True, expose_value=False, callback=entered, help=help)
+
+
+def _trusting_engines() -> Any:
+    from corp_deploy.proof.engine_trust import trusting_engines
+
+    return trusting_engines
+
+
+trust_option = _trust(
     "--trust-code",
-    is_flag=True,
-    expose_value=False,
-    callback=_trust,
-    help="Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
+    lambda: trusting_code,
+    "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
 )
-
-
-def _trust_engines(context: click.Context, _: click.Parameter, trust: bool) -> bool:
-    """For as long as the command is at work; what loads engines is imported where the option is given."""
-    if trust:
-        from corp_deploy.proof.engine_trust import trusting_engines
-
-        context.with_resource(trusting_engines(trust))
-    return trust
-
-
-trust_engine_option = click.option(
+trust_engine_option = _trust(
     "--trust-engine",
-    is_flag=True,
-    expose_value=False,
-    callback=_trust_engines,
-    help="Load .plan files that you did not build on this machine: an engine may contain code, and no check "
-    "detects it.",
+    _trusting_engines,
+    "Load .plan files that you did not build on this machine: an engine may contain code, and no check detects it.",
 )
 
 
@@ -127,37 +141,27 @@ def usage_errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from None
 
 
-def _names(options: Sequence[Option]) -> list[str]:
-    """Under which names a command gets what these options hold."""
-
-    def bare() -> None:
-        """Takes the options, as a command would."""
-
-    for option in options:
-        option(bare)
-    parameters: list[click.Parameter] = bare.__click_params__  # type: ignore[attr-defined]
-    return [str(parameter.name) for parameter in parameters]
-
-
 def value_options(
-    name: str, make: Callable[..., Any], *options: Option, argument: str | None = None, heading: str = ""
+    name: str, make: Callable[..., Any], *options: Option, argument: str | None = None
 ) -> Callable[[Command], Command]:
     """A decorator that adds these options and hands the command one value as `name`, made of them by their names.
 
-    `argument` is what else the value is made of: a parameter that the command has already. `heading`: of them in help.
+    `argument` is what else the value is made of: a parameter that the command has already.
     """
-    names = _names(options) if argument is None else [*_names(options), argument]
 
     def decorate(command: Command) -> Command:
+        names = [] if argument is None else [argument]
+
         @wraps(command)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             values = {each: kwargs.pop(each) for each in names}
             return command(*args, **{name: make(**values)}, **kwargs)
 
-        decorated: Callable[..., Any] = wrapped
+        decorated: Any = wrapped
         for option in reversed(options):
-            decorated = under(heading, option)(decorated)
-        return decorated  # type: ignore[return-value]
+            decorated = option(decorated)
+            names.append(decorated.__click_params__[-1].name)
+        return decorated  # type: ignore[no-any-return]
 
     return decorate
 
@@ -167,11 +171,14 @@ def _output(as_json: bool, quiet: bool) -> Output:
     return Output(json=as_json, quiet=quiet)
 
 
+def _flag(*names: str, help: str) -> Option:
+    return click.option(*names, cls=Headed, heading="Output", is_flag=True, help=help)
+
+
 output_options = value_options(
     "out",
     _output,
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress, no table; errors and warnings still show."),
-    heading="Output",
+    _flag("--json", "as_json", help="Print the result as JSON on stdout."),
+    _flag("--quiet", "-q", help="No progress, no table; errors and warnings still show."),
 )
 """Adds --json and --quiet and hands the command an `Output` as `out`."""

@@ -1,14 +1,14 @@
 """corp-deploy package, package lint and package serve."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from corp_deploy.invocation import values
-from corp_deploy.invocation.option import Record, option
+from corp_deploy.invocation.option import NEEDED, Record, option
 from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.invocation.values import TEXT
@@ -20,7 +20,6 @@ from .declared import record_options
 from .help import Command
 from .options import DIRECTORY, output_options
 from .signing_choice import SigningChoice
-from .value import Value
 
 if TYPE_CHECKING:
     from export.triton.versions import ServedVersion
@@ -56,15 +55,7 @@ def package(
     signer = signing.signer()
     if signer is not None:
         signer.require()
-    packaged, notes = package_of_directory(
-        directory,
-        name=options.name,
-        version=options.model_version,
-        labels=options.labels,
-        server=options.server,
-        serving=options.serving,
-        profiles=tuple(options.batch),
-    )
+    packaged, notes = package_of_directory(directory, options)
     written = write_repository(packaged, output)
     if unsign_repository(output) and signer is None:
         out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
@@ -79,10 +70,10 @@ def package(
 
 @click.command("package lint")
 @click.argument("repository", type=DIRECTORY)
-@click.option("--server", default=None, help="Server release such as 26.07, to compare versions with.")
+@record_options("options", ServingOptions, "server", server="Server release such as 26.07, to compare versions with.")
 @output_options
 @click.pass_context
-def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Output) -> None:
+def lint_repo(ctx: click.Context, repository: Path, options: ServingOptions, out: Output) -> None:
     """Check a Triton repository without a server.
 
     Configs are compared with their artefacts; exit code 1 if one would not load.
@@ -91,7 +82,7 @@ def lint_repo(ctx: click.Context, repository: Path, server: str | None, out: Out
     """
     from export.triton.lint import lint_repository
 
-    findings = lint_repository(repository, server)
+    findings = lint_repository(repository, options.server)
     rows = [
         {"severity": f.severity, "file": str(f.path), "line": f.line, "what": f.what, "remedy": f.remedy}
         for f in findings
@@ -106,6 +97,7 @@ class RollOptions(Record):
     """Which model, and by what its new version is tried in a running server."""
 
     name: str = option(TEXT, "vit", help="Model name.")
+    model_version: int = option(MODEL_VERSION, NEEDED, help="The version to serve, such as the last good.")
     server: str | None = option(
         TEXT, help="Also switch this running server, such as http://127.0.0.1:8000 (explicit mode)."
     )
@@ -130,13 +122,10 @@ class RollOptions(Record):
 
 @click.command("package serve")
 @click.argument("repository", type=DIRECTORY)
-@click.option(
-    "--model-version", type=Value(MODEL_VERSION), required=True, help="The version to serve, such as the last good."
-)
 @record_options("options", RollOptions)
 @output_options
 @click.pass_context
-def serve_version(ctx: click.Context, repository: Path, model_version: int, options: RollOptions, out: Output) -> None:
+def serve_version(ctx: click.Context, repository: Path, options: RollOptions, out: Output) -> None:
     """Roll back or forward: every variant serves one version.
 
     Without --server only the repository changes, for the next load. With it no request is dropped: the version is
@@ -151,31 +140,21 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, opti
     """
     from export.triton.versions import serve_version as serve
 
-    server = options.server
+    server, version = options.server, options.model_version
     if server is None:
-        changed = serve(repository, options.name, model_version)
-        record = {"version": changed.version, "models": list(changed.models), "unchanged": list(changed.unchanged)}
+        changed = serve(repository, options.name, version)
         verb = "serves" if len(changed.models) == 1 else "serve"
         line = f"{repository}: {', '.join(changed.models)} {verb} version {changed.version}"
-        out.result(record, line, *_lines_of_unchanged(repository, changed))
+        out.result(asdict(changed), line, *_lines_of_unchanged(repository, changed))
         return
     from corp_deploy.release.samples import samples_of_release
     from export.triton.rolling import roll
     from export.triton.server import TritonServer
 
     expected = None if options.samples is None else samples_of_release(options.samples, options.max_error)
-    rolled = roll(
-        repository, options.name, model_version, TritonServer(address=server, timeout_s=options.timeout), expected
-    )
+    rolled = roll(repository, options.name, version, TritonServer(address=server, timeout_s=options.timeout), expected)
     served = rolled.served
-    record = {
-        "version": served.version,
-        "models": list(served.models),
-        "unchanged": list(served.unchanged),
-        "idle": list(rolled.idle),
-        "sample_errors": dict(rolled.errors),
-        "failure": rolled.failure,
-    }
+    more = {"idle": list(rolled.idle), "sample_errors": dict(rolled.errors), "failure": rolled.failure}
     lines = [
         f"{server}: {model} serves version {served.version}{_errors_text(rolled.errors, model)}"
         for model in served.models
@@ -185,7 +164,7 @@ def serve_version(ctx: click.Context, repository: Path, model_version: int, opti
     ]
     lines += _lines_of_unchanged(repository, served)
     lines += [] if rolled.failure is None else [f"{server}: {rolled.failure}"]
-    out.result(record, *lines)
+    out.result(asdict(served) | more, *lines)
     if rolled.failure is not None:
         ctx.exit(EXIT_FAILED)
 

@@ -5,18 +5,14 @@ from pathlib import Path
 import click
 
 from corp_deploy.invocation.inputs import RequiredInputs
-from corp_deploy.invocation.proof_limits import LanguageOptions
+from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE
 from ground.quantity import BATCH
 
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, FILE, output_options
-from .value import Value
-
-EXIT_CODES = {"PASS": 0, "FAIL": EXIT_FAILED, "INCONCLUSIVE": EXIT_INCONCLUSIVE, "UNJUDGED": EXIT_INCONCLUSIVE}
+from .options import ANY_PATH, FILE, Value, output_options
 
 
 @click.command(cls=Command, first="weights text tokens samples batch max-ratio min-agreement max-kl confidence output")
@@ -51,6 +47,7 @@ def perplexity(
     """
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+    from corp_deploy.proof.record import EXIT_CODES
     from corp_deploy.views.perplexity import perplexity_line, perplexity_table, reason_lines
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES

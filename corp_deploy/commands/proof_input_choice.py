@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.table import VERIFY
-from corp_deploy.invocation.values import FILE
 from ground.errors import BadInput
 from ground.quantity import BATCH
 
@@ -22,14 +20,9 @@ NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs a
 
 @dataclass(frozen=True, kw_only=True)
 class ProofInputChoice(InputOptions):
-    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw.
-    `moments`: of the images that these are compared with.
-    """
+    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw."""
 
     random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
-    moments: Path | None = option(
-        FILE, help="Moments of the calibration: report whether these images look like its images."
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

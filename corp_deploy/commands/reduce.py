@@ -7,20 +7,19 @@ import click
 
 from corp_deploy.invocation.inputs import KINDS, InputOptions
 from corp_deploy.invocation.passes import CLOSED_LOOP, cost
-from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.invocation.reduction import ReduceFiles, ReduceOptions
 from corp_deploy.views.console import Output
 
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, model_options
-from .options import DIRECTORY, FILE, output_options
+from .options import output_options
 from .stopwatch import keep_effort, stopwatch_on
 
 
 @click.command("reduce", cls=Command, first="model weights moments output mlp attn macs preset closed-loop images")
 @model_options
-@click.option("--moments", type=FILE, required=True, help="Moments of this model, written by calibrate.")
-@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for model.safetensors and config.json.")
+@record_options("files", ReduceFiles)
 @record_options("reduction", ReduceOptions)
 @record_options(
     "inputs",
@@ -33,8 +32,7 @@ from .stopwatch import keep_effort, stopwatch_on
 @output_options
 def reduce_command(
     model: ModelChoice,
-    moments: Path,
-    output: Path,
+    files: ReduceFiles,
     reduction: ReduceOptions,
     inputs: InputOptions,
     out: Output,
@@ -64,6 +62,7 @@ def reduce_command(
 
     require_device(reduction.device)
     request = request_of(reduction, seed=inputs.seed)
+    output = Path(files.output)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with (
@@ -77,7 +76,7 @@ def reduce_command(
         with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
-                moments,
+                Path(files.moments),
                 request,
                 directory=output,
                 images=images,

@@ -1,9 +1,9 @@
 """corp-deploy release and corp-deploy check."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,9 +23,7 @@ from .signing_choice import SigningChoice, VerifyingChoice
 
 if TYPE_CHECKING:
     from corp_deploy.release.incremental import StageStatus
-    from corp_deploy.release.recipe import Recipe
-    from corp_deploy.release.run import Released
-    from corp_deploy.release.signer import Signer
+    from corp_deploy.release.run import Job, Released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +105,7 @@ def release(
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
     from corp_deploy.release.recipe_file import load_recipe
+    from corp_deploy.release.run import Job
 
     if signing.sign is not None and (new.init_model or run.non_default):
         raise click.UsageError("--sign signs a whole release; leave out --init, --dry-run, --plan-only and --only")
@@ -115,22 +114,30 @@ def release(
         return
     if output is None:
         raise click.UsageError("give the directory of the release with --output, or write a recipe with --init")
-    loaded, older = Loaded(load_recipe(recipe, trust_paths=trust_paths), recipe), baseline
+    job = Job(
+        recipe=load_recipe(recipe, trust_paths=trust_paths),
+        path=recipe,
+        root=output,
+        baseline=baseline,
+        signer=signing.signer(),
+        warn=out.warn,
+    )
     if run.dry_run:
-        _dry_run(loaded, output, older, out)
+        planned = job.plan()
+        open_stages = sum(row.state != "cached" for row in planned)
+        _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
     elif run.plan_only:
-        _plan_only(loaded, output, older, out)
+        script, planned = job.write_script()
+        none = f"this machine can do every open stage; {script} has nothing in it"
+        then = f"{script}: run it where the targets are, in this directory, then run release again"
+        _rows(planned, out, then if planned else none)
     elif run.only:
-        _only(loaded, output, run.only, older, out)
+        outcome = replace(job, starts=Pace(out.note)).run_only(run.only)
+        _say_of_weights(outcome.finished, output, out)
+        message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
+        out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
-        ctx.exit(make(loaded, output, older, signing.signer(), out))
-
-
-class Loaded(NamedTuple):
-    """A recipe and its file, which refusals name."""
-
-    recipe: "Recipe"
-    path: Path
+        ctx.exit(make(job, out))
 
 
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
@@ -159,24 +166,6 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     out.result({"stages": [asdict(row) for row in planned], "notes": list(notes)}, table, *below, *notes)
 
 
-def _dry_run(loaded: Loaded, output: Path, baseline: Baseline, out: Output) -> None:
-    from corp_deploy.release.run import plan_release
-
-    planned = plan_release(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
-    open_stages = sum(row.state != "cached" for row in planned)
-    _rows(planned, out, f"{open_stages} of {len(planned)} stages are open" if open_stages else "nothing to do")
-
-
-def _plan_only(loaded: Loaded, output: Path, baseline: Baseline, out: Output) -> None:
-    from corp_deploy.release.run import write_script
-
-    script, planned = write_script(loaded.recipe, output, baseline, path=loaded.path, warn=out.warn)
-    if not planned:
-        _rows(planned, out, f"this machine can do every open stage; {script} has nothing in it")
-        return
-    _rows(planned, out, f"{script}: run it where the targets are, in this directory, then run release again")
-
-
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
     """Which weights the dense model was just given and what was left out or changed, as every other command says."""
     from corp_deploy.store.model_config import load_model_config
@@ -187,15 +176,6 @@ def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
             out.note(note)
 
 
-def _only(loaded: Loaded, output: Path, names: Sequence[str], baseline: Baseline, out: Output) -> None:
-    from corp_deploy.release.run import run_only
-
-    outcome = run_only(loaded.recipe, output, names, baseline, path=loaded.path, warn=out.warn, starts=Pace(out.note))
-    _say_of_weights(outcome.finished, output, out)
-    message = f"made {', '.join(outcome.finished)}" if outcome.finished else "nothing to do"
-    out.result({"made": outcome.finished, "cached": outcome.cached}, message)
-
-
 SIGNATURES = {
     "signed": "signed: model.sig",
     "kept": "signed already: model.sig",
@@ -204,24 +184,14 @@ SIGNATURES = {
 }
 
 
-def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | None", out: Output, *closing: str) -> int:
+def make(job: "Job", out: Output, *closing: str) -> int:
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
-    from corp_deploy.release.run import release as make_release
     from corp_deploy.views.gate import gate_shown
     from perf.gate.verdicts import load_gate
 
-    pace = Pace(out.note)
-    released = make_release(
-        loaded.recipe,
-        output,
-        baseline,
-        path=loaded.path,
-        warn=out.warn,
-        starts=pace,
-        planned=pace.plan,
-        signer=signer,
-    )
+    pace, output = Pace(out.note), job.root
+    released = replace(job, starts=pace, planned=pace.plan).release()
     outcome = released.outcome
     _say_of_weights(outcome.finished, output, out)
     record = {

@@ -9,8 +9,7 @@ import click
 from corp_deploy.invocation.call import Invocation, Pairs
 from corp_deploy.invocation.values import ByKind
 
-from .options import explicit_options, typed_name
-from .value import Value
+from .options import Value, explicit_options, typed_name
 
 
 def _as_printed(context: click.Context) -> Iterator[tuple[str, Any]]:

@@ -16,14 +16,13 @@ from ground.errors import BadInput
 from .declared import record_options
 from .help import Command
 from .model_choice import ModelChoice, dense_options
-from .options import ANY_PATH, DIRECTORY, output_options, trust_engine_option
-from .release import Loaded, make
+from .options import DIRECTORY, output_options, trust_engine_option
+from .release import make
 
 
 @click.command(cls=Command, first="weights images held-out macs params target precision batch samples output")
 @click.argument("model")
 @dense_options
-@click.option("--images", type=ANY_PATH, required=True, help="Unlabelled images like those the model will meet.")
 @record_options("options", ShipOptions)
 @record_options("budget", BudgetChoice, "macs", "params", "latency", "latency_tables")
 @record_options("drawn", Drawn)
@@ -34,7 +33,6 @@ from .release import Loaded, make
 @output_options
 def ship(
     model: ModelChoice,
-    images: Path,
     options: ShipOptions,
     budget: BudgetChoice,
     drawn: Drawn,
@@ -59,13 +57,14 @@ def ship(
     -o shipped
     """
     from corp_deploy.release.names import RECIPE
+    from corp_deploy.release.run import Job
     from corp_deploy.release.ship import ToShip, again, recipe_to_ship
 
-    request = ToShip(source=model, images=images, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
+    request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
     recipe, path = recipe_to_ship(request, output), output / RECIPE
     closing = f"to change anything: edit {path}, then run {again(recipe, output)}; it does only what changed"
     try:
-        code = make(Loaded(recipe, path), output, Baseline(), None, out, closing)
+        code = make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
     except BadInput as error:
         # What is refused before any work is so of options: the recipe was not written.
         raise BadInput(str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")) from error

@@ -16,7 +16,7 @@ from .help import Command
 from .model_choice import ModelChoice, dense_options
 from .options import ANY_PATH, explicit_options, output_options, trust_engine_option
 from .proof_input_choice import ProofInputChoice
-from .verify_run import VerifyRun, tell_parity
+from .verify_run import VerifyRun, keep_proof
 
 if TYPE_CHECKING:
     from corp_deploy.proof.candidates import Candidate
@@ -39,7 +39,7 @@ def _refuse_other_batches(candidates: "Sequence[Candidate]", batches: Sequence[i
 @record_options(
     "inputs",
     ProofInputChoice,
-    *(*KINDS, "random", "labels", "moments", "samples", "seed", "hold_out", "groups"),
+    *(*KINDS, "random", "labels", "samples", "seed", "hold_out", "groups"),
 )
 @record_options("options", VerifyRun)
 @trust_engine_option
@@ -88,7 +88,6 @@ def verify(
     from corp_deploy.proof.custom_metrics import Meter
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import require_runnable
-    from corp_deploy.proof.record import save_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
     from corp_deploy.store.hub_snapshot import PREFIX
 
@@ -122,12 +121,11 @@ def verify(
             proof_inputs,
             batches=options.batches,
             limits=limits,
-            moments=None if inputs.moments is None else load_moments(inputs.moments),
+            moments=None if options.moments is None else load_moments(Path(options.moments)),
             on_progress=bar,
             answered=meter.measure,
         )
     proof = meter.beside(proof)
-    save_proof(proof, output)
     again: list[str] = []
     if options.polygraphy is not None:
         there = options.polygraphy
@@ -135,4 +133,4 @@ def verify(
             f"in {there}:",
             *write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches)),
         ]
-    ctx.exit(tell_parity(proof.parity, out, *again))
+    ctx.exit(keep_proof(proof, output, out, *again))

@@ -12,7 +12,7 @@ from ground.quantity import BATCH
 
 from .merging import MergedStatistics
 from .method_choice import MULTIPLES
-from .option import PathLike, Record, option
+from .option import NEEDED, PathLike, Record, option
 from .table import CALIBRATE, CALIBRATE_BY
 from .values import FILE, ListOf, ParsedText, Repeated
 
@@ -158,6 +158,13 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
             hold_out=self.hold_out,
             groups=self.groups,
         )
+
+
+@dataclass(frozen=True)
+class CalibrateFiles(Record):
+    """What `calibrate` writes; Python takes it by its place."""
+
+    output: PathLike = option(FILE, NEEDED, help="Moments file to write (.safetensors).")
 
 
 @dataclass(frozen=True, kw_only=True)

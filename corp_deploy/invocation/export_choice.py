@@ -5,13 +5,25 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ground.errors import BadInput
-from ground.precision import EVERY_WORD, MIXED, QUANTISED
+from ground.precision import EVERY_WORD, MIXED, QUANTISED, precision_by_name
 from ground.quantities import OPSET
 from ground.quantity import BATCH, Count
 
-from .option import Record, option, options_of
+from .option import NEEDED, PathLike, Record, option, options_of
 from .table import EXPORT, EXPORT_HEADS
-from .values import ListOf, OneOf, Repeated
+from .values import FILE, ListOf, OneOf, Repeated
+
+
+@dataclass(frozen=True)
+class ExportFiles(Record):
+    """What `export` writes; Python takes it by its place."""
+
+    output: PathLike = option(
+        FILE,
+        NEEDED,
+        help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
+        "beside it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +123,11 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         super().__post_init__()
         self.refuse_ignored(self.non_default)
         if self.mixed and bool(self.keep_fp32) == self.auto:
-            raise BadInput(f"{' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto")
+            pure = precision_by_name(self.mixed[0]).pure
+            raise BadInput(
+                f"precision {' and '.join(self.mixed)} needs either --keep-fp32 PATTERN or --auto (recipes: "
+                f"export.keep_fp32, such as ['blocks.7.attn']; else choose {pure})"
+            )
         if self.auto and not (self.mixed or self.quantised):
             raise BadInput(f"--auto is for precisions {', '.join((*MIXED, *QUANTISED))}; give one of them")
 

@@ -1,11 +1,14 @@
 """Options of `gate`. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ground.errors import BadInput
 
 from .option import Record, option
-from .proof_limits import confidence_option
+from .proof import confidence_option
 from .values import DIRECTORY, Repeated
 
 
@@ -26,3 +29,7 @@ class GateOptions(Record):
         help="Judge bench.json against the releases kept in this directory, then add it; nothing there is overwritten.",
     )
     track: Path | None = option(DIRECTORY, in_recipe=False, help="Write files for benchmark tracking here.")
+
+    def refuse_ignored(self, options: Mapping[str, Any]) -> None:
+        if "confidence" in options and not self.rules:
+            raise BadInput("--confidence is of the intervals that rules are judged by: give one with --fail-if")

@@ -1,7 +1,7 @@
 """Options that name the inputs of a model. Torch is imported when they are opened."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,13 +17,22 @@ from .values import FILE, PATH, TEXT
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import nn
 
+    from calib.images import Images
     from calib.input_set import InputSet
     from calib.split import Split
     from corp_deploy.store.checkpoint import Checkpoint
 
 Inputs = TypeVar("Inputs", bound="InputSet")
 KINDS = ("images", "text", "tokens", "arrays")
+
+
+def refuse_several(chosen: Collection[str]) -> None:
+    """Raise BadInput where inputs of more than one kind are given; their options by name."""
+    if len(chosen) > 1:
+        first, second = map(spelled, list(chosen)[:2])
+        raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +110,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self._chosen_paths) > 1:
-            first, second = map(spelled, list(self._chosen_paths)[:2])
-            raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
+        refuse_several(self._chosen_paths)
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if self.path is not None and self.images is None:
@@ -135,15 +142,20 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         assert self.images is not None, self
         return images_for_model(checkpoint.model, self.images, **self.drawn, **self.decoded)
 
+    def proving_images(self, model: "nn.Module") -> "Images":
+        """Those that a model is proved on. Raises BadInput as images_for_model does, and where so many can't be held
+        out.
+        """
+        from corp_deploy.store.inputs import images_for_model
+
+        assert self.images is not None, self
+        return self.proving(images_for_model(model, self.images, **self.drawn), self.seed)
+
     def class_indices(self, inputs: "InputSet", checkpoint: "Checkpoint") -> "NDArray[np.int64] | None":
         """Those of the opened images [N], where labels are given."""
-        from calib.images import Images
         from corp_deploy.store.inputs import labels_from_path
 
-        if self.labels is None:
-            return None
-        assert isinstance(inputs, Images), inputs  # texts with labels were refused
-        return labels_from_path(self.labels, inputs, checkpoint.model)
+        return None if self.labels is None else labels_from_path(self.labels, inputs, checkpoint.model)
 
 
 @dataclass(frozen=True, kw_only=True)

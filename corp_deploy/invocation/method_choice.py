@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from corp_deploy.reduction.method import (
@@ -13,6 +14,7 @@ from corp_deploy.reduction.method import (
     HEADS_REPAIRS,
     MLP_RANKINGS,
     MLP_REPAIRS,
+    PRESETS,
     QK_RANKINGS,
     QK_RECOVERIES,
     Method,
@@ -21,9 +23,8 @@ from corp_deploy.reduction.method import (
 from ground.errors import BadInput
 from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
 
-from .compositions import COMPOSITIONS, NAMES, method_of
 from .option import Record, option
-from .option_support import Axis
+from .option_support import Axis, words_of
 from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf
 
@@ -36,6 +37,38 @@ RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "he
 RANKING = ByKind({kind: OneOf(words) for kind, words in (RANKINGS | {CHANNELS: MLP_RANKINGS}).items()})
 REPAIRS = {"mlp": MLP_REPAIRS, "conv": CONV_REPAIRS, "heads": HEADS_REPAIRS}
 REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHANNEL_REPAIRS}).items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """The preset of the method, and options of `reduce` by name."""
+
+    method: str
+    implied: Mapping[str, Any]
+
+    @property
+    def describe(self) -> str:
+        """As they would be typed."""
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.implied.items())
+        return f"--preset {self.method} {options}"
+
+
+COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
+    {"thorough": Composition(method="best", implied={"closed_loop": "asymmetric", "polish": "model"})}
+)
+NAMES = (*PRESETS, *COMPOSITIONS)
+
+
+def method_of(preset: str) -> str:
+    """The preset of the method that a name stands for."""
+    return COMPOSITIONS[preset].method if preset in COMPOSITIONS else preset
+
+
+def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `reduce` with what their preset implies where they say nothing (None) themselves."""
+    preset = options.get("preset")
+    implied = COMPOSITIONS[str(preset)].implied if preset in COMPOSITIONS else {}
+    return {**options, **{name: value for name, value in implied.items() if options.get(name) is None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +215,8 @@ class MethodChoice(Record, heading="Widths and method"):
     @property
     def _knob_words(self) -> str:
         """As they are typed."""
-        pairs = {
-            "select": ",".join(f"{kind}={how}" for kind, how in self.by_kind("select").items()),
-            "repair": ",".join(f"{kind}={how}" for kind, how in self.by_kind("repair").items()),
-            "qk": self.qk,
-        }
-        return " ".join(f"--{option} {value}" for option, value in pairs.items() if value).replace("channels=", "")
+        typed = self.command_options
+        return " ".join(words_of({name: typed.get(name) for name in ("select", "repair", "qk")}))
 
 
 def _method(preset: str, **changes: Any) -> Method:

@@ -44,6 +44,8 @@ class Option:
 
     def converted(self, value: Any) -> Any:
         """A value as it is kept; the default for None. Raises BadInput for one that the option may not be."""
+        if value is None and self.default is NEEDED:
+            raise BadInput(f"{spelled(self.typed)}: nothing is given, expected {self.of}")
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
         try:
             return None if value is None else _read(self.of, value)
@@ -138,8 +140,10 @@ class Record:
     @property
     def non_default(self) -> dict[str, Any]:
         """What is otherwise than by default."""
-        options = options_of(type(self))
-        return {name: value for name, value in self.values.items() if value != options[name].converted(None)}
+        open_ones = {name: each for name, each in options_of(type(self)).items() if each.default is not NEEDED}
+        return {
+            name: self.values[name] for name, each in open_ones.items() if self.values[name] != each.converted(None)
+        }
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options, asked for by name, that nothing of this honours."""

@@ -14,17 +14,18 @@ from ground.errors import BadInput
 from ground.quantities import SECONDS, STEPS
 
 from .budget_choice import BudgetChoice
-from .compositions import COMPOSITIONS, Effort, with_implied
 from .merging import MergingChoice
-from .method_choice import MethodChoice
-from .option import PathLike, Record, option
+from .method_choice import COMPOSITIONS, MethodChoice, with_implied
+from .option import NEEDED, PathLike, Record, option
 from .option_support import Axis
 from .passes import BUDGET, CLOSED_LOOP, cost
 from .reduction_table import ATTENTION, IMAGES, LOOP, MERGING, POLISH, SPARSE, WIDTHS
 from .sparsity import SparseChoice
-from .values import FILE, OneOf
+from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
+Effort = Literal["quick", "standard", "thorough"]
+"""What is tried beside one pass over the moments: nothing; the closed loop; also widths in it, and a polish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,14 @@ class RepairChoice(Record, heading="Loops, polish and results"):
         help="Moments of other images (calibrate --hold-out), which judge every site.",
     )
     device: Literal["cpu", "cuda"] = option(default="cpu", in_recipe=False, help="Device for the solves.")
+
+
+@dataclass(frozen=True)
+class ReduceFiles(Record):
+    """What `reduce` reads and writes; Python takes them by their places."""
+
+    moments: PathLike = option(FILE, NEEDED, help="Moments of this model, written by calibrate.")
+    output: PathLike = option(DIRECTORY, NEEDED, help="Directory for model.safetensors and config.json.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from ground.errors import BadInput
 from ground.quantities import MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS
 from ground.quantity import BATCH
 
-from .option import Record, option
+from .inputs import refuse_several
+from .option import PathLike, Record, option
 from .table import BENCH
 from .values import FILE, ListOf, ParsedText
 
@@ -122,18 +123,30 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedOptions(Record, heading="Inputs"):
+class BenchFiles(Record):
+    """What `bench` writes."""
+
+    output: PathLike | None = option(FILE, help="bench.json to write, raw samples and all.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFed(Record, heading="Inputs"):
+    """Texts that both are fed."""
+
+    text: PathLike | None = option(
+        FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedOptions(TextFed):
     """What both are fed. Raises BadInput for images and texts at once."""
 
     images: Path | None = option(
         FILE,
         help="Inputs, repeated if there are too few: .npy, .npz or .safetensors as for verify; default: noise.",
     )
-    text: Path | None = option(
-        FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.images is not None and self.text is not None:
-            raise BadInput("--images and --text exclude each other; give what the models take")
+        refuse_several(self.non_default)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ground.precision import EVERY_WORD
 
-from .option import Record, option
+from .option import NEEDED, Record, option
 from .values import FILE, PATH, ListOf, OneOf
 
 TargetName = Literal["onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx"]
@@ -18,6 +18,7 @@ MOST_HELD_OUT = 256
 class ShipOptions(Record, heading="What is made"):
     """On which images, for what."""
 
+    images: Path = option(PATH, NEEDED, help="Unlabelled images like those the model will meet.")
     held_out: Path | None = option(
         PATH,
         help=f"Other images that prove the result; default: half of --images, at most {MOST_HELD_OUT}, which nothing "

@@ -14,7 +14,6 @@ from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.sparsity import SparseChoice
-from corp_deploy.reduction.method import NOT_HELD_OUT
 from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
@@ -108,16 +107,14 @@ def reduce_as_asked(
 ) -> tuple[Reduction, WidthPlan]:
     """Plan, then reduce in one pass over the moments or in the closed loop over the images.
 
-    `held_out`, moments of other images, judges every site again. Raises BadInput for it with the closed loop, which
-    holds out some of its own images: the dense model's statistics say nothing about a site on the reduced stream; and
-    for a model of which less would be removed than was asked for, unless that is allowed.
+    `held_out`, moments of other images, judges every site again; ReduceOptions refuses it with a closed loop. Raises
+    BadInput for a model of which less would be removed than was asked for, unless that is allowed.
     """
     dense, request = as_merged(dense, request)
     require_same_model(dense.model, moments)
     refuse_idle(dense, request)
     refuse_other_eps(moments, request)
-    if request.options.loop is not None and held_out is not None:
-        raise BadInput(f"held-out moments: {NOT_HELD_OUT[request.options.loop]}; reduce without one of the two")
+    assert request.options.loop is None or held_out is None, request.options
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)

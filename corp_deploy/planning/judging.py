@@ -10,13 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from calib.images import Images
 from calib.input_set import InputSet
 from calib.inputs import as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
-from corp_deploy.invocation.budget_choice import BudgetChoice
-from corp_deploy.invocation.limit import Measure
+from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
 from corp_deploy.traced.models.modules import device
 from ground.errors import BadInput
@@ -115,11 +113,8 @@ def judges_from_choice(model: nn.Module, images: InputSet | None, choice: Budget
     if choice.judge is not None:
         others = inputs_for_model(model, Path(choice.judge))
     labelled = images if others is None else others
-    if choice.labels is None:
-        return Judges(inputs=others)
-    if not isinstance(labelled, Images):
-        raise BadInput(f"{choice.labels}: labels are of images, the model takes {labelled.noun}; leave them out")
-    return Judges(inputs=others, labels_N=labels_from_path(Path(choice.labels), labelled, model))
+    labels_N = None if choice.labels is None else labels_from_path(Path(choice.labels), labelled, model)
+    return Judges(inputs=others, labels_N=labels_N)
 
 
 def _outputs(model: nn.Module, inputs: InputSet) -> tuple[Answer, ...]:

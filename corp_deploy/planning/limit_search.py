@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from corp_deploy.invocation.limit import Limit
+from corp_deploy.invocation.budget_choice import Limit
 from corp_deploy.reduction.model import Reduction
 from ground.errors import BadInput
 from perf.stats.decision import samples_for_interval, samples_for_share

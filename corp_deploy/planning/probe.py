@@ -23,7 +23,7 @@ from corp_deploy.reduction.kind import Order, Reduced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
-from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
+from corp_deploy.reduction.traced_change import TracedReduced, tensors_of
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import device

@@ -16,7 +16,7 @@ from torch import Tensor
 from calib.fingerprints import Fingerprints
 from calib.input_set import InputSet
 from corp_deploy.families.family import input_ports, output_ports, sequence_spec
-from corp_deploy.invocation.proof_limits import LanguageOptions
+from corp_deploy.invocation.proof import LanguageOptions
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.invocation.running import Device, RunOptions
+from corp_deploy.invocation.running import Device, FedOptions, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save
 from corp_deploy.store.dense_model import model_of_directory
@@ -33,7 +33,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import watching
 
 from .engine_trust import record_of_trusted_plan
-from .timed_inputs import TimedInputs, feeds_to_time, listed
+from .timed_inputs import feeds_to_time, listed
 from .torch_package import Contender, compiled_contender, contender_from_package
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
@@ -180,7 +180,7 @@ def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
 
 
 def _contender(
-    name: str, path: Path, running: RunOptions, scratch: Path, fed: TimedInputs, batches: Sequence[int]
+    name: str, path: Path, running: RunOptions, scratch: Path, fed: FedOptions, batches: Sequence[int]
 ) -> Contender:
     if path.suffix == ".pt2":
         return contender_from_package(name, path, fed.images, running)
@@ -232,7 +232,7 @@ def measure(
     batches: Sequence[int],
     plan: Plan,
     running: RunOptions | None = None,
-    fed: TimedInputs | None = None,
+    fed: FedOptions | None = None,
     names: tuple[str, str] = ("dense", "reduced"),
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
@@ -245,7 +245,7 @@ def measure(
     began_s = perf_counter()
     if names[0] == names[1]:
         raise BadInput(f"both models are called {names[0]!r}; give each a name of its own")
-    running, fed = running or RunOptions(), fed or TimedInputs()
+    running, fed = running or RunOptions(), fed or FedOptions()
     device = _device_of_both(dense, reduced, running)
     with tempfile.TemporaryDirectory() as scratch:
         both = zip(names, (dense, reduced), strict=True)

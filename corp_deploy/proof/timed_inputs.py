@@ -15,6 +15,7 @@ from calib.input_set import Batch, InputSet
 from calib.inputs import Inputs, tensors_by_name
 from calib.sources import Normalise, Pixels
 from corp_deploy.families.family import image_spec
+from corp_deploy.invocation.running import FedOptions
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.inputs import no_picture, normalising, texts_for_model, unnormalised
 from ground.errors import BadInput
@@ -25,14 +26,6 @@ from ground.ports import Port
 
 def listed(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} {port.shape}" + f" {port.dtype}" * (port.dtype != "float32") for port in ports)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedInputs:
-    """What is fed while models are timed: preprocessed images of a file, the texts of one, or neither (noise)."""
-
-    images: Path | None = None
-    text: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +90,10 @@ def _of_directory(directory: Path, path: Path) -> Normalise:
     return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 
-def feeds_to_time(fed: TimedInputs, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
+def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> TimedFeeds:
     """So many inputs for these ports; among `models` is the tokenizer. Raises BadInput for what does not fit."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
         raise BadInput(f"{fed.text}: texts for a model that takes {listed(ports)}; leave --text out")
-    return _tokenized(fed.text, models, count)
+    return _tokenized(Path(fed.text), models, count)

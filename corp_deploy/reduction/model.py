@@ -28,8 +28,8 @@ from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable
 from .sparse_report import SparsityReport
+from .traced_change import TracedReduced
 from .traced_folds import merged_sites
-from .traced_kind import TracedReduced
 from .traced_reduction import carried_out
 
 

@@ -47,17 +47,12 @@ class SplitStatistics:
 
 
 def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
-    """Places that both have, None for all."""
-    return other_X if one_X is None else one_X if other_X is None else one_X & other_X
+    """Places that both have, None for all; weights of both, None for 1."""
+    return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
 def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
     return (x_XK if places_X is None else x_XK[places_X]).unsqueeze(0)
-
-
-def _times(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
-    """Weights of both, None for 1."""
-    return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
 class _OfRows:
@@ -73,7 +68,7 @@ class _OfRows:
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
         of_tokens_X = weights_BN.flatten() if weights_BN is not None and is_of_tokens else None
         there_X = None if of_tokens_X is None else of_tokens_X > 0.0
-        weights_X = _times(of_tokens_X, None if lacking is None else lacking.weights)
+        weights_X = _both(of_tokens_X, None if lacking is None else lacking.weights)
 
         def counted(places_X: Tensor | None) -> Tensor | None:
             return None if weights_X is None else _at(weights_X, places_X)

@@ -4,8 +4,6 @@ The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. T
 does for branches: those that write a site to what they give in the dense model, those that read it to what the stream
 behind them lacks of the dense one, where their output is added to one, else to what they give in the dense model
 (asymmetric calibration, arXiv 2504.02692).
-
-Legend: G groups of a convolution, P outputs of a group, K columns of a layer, O its outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +16,6 @@ from torch import Tensor, fx, nn
 from calib.hooks import evaluating
 from calib.input_set import InputSet
 from calib.moments import Moments
-from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
@@ -30,10 +27,9 @@ from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.site import Site
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.programs.means import is_mean
-from corp_deploy.traced.programs.readers import Called, groups_of, layers
+from corp_deploy.traced.programs.readers import Called, layers
 from ground.errors import BadInput
 
-from .correct import divided_by_scale, group_corrections
 from .coverage import coverage
 from .judged_folds import See, judged_folds
 from .kinds import kind_of
@@ -43,15 +39,15 @@ from .model import Reduction, notes_on, uniform_widths
 from .read_tokens import counts_all
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import SAID, require_rescalable, rescale_
-from .traced_folds import TracedFold, folded, merges
-from .traced_kind import TracedReduced, tensors_of
+from .traced_change import TracedReduced, tensors_of
+from .traced_fold import TracedFold, folded, merges
+from .traced_layer_fit import Grouped, fit_, grouped
 from .traced_layer_sums import LayerSums, SplitStatistics, head_moments, layer_sums
 from .traced_order import Step, irreducible_sites, steps_of
 from .traced_read_tokens import places_read
 from .traced_reduction import left_of
 from .traced_streams import Piece, Segment, Student, pieces_of, segments_of
 from .traced_targets import Target, target_of
-from .uncentred import regression_uncentred
 
 Done = Callable[[int, int], None] | None
 
@@ -200,7 +196,7 @@ class _Making:
                 if not is_mean(layer.weight):
                     self._fit(layer, own)
             sums = layer_sums(segment, self.pieces, targets)
-        before = {layer: self._weights(layer) for layer in readers}
+        before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
         self.student.set_(tensors_of({site.name: new}))
         # With heads gone already, dimensions of those left go.
@@ -281,46 +277,9 @@ class _Making:
             self.finished.add(layer.node)
         return fits[0] if fits else None
 
-    def _weights(self, layer: Called) -> tuple[Tensor, Tensor]:
-        """[G,P,K] and [G,P], float64."""
-        program = self.student.program
-        weight, bias = program.tensor(layer.weight).double(), program.tensor(layer.bias).double()
-        groups = groups_of(layer.node)
-        return weight.reshape(groups, len(weight) // groups, -1).clone(), bias.reshape(groups, -1).clone()
-
-    def _fit(self, layer: Called, sums: LayerSums, was: tuple[Tensor, Tensor] | None = None) -> LoopFit:
-        """What is lacking still is added to the layer. `was`: its weights when the sums were taken, None for now."""
+    def _fit(self, layer: Called, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
         assert self.loop is not None, layer
-        weight_GPK, bias_GP = self._weights(layer)
-        gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)
-        changed = None if was is None else ((weight_GPK - was[0]) * gain_GP[..., None], (bias_GP - was[1]) * gain_GP)
-        columns_G = self._columns(layer, weight_GPK)
-
-        is_biasless = layer.bias in self.student.tracing.biasless
-
-        def still(half: RegressionSums, group: int) -> RegressionSums:
-            half = regression_uncentred(half) if is_biasless else half
-            left = half if changed is None else half.less(changed[0][group], changed[1][group])
-            return left.of(columns_G[group])
-
-        left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
-        changes, fit = group_corrections(left, sums.variance(), self.loop.strengths, both_ways=self.both_ways)
-        for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
-            weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
-            bias_GP[group] += divided_by_scale(change_P, gain_GP[group])
-        weight = self.student.program.tensor(layer.weight)
-        self.student.set_({layer.weight: weight_GPK.view_as(weight), layer.bias: bias_GP.flatten()})
-        return fit
-
-    def _columns(self, layer: Called, weight_GPK: Tensor) -> list[Tensor]:
-        """Of each group the columns that are left."""
-        keep = self.student.kept_inputs(layer.node)
-        groups, _, columns = weight_GPK.shape
-        if keep is None:
-            return [torch.arange(columns, device=weight_GPK.device)] * groups
-        by_group = keep.reshape(groups, -1).to(weight_GPK.device)
-        each = columns // by_group.shape[1]
-        return [torch.nonzero(kept.repeat_interleave(each))[:, 0] for kept in by_group]
+        return fit_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
         """Raises BadInput for a site that differs from the dense program's when it is narrowed."""

@@ -23,7 +23,7 @@ from .kind import ErrorCurve
 from .logits import logit_scale
 from .method import Method
 from .statistics import statistics_at
-from .traced_kind import Mapped, TracedReduced, mapped_layer
+from .traced_change import Mapped, TracedReduced, mapped_layer
 
 
 class TracedPairsKind:

@@ -10,7 +10,7 @@ from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.narrowing import narrowed, provable
 
 from .rescaling import rescaled
-from .traced_kind import TracedReduced, tensors_of
+from .traced_change import TracedReduced, tensors_of
 
 
 def carried_out(

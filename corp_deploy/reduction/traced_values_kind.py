@@ -26,7 +26,8 @@ from .kept_groups import Chosen
 from .kind import ErrorCurve
 from .method import Method
 from .report import SiteReport
-from .traced_kind import Change, Mapped, TracedKind, TracedReduced, mapped_layer
+from .traced_change import Change, Mapped, TracedReduced, mapped_layer
+from .traced_kind import TracedKind
 from .traced_reads import ReaderStats
 from .whole_heads import kept_groups, projected
 
@@ -202,7 +203,14 @@ class TracedValuesKind(TracedKind[TracedValues]):
 
         if heads == left == site.parts and site.rows is None:
             return super().reduced(site, moments, method, width, cached=cached, **others)
-        full = _heads(site, moments, held_out, splits)
+        full = _Heads(
+            groups_HV=site.groups_HV,
+            rows_HV=site.rows_HV,
+            read=moments[0],
+            own=_head_stats(site, moments),
+            held_out=None if held_out is None else _head_stats(site, held_out),
+            splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
+        )
         if left == heads:
             return with_dims(full)
         kept_M = kept_groups(full.own.weight_OC, full.own, method, heads, left)
@@ -258,23 +266,6 @@ def _head_stats(site: TracedValues, reads: tuple[ReaderStats, ...]) -> _Given:
     )
 
 
-def _heads(
-    site: TracedValues,
-    moments: tuple[ReaderStats, ...],
-    held_out: tuple[ReaderStats, ...] | None,
-    splits: tuple[tuple[ReaderStats, ...], tuple[ReaderStats, ...]] | None,
-) -> _Heads:
-    """All of a site."""
-    return _Heads(
-        groups_HV=site.groups_HV,
-        rows_HV=site.rows_HV,
-        read=moments[0],
-        own=_head_stats(site, moments),
-        held_out=None if held_out is None else _head_stats(site, held_out),
-        splits=None if splits is None else (_head_stats(site, splits[0]), _head_stats(site, splits[1])),
-    )
-
-
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
@@ -286,15 +277,5 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     rows_HD, map_HRD = heads.rows_HV.to(recovery.v_map_HRV.device), recovery.v_map_HRV
     assert site.rows is not None, site.name
     return heads.reduced(
-        ChannelRecovery(
-            weight_OK=recovery.weight_OK,
-            bias_O=recovery.bias_O,
-            residual=recovery.residual,
-            residual_uncompensated=recovery.residual_uncompensated,
-            r2=recovery.r2,
-            condition=recovery.condition,
-            ridge=recovery.ridge,
-        ),
-        [report],
-        mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD}),
+        recovery, [report], mapped=mapped_layer(site.program, site.rows, {"rows_HD": rows_HD, "map_HRD": map_HRD})
     )

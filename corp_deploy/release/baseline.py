@@ -1,7 +1,7 @@
 """The older records that rules compare with, and how records that pass become them. Imports no torch."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +13,6 @@ from ground.files import replacing, sha256_of_file
 
 if TYPE_CHECKING:
     from perf.gate.rule import Rule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OldRecords:
-    """A bench record and a parity record, either of them or none."""
-
-    bench: Path | None = None
-    parity: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,51 +33,54 @@ class Baseline(Record, heading="Baseline"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init and self.path is None and self.parity is None:
+        if self.init and not self.by_kind:
             raise BadInput("--init-baseline needs --baseline FILE, which is where the baseline goes")
+
+    @property
+    def by_kind(self) -> dict[str, Path]:
+        """Where the older records are, or go, by their kind: bench, parity."""
+        every = {"bench": self.path, "parity": self.parity}
+        return {kind: path for kind, path in every.items() if path is not None}
 
     def require(self, rules: "Sequence[Rule]" = ()) -> None:
         """Raise BadInput when a baseline is named that is no such record, or is not there and may not be started, and
         when one of the rules asks for one that is not named.
         """
-        for path, kind in ((self.path, "bench"), (self.parity, "parity")):
-            if path is not None and not path.is_file() and not self.init:
-                raise BadInput(
-                    f"{path}: no such baseline; give an older {kind}.json, or --init-baseline to start with this one"
-                )
         from perf.parity.parity import load_parity
         from perf.record.runs import load_bench
 
-        if self.path is not None and self.path.is_file():
-            load_bench(self.path)
-        if self.parity is not None and self.parity.is_file():
-            load_parity(self.parity)
+        loads: dict[str, Callable[[Path], object]] = {"bench": load_bench, "parity": load_parity}
+        for kind, path in self.by_kind.items():
+            if path.is_file():
+                loads[kind](path)
+            elif not self.init:
+                raise BadInput(
+                    f"{path}: no such baseline; give an older {kind}.json, or --init-baseline to start with this one"
+                )
         for rule in rules:
-            option, named = ("--baseline", self.path) if rule.is_of_bench else ("--baseline-parity", self.parity)
-            if rule.wants_baseline and named is None:
+            kind, option = ("bench", "--baseline") if rule.is_of_bench else ("parity", "--baseline-parity")
+            if rule.wants_baseline and kind not in self.by_kind:
                 raise BadInput(f"rule {rule.text!r} needs {option} FILE, at first with --init-baseline")
 
-    def older(self, own: OldRecords) -> OldRecords:
+    def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
         """The records to judge by: those that are there, without one that is `own`, the very record that started it."""
-        return OldRecords(bench=self._older(self.path, own.bench), parity=self._older(self.parity, own.parity))
+        return {
+            kind: path
+            for kind, path in self.by_kind.items()
+            if path.is_file() and not (self.init and _same(path, own.get(kind)))
+        }
 
-    def _older(self, path: Path | None, own: Path | None) -> Path | None:
-        if path is None or not path.is_file():
-            return None
-        same = self.init and own is not None and own.is_file() and sha256_of_file(path) == sha256_of_file(own)
-        return None if same else path
-
-    def start(self, own: OldRecords, *, exit_code: int) -> dict[Path, Path]:
+    def start(self, own: Mapping[str, Path], *, exit_code: int) -> dict[Path, Path]:
         """Make records that were judged the baseline, only those of a gate that passes, where there are none: by the
         baseline's path the record that is it now.
         """
-        started = dict(self._missing(own)) if self.init and exit_code == 0 else {}
+        missing = {path: own[kind] for kind, path in self.by_kind.items() if kind in own and not path.exists()}
+        started = missing if self.init and exit_code == 0 else {}
         for path, record in started.items():
             with replacing(path) as temporary:
                 shutil.copyfile(record, temporary)
         return started
 
-    def _missing(self, own: OldRecords) -> Iterator[tuple[Path, Path]]:
-        for path, record in ((self.path, own.bench), (self.parity, own.parity)):
-            if path is not None and record is not None and not path.exists():
-                yield path, record
+
+def _same(path: Path, own: Path | None) -> bool:
+    return own is not None and own.is_file() and sha256_of_file(path) == sha256_of_file(own)

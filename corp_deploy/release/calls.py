@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from corp_deploy.invocation.call import Invocation, Pairs, path_from
@@ -102,21 +101,17 @@ def range_samples(recipe: Recipe) -> int:
     return min(recipe.export.range_samples or RANGE_SAMPLES, recipe.calibration.samples or RANGE_SAMPLES)
 
 
-def _ranges(recipe: Recipe, root: Path) -> dict[str, Any]:
-    """What INT8 and FP8 graphs are made by: some of the calibration's own images."""
-    images = path_from(root, recipe.calibration.images)
-    return {"images": images, "samples": range_samples(recipe), "seed": recipe.calibration.seed}
-
-
 def export(recipe: Recipe, root: Path, subject: str) -> Invocation:
-    table, precisions = recipe.export, recipe.export.precisions
+    """INT8 and FP8 graphs are made by some of the calibration's own images."""
+    table, precisions, drawn = recipe.export, recipe.export.precisions, recipe.calibration
+    ranges = {"images": path_from(root, drawn.images), "samples": range_samples(recipe), "seed": drawn.seed}
     return Invocation(
         command="export",
         options={
             "model": subject,
             **recipe.model.trust,
             **table.options.command_options,
-            **(_ranges(recipe, root) if table.quantised else {}),
+            **(ranges if table.quantised else {}),
             "output": f"{subject}/{names.graph_name(precisions[0] if len(precisions) == 1 else 'fp32')}",
         },
     )
@@ -152,17 +147,10 @@ def bench(recipe: Recipe, target: Target) -> Invocation:
 def gain(recipe: Recipe, target: Target) -> Invocation:
     """The reduced model as a quantised target runs it against the precision that it rests on."""
     sides = names.rival_name(target), names.artefact_name(target, "reduced")
-    return _bench(recipe, target, *sides, names.gain_name(target), {"names": (target.rest, target.precision)})
+    return _bench(recipe, target, *sides, names.gain_name(target), names=(target.rest, target.precision))
 
 
-def _bench(
-    recipe: Recipe,
-    target: Target,
-    reference: str,
-    candidate: str,
-    output: str,
-    called: Mapping[str, tuple[str | None, str]] = MappingProxyType({}),
-) -> Invocation:
+def _bench(recipe: Recipe, target: Target, reference: str, candidate: str, output: str, **called: Any) -> Invocation:
     table = recipe.bench
     return Invocation(
         command="bench",

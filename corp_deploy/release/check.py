@@ -31,6 +31,12 @@ class Checked:
     signed_by: str | None = None
 
 
+def _called(folder: Path) -> dict[str, str | None]:
+    """What the manifest says that a release is called."""
+    release = load_manifest(folder).release
+    return {} if release is None else {"name": release.name, "version": release.version}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Whose signature is asked for, and of which release; None where any is taken."""
@@ -46,11 +52,9 @@ class Expected:
         signed = self.verifier.verify(folder)
         if MANIFEST not in signed.files:
             raise Unverified(f"{MANIFEST}: missing, so that the signature is of no release")
-        release = load_manifest(folder).release
-        for what, expected, actual in (
-            ("name", self.name, None if release is None else release.name),
-            ("version", self.version, None if release is None else release.version),
-        ):
+        called = _called(folder)
+        for what, expected in (("name", self.name), ("version", self.version)):
+            actual = called.get(what)
             if expected is not None and expected != actual:
                 raise Unverified(f"{MANIFEST}: the signed {what} is {actual!r:.100}, expected {expected!r:.100}")
         return signed
@@ -86,18 +90,6 @@ def _manifest_differs(folder: Path, sums: Mapping[str, str]) -> list[str]:
     return [f"{name}: {MANIFEST} and {SUMS} differ" for name in names if entries.get(name) != listed.get(name)]
 
 
-def _of_repository(folder: Path, signed: Signed) -> Checked:
-    release = load_manifest(folder).release
-    return Checked(
-        files=len(signed.files),
-        graphs_replayed=False,
-        differs=(),
-        name=None if release is None else release.name,
-        version=None if release is None else release.version,
-        signed_by=signed.by,
-    )
-
-
 def check(folder: Path, expected: Expected | None = None) -> Checked:
     """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
     whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
@@ -109,21 +101,21 @@ def check(folder: Path, expected: Expected | None = None) -> Checked:
     except Unverified as unverified:
         return Checked(files=0, graphs_replayed=False, differs=unverified.differs)
     if signed is not None and SUMS not in signed.files:  # a model repository: the signature is its list
-        return _of_repository(folder, signed)
+        by = {"signed_by": signed.by, **_called(folder)}
+        return Checked(files=len(signed.files), graphs_replayed=False, differs=(), **by)
     sums = sums_from_file(folder / SUMS)
     changed = _changed(folder, sums)
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
-    release = None
+    called = dict[str, str | None]()
     if MANIFEST in sums and MANIFEST not in changed:
         differs += _manifest_differs(folder, sums)
-        release = load_manifest(folder).release
+        called = _called(folder)
     if not changed:
         differs += replay(folder)
     return Checked(
         files=len(sums),
         graphs_replayed=not changed,
         differs=tuple(differs),
-        name=None if release is None else release.name,
-        version=None if release is None else release.version,
+        **called,
         signed_by=None if signed is None else signed.by,
     )

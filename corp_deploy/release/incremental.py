@@ -130,7 +130,7 @@ def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
     open_files: dict[str, str] = {}
     blocked: dict[str, str] = {}
     for stage in stages:
-        status = _status(stage, root, digests, open_files, blocked)
+        status, _ = _status(stage, root, digests, open_files, blocked)
         statuses.append(status)
         if status.state == "blocked":
             blocked |= dict.fromkeys(stage.outputs, stage.name)
@@ -141,21 +141,27 @@ def plan(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
 
 def _status(
     stage: Stage, root: Path, digests: Digests, open_files: Mapping[str, str], blocked: Mapping[str, str]
-) -> StageStatus:
-    waits = sorted({blocked[name] for name in stage.reads if name in blocked})
-    if waits:
-        return StageStatus(stage=stage.name, state="blocked", why=f"waits for {', '.join(waits)}")
+) -> tuple[StageStatus, dict[str, str]]:
+    """With what decides its outputs, where all of that is there. `open_files`, `blocked`: the stages that make files
+    which are not there yet, or won't be.
+    """
+    inputs = dict[str, str]()
+
+    def found(state: State, why: str) -> tuple[StageStatus, dict[str, str]]:
+        return StageStatus(stage=stage.name, state=state, why=why), inputs
+
+    if waits := sorted({blocked[name] for name in stage.reads if name in blocked}):
+        return found("blocked", f"waits for {', '.join(waits)}")
     after = sorted({open_files[name] for name in stage.reads if name in open_files})
     stamp = read_stamp(root / STATE, stage.name)
     if after and stamp is not None:
-        return StageStatus(stage=stage.name, state="follows", why=f"if {', '.join(after)} comes out different")
-    why = NOT_DONE if after else reason_to_run(stage, stamp, inputs_of(stage, root, digests), root, digests)
+        return found("follows", f"if {', '.join(after)} comes out different")
+    inputs |= {} if after else inputs_of(stage, root, digests)
+    why = NOT_DONE if after else reason_to_run(stage, stamp, inputs, root, digests)
     if not why:
-        return StageStatus(stage=stage.name, state="cached", why="nothing changed")
+        return found("cached", "nothing changed")
     missing = stage.missing()
-    if missing is not None:
-        return StageStatus(stage=stage.name, state="blocked", why=missing)
-    return StageStatus(stage=stage.name, state="runs", why=why)
+    return found("runs", why) if missing is None else found("blocked", missing)
 
 
 def locked(root: Path) -> AbstractContextManager[None]:
@@ -277,18 +283,12 @@ def run(
     blocked: dict[str, str] = {}
     absent: dict[str, str] = {}
     for stage in stages:
-        waits = sorted({absent[name] for name in stage.reads if name in absent})
-        why, inputs = "", dict[str, str]()
-        missing = f"waits for {', '.join(waits)}" if waits else None
-        if not waits:
-            inputs = inputs_of(stage, root, digests)
-            why = reason_to_run(stage, read_stamp(root / STATE, stage.name), inputs, root, digests)
-            missing = stage.missing() if why else None
-        if missing is not None:
-            blocked[stage.name] = missing
+        status, inputs = _status(stage, root, digests, {}, absent)
+        if status.state == "blocked":
+            blocked[stage.name] = status.why
             absent |= dict.fromkeys(stage.outputs, stage.name)
-        elif why:
-            starts(stage, why)
+        elif status.state == "runs":
+            starts(stage, status.why)
             _run_stage(stage, root, inputs, partial(starts, stage))
             finished.append(stage.name)
         else:

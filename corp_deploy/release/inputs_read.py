@@ -32,7 +32,6 @@ from perf.record.fitted import FittedInputs
 from .calls import range_samples
 from .incremental import Stage
 from .names import MOMENTS, PARITY, parity_name
-from .proof_images import open_proof_images
 from .recipe import Recipe
 from .recipe_problems import RecipeProblems
 from .recipe_tables import require_more
@@ -66,8 +65,7 @@ def _calibration_images(recipe: Recipe, model: nn.Module, mistakes: RecipeProble
         )
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
     with mistakes.at(f"calibration.{key}"):
-        groups = table.groups if table.group_labels is None else str(table.group_labels)
-        parts = split_of(images, hold_out=table.hold_out, groups=groups, seed=table.seed)
+        parts = split_of(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
         with mistakes.at():
             if table.snapshots:
                 require_more(parts.fitted.count, table.snapshots)
@@ -81,7 +79,7 @@ def _proof_images(
     if recipe.proves_on_own:
         return None if calibration is None else calibration.held_out
     with mistakes.at("held_out.images"):
-        return open_proof_images(model, recipe.proof_images)
+        return recipe.proof_images.proving_images(model)
     return None
 
 
@@ -160,27 +158,18 @@ def out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     """A sentence for each limit on a share of inputs that its images, `held_out` of them where all prove, are too few
     for, however well they agree.
     """
-    sentences = _of_limits(recipe, held_out)
+    parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.options.shares.items()}
+    sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
-        sentences += _of_rules(rules, count, recipe.gate.confidence)
+        shares = dict(_least_shares(rules))
+        sentences += unreachable(shares, count=count, noun="images", confidence=recipe.gate.confidence)
     return sentences
 
 
-def _of_limits(recipe: Recipe, count: int) -> list[str]:
-    parity = recipe.parity
-    shares = {f"parity.{name}": least for name, least in parity.options.shares.items()}
-    return unreachable(shares, count=count, noun="held-out images", confidence=parity.confidence)
-
-
-def _of_rules(rules: Sequence[Rule], count: int, confidence: float) -> list[str]:
-    """Rules that forbid a share below a number; what a baseline bounds is known when it is read."""
-    shares = dict(_least_shares(rules))
-    return unreachable(shares, count=count, noun="images", confidence=confidence)
-
-
 def _least_shares(rules: Sequence[Rule]) -> Iterator[tuple[str, float]]:
+    """Of rules that forbid a share below a number; what a baseline bounds is known when it is read."""
     for rule in rules:
         if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<="):
             yield f"rule {rule.text!r}: {rule.metric}", rule.offset

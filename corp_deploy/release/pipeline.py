@@ -10,7 +10,7 @@ from ground.gpu import missing_gpu
 from perf.record.history import release_of_file
 
 from . import calls, names
-from .baseline import Baseline, OldRecords
+from .baseline import Baseline
 from .incremental import Stage
 from .recipe import Recipe
 from .recipe_tables import ModelTable
@@ -207,15 +207,15 @@ def _benches(recipe: Recipe) -> tuple[str, ...]:
     return tuple(names.bench_name(recipe, target) for target in recipe.targets)
 
 
-def own_records(recipe: Recipe, root: Path) -> OldRecords:
-    """Those of the first target, by which the recipe's rules are judged."""
+def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
+    """Those of the first target, by which the recipe's rules are judged, by their kind."""
     first = recipe.targets[0]
-    return OldRecords(bench=root / names.bench_name(recipe, first), parity=root / names.parity_name(first))
+    return {"bench": root / names.bench_name(recipe, first), "parity": root / names.parity_name(first)}
 
 
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     older = baseline.older(own_records(recipe, root))
-    outside = {"baseline": older.bench, "baseline_parity": older.parity}
+    labels = {"bench": "baseline", "parity": "baseline_parity"}
     rules = settings_of("gate", recipe.gate, without=("history",))
     rules |= {f"targets.{target.name}.fail_if": [rule.text for rule in target.rules] for target in recipe.targets}
     if recipe.gate.history is not None:
@@ -225,7 +225,7 @@ def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
         outputs=(names.GATE, *(names.HISTORY if recipe.gate.history else ())),
         run=own_step("gate", recipe, older, baseline.init),
         reads=(*_benches(recipe), *names.gains_of(recipe), *names.parities_of(recipe)),
-        outside={label: path for label, path in outside.items() if path is not None},
+        outside={labels[kind]: path for kind, path in older.items()},
         settings={**rules, "targets": [target.name for target in recipe.targets], "versions": tool()},
         command=str(calls.gate(recipe, root, baseline)),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from corp_deploy.invocation.gate import GateOptions
 from corp_deploy.invocation.inputs import InputOptions
 from corp_deploy.invocation.ship import TargetName
 from corp_deploy.invocation.table import BENCH
@@ -16,14 +17,13 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, MIXED, QUANTISED, type_by_name
 from perf.gate.rule import Rule, rule_from_text
-from perf.stats.stats import DEFAULT_CONFIDENCE
 
-from .recipe_export import ExportTable
 from .recipe_parity import ParityTable
-from .recipe_record import Table
+from .recipe_record import Table, record_of
 from .recipe_tables import (
     BenchTable,
     CalibrationTable,
+    ExportTable,
     GateTable,
     HeldOutTable,
     LicencesTable,
@@ -89,9 +89,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput("package.name asks for a model repository, which needs fp32 among export.precisions")
         self._refuse_idle_threads()
         self._refuse_idle_system()
-        rules = self.rules, *(target.rules for target in self.targets)
-        if self.gate.confidence != DEFAULT_CONFIDENCE and not any(rules):
-            raise BadInput("gate.confidence is of the intervals that rules are judged by; give one in gate.fail_if")
+        rules = [rule.text for rules in (self.rules, *(target.rules for target in self.targets)) for rule in rules]
+        record_of(GateOptions, self.gate, "gate", rules=rules)
         if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
             raise BadInput(
                 "targets: sparse asks for sparse kernels, but reduce.sparse for no sparse weights; give both"
@@ -213,14 +212,8 @@ class Recipe(Table, frozen=True, kw_only=True, forbid_unknown_fields=True):
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_own:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
-        labels = calibration.group_labels
-        return InputOptions(
-            images=calibration.images,
-            samples=calibration.samples,
-            seed=calibration.seed,
-            hold_out=calibration.hold_out,
-            groups=calibration.groups if labels is None else str(labels),
-        )
+        drawn = {name: getattr(calibration, name) for name in ("images", "samples", "seed", "hold_out")}
+        return InputOptions(**drawn, groups=calibration.grouping)
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -6,19 +6,23 @@ from pathlib import Path
 
 from corp_deploy.families.trusted_code import refuse_untrusted
 from corp_deploy.invocation.call import path_from
-from corp_deploy.invocation.option import options_of
+from corp_deploy.invocation.option import option, options_of
 from corp_deploy.invocation.proof import MetricOptions, ProofOptions
-from corp_deploy.invocation.recipe_keys import MetricKeys
+from corp_deploy.invocation.values import FILE, Repeated
 from corp_deploy.proof.metric_request import OUTPUTS, MetricRequest, metrics_from_texts
 from ground.errors import BadInput
 from ground.quantity import quoted
 
-from .recipe_record import record_of, table_of
+from .recipe_record import keys_alone, record_of, table_of
 
-OPTIONS = options_of(MetricOptions) | options_of(MetricKeys) | options_of(ProofOptions)
+FILES = keys_alone(
+    metric_files=option(
+        Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
+    )
+)
 
 
-class ParityTable(table_of("ParityTable", OPTIONS)):  # type: ignore[misc]
+class ParityTable(table_of(options_of(MetricOptions), FILES, options_of(ProofOptions))):  # type: ignore[misc]
     """What is proved; `metric`: commands that measure outputs, of which some read `metric_files`."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A table of a recipe that records declare, see invocation/option.py: its keys, and the record that they make."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -86,8 +87,15 @@ def _keys(option: Option) -> Iterator[tuple[str, str, Values, Any]]:
         yield name if kind == CHANNELS else f"{name}_{kind}", kind, option.of.kinds[kind], defaults.get(kind)
 
 
-def table_of(name: str, options: Mapping[str, Option], **defaults: Any) -> Any:
-    """The class of a table with the options' keys; `defaults` are those of options that are others here."""
+def keys_alone(**declared: Any) -> dict[str, Option]:
+    """Keys that no command has an option for, or that a recipe takes in its own form, declared as an option is."""
+    every = [(name, Any, each) for name, each in declared.items()]
+    return options_of(make_dataclass("Keys", every, bases=(Record,), kw_only=True))
+
+
+def table_of(*parts: Mapping[str, Option], **defaults: Any) -> Any:
+    """The class of a table with the keys of these options; `defaults` are those of options that are others here."""
+    options = {name: option for part in parts for name, option in part.items()}
     keys = [
         _key(key, type_of(values), defaults.get(key, default))
         for option in options.values()
@@ -95,14 +103,9 @@ def table_of(name: str, options: Mapping[str, Option], **defaults: Any) -> Any:
         for key, _, values, default in _keys(option)
     ]
     helps = {key: option.help for option in options.values() for key, *_ in _keys(option)}
+    namespace = {"helps": helps}
     return defstruct(
-        name,
-        keys,
-        bases=(Table,),
-        namespace={"helps": helps},
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
+        "Keys", keys, bases=(Table,), namespace=namespace, frozen=True, kw_only=True, forbid_unknown_fields=True
     )
 
 

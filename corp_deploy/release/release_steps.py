@@ -4,7 +4,7 @@ here, so a run with nothing to do never waits for it.
 Every function reads what earlier stages left in `dirs.root` and writes below `dirs.into` only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from corp_deploy.proof.report_input import json_of_file, lineage_of_model, recor
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.effort import rows_of_efforts
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, input_of_graphs
+from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs
 from corp_deploy.store.model_config import load_model_config
 from corp_deploy.store.onnx_file import facts_of_onnx
 from export.engine.build import build_engine, write_engine
@@ -48,7 +48,6 @@ from perf.report.render import html, junit, markdown
 from perf.runners.onnx import OnnxRunner
 
 from . import names
-from .baseline import OldRecords
 from .card import card
 from .digests import files_of
 from .incremental import Stage, StageDirs
@@ -147,10 +146,10 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: Target) -> None
     save_proof(proof, dirs.into / names.parity_name(target))
 
 
-def write_gate(dirs: StageDirs, recipe: Recipe, older: OldRecords, starting: bool) -> None:
+def write_gate(dirs: StageDirs, recipe: Recipe, older: Mapping[str, Path], starting: bool) -> None:
     """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
     rows = [parity_row(dirs.root / name) for name in names.parities_of(recipe)]
-    before = evidence_of_files(older.bench, older.parity)
+    before = evidence_of_files(older.get("bench"), older.get("parity"))
     for target in recipe.targets:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
         now = evidence_of_files(*records, recipe.gate.confidence)
@@ -226,18 +225,14 @@ def _made_by(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
     }
 
 
-def _entry(path: Path, maker: str) -> dict[str, Any]:
-    return {"sha256": sha256_of_file(path), "size_bytes": path.stat().st_size, "made_by": maker}
-
-
 def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Stage], command: str, own: str) -> None:
     """The bill of materials, manifest.json over that and the files of all stages, the provenance of them all, then
     SHA256SUMS. `command` made the release, `own` this alone.
     """
     root = dirs.root
     write_json(dirs.into / names.BILL, bill_of_release(root, recipe))
-    files = {name: _entry(root / name, maker) for name, maker in _made_by(root, stages).items()}
-    files[names.BILL] = _entry(dirs.into / names.BILL, own)
+    files = {name: entry_of(root / name, maker) for name, maker in _made_by(root, stages).items()}
+    files[names.BILL] = entry_of(dirs.into / names.BILL, own)
     files = {name: files[name] for name in sorted(files)}
     manifest = {
         "kind": MANIFEST_KIND,

@@ -21,12 +21,6 @@ from .rendering import rendered
 from .signer import Signer, sign
 from .sums import sums_from_file
 
-StageListener = Callable[[Stage, str], None]
-"""Hears each stage before it runs, and why it does."""
-Warn = Callable[[str], None]
-"""Hears, before any work, what the result will not be able to show."""
-
-
 Signature = Literal["signed", "kept", "removed", "refused"]
 """Made, still that of these files, removed as it was of others, or not made, as the gate did not pass."""
 
@@ -43,44 +37,6 @@ class Released:
     signature: Signature | None = None
 
 
-def _unheard(stage: Stage, why: str) -> None:
-    pass
-
-
-def _unwarned(sentence: str) -> None:
-    pass
-
-
-def plan_release(
-    recipe: Recipe, root: Path, baseline: Baseline, *, path: Path, warn: Warn = _unwarned
-) -> list[StageStatus]:
-    """What `release` would do now; writes nothing. Raises BadInput for what it would not even begin with."""
-    return require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn)
-
-
-def _run_all(recipe: Recipe, root: Path, baseline: Baseline, starts: StageListener) -> Outcome:
-    """In two parts: whether the baseline is this very record is known only when the bench stands."""
-    stages = stages_of(recipe, root, baseline)
-    gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
-    first = incremental.run(stages[:gate], root, starts=starts, is_complete=False)
-    if first.blocked:
-        return first
-    rest = incremental.run(stages_of(recipe, root, baseline), root, starts=starts)
-    finished = (*first.finished, *rest.finished)
-    cached = tuple(name for name in rest.cached if name not in finished)
-    return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
-
-
-def _require_signer(recipe: Recipe, signer: Signer) -> None:
-    """Raise BadInput before any work is done for what can't be signed, or not with this."""
-    if recipe.release.version is None:
-        raise BadInput(
-            "release.version is missing: a signature covers name and version, so that no older release passes for "
-            'a newer one; write version = "1.0.0" under [release]'
-        )
-    signer.require()
-
-
 def _unsign(root: Path) -> bool:
     """Remove a signature, first of all; whether there was one."""
     there = (root / SIGNATURE).is_file()
@@ -89,97 +45,115 @@ def _unsign(root: Path) -> bool:
     return there
 
 
-def _signature(root: Path, signer: Signer | None, *, passed: bool, changed: bool) -> Signature | None:
-    """A release that passes its gate is signed where that was asked; a signature never outlives what it is of."""
-    if signer is not None and passed:
-        files = frozenset((*sums_from_file(root / SUMS), SUMS))
-        return "signed" if sign(root, signer, files) else "kept"
-    removed = _unsign(root) if changed or not passed else False
-    if signer is not None:
-        return "refused"
-    return "removed" if removed else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A recipe that is carried out in the directory `root`; `path` is its file. `warn` hears, before any work, what the
+    result will not be able to show; `planned`, before the first stage starts, what will be done; `starts` each stage
+    and why it runs.
 
-
-def release(
-    recipe: Recipe,
-    root: Path,
-    baseline: Baseline,
-    *,
-    path: Path,
-    warn: Warn = _unwarned,
-    starts: StageListener = _unheard,
-    planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None,
-    signer: Signer | None = None,
-) -> Released:
-    """Run what is not done, and sign what passes; `path` is the recipe's file, `planned` hears what will be done first
-    of all. Raises BadInput for what it names and will not do, before any work, and when another process works in the
-    directory.
+    Each way of doing it raises BadInput for what it would not even begin with, and, but for `plan`, when another
+    process works in the directory.
     """
-    planned(require_inputs(recipe, root, stages_of(recipe, root, baseline), baseline, path=path, warn=warn))
-    if signer is not None:
-        _require_signer(recipe, signer)
-    root.mkdir(parents=True, exist_ok=True)
-    with locked(root):
-        outcome = _run_all(recipe, root, baseline, starts)
+
+    recipe: Recipe
+    path: Path
+    root: Path
+    baseline: Baseline
+    warn: Callable[[str], None] = lambda sentence: None
+    planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
+    starts: Callable[[Stage, str], None] = lambda stage, why: None
+    signer: Signer | None = None
+
+    def _stages(self) -> list[Stage]:
+        return stages_of(self.recipe, self.root, self.baseline)
+
+    def _required(self, stages: Sequence[Stage]) -> list[StageStatus]:
+        return require_inputs(self.recipe, self.root, stages, self.baseline, path=self.path, warn=self.warn)
+
+    def plan(self) -> list[StageStatus]:
+        """What `release` would do now; writes nothing."""
+        return self._required(self._stages())
+
+    def release(self) -> Released:
+        """Run what is not done, and sign what passes."""
+        self.planned(self.plan())
+        if self.signer is not None:
+            self._require_signer(self.signer)
+        self.root.mkdir(parents=True, exist_ok=True)
+        with locked(self.root):
+            outcome = self._run_all()
+            if outcome.blocked:
+                if outcome.finished:
+                    _unsign(self.root)
+                return Released(outcome=outcome, verdict=None, exit_code=None)
+            gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
+            if self.recipe.gate.history is not None:
+                add_release(self.recipe.gate.history, own["bench"])
+            self.baseline.start(own, exit_code=gate.exit_code)
+            signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
+        return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
+
+    def _require_signer(self, signer: Signer) -> None:
+        """Raise BadInput before any work is done for what can't be signed, or not with this."""
+        if self.recipe.release.version is None:
+            raise BadInput(
+                "release.version is missing: a signature covers name and version, so that no older release passes for "
+                'a newer one; write version = "1.0.0" under [release]'
+            )
+        signer.require()
+
+    def _run_all(self) -> Outcome:
+        """In two parts: whether the baseline is this very record is known only when the bench stands."""
+        stages = self._stages()
+        gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
+        first = incremental.run(stages[:gate], self.root, starts=self.starts, is_complete=False)
+        if first.blocked:
+            return first
+        rest = incremental.run(self._stages(), self.root, starts=self.starts)
+        finished = (*first.finished, *rest.finished)
+        cached = tuple(name for name in rest.cached if name not in finished)
+        return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
+
+    def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
+        """A release that passes its gate is signed where that was asked; a signature never outlives what it is of."""
+        if self.signer is not None and passed:
+            files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
+            return "signed" if sign(self.root, self.signer, files) else "kept"
+        removed = _unsign(self.root) if changed or not passed else False
+        if self.signer is not None:
+            return "refused"
+        return "removed" if removed else None
+
+    def run_only(self, names: Sequence[str]) -> Outcome:
+        """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
+        every = {stage.name: stage for stage in self._stages()}
+        for name in names:
+            if name not in every:
+                raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(every))}")
+        chosen = [stage for name, stage in every.items() if name in names]
+        self._required(chosen)
+        with locked(self.root):
+            outcome = incremental.run(chosen, self.root, starts=self.starts, is_complete=False)
         if outcome.blocked:
-            if outcome.finished:
-                _unsign(root)
-            return Released(outcome=outcome, verdict=None, exit_code=None)
-        gate = load_gate(root / GATE)
-        own = own_records(recipe, root)
-        if recipe.gate.history is not None and own.bench is not None:
-            add_release(recipe.gate.history, own.bench)
-        baseline.start(own, exit_code=gate.exit_code)
-        signature = _signature(root, signer, passed=gate.exit_code == 0, changed=bool(outcome.finished))
-    return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
+            raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
+        return outcome
 
+    def write_script(self) -> tuple[Path, list[StageStatus]]:
+        """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
 
-def run_only(
-    recipe: Recipe,
-    root: Path,
-    names: Sequence[str],
-    baseline: Baseline,
-    *,
-    path: Path,
-    warn: Warn = _unwarned,
-    starts: StageListener = _unheard,
-) -> Outcome:
-    """The named stages alone, from what stands in the directory. Raises Missing when this machine can't run one."""
-    stages = stages_of(recipe, root, baseline)
-    stage_names = {stage.name for stage in stages}
-    for name in names:
-        if name not in stage_names:
-            raise BadInput(f"--only {name}: no such stage; there are {', '.join(sorted(stage_names))}")
-    chosen = [stage for stage in stages if stage.name in names]
-    require_inputs(recipe, root, chosen, baseline, path=path, warn=warn)
-    with locked(root):
-        outcome = incremental.run(chosen, root, starts=starts, is_complete=False)
-    if outcome.blocked:
-        raise Missing("; ".join(f"stage {name}: {why}" for name, why in outcome.blocked.items()))
-    return outcome
+        Returns its path and the stages in it.
+        """
+        stages, root = self._stages(), self.root
+        self._required(stages)
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root):
+            incremental.run(stages[:1], root, starts=self.starts, is_complete=False)
+            pairs = zip(stages, incremental.plan(stages, root), strict=True)
+            elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
+            rows = [{"name": each.stage, "why": each.why, "words": self._words(each.stage)} for each in elsewhere]
+            write_text(root / SCRIPT, rendered("remaining.sh", release=self.recipe.name, stages=rows))
+            (root / SCRIPT).chmod(0o755)
+        return root / SCRIPT, elsewhere
 
-
-def write_script(
-    recipe: Recipe, root: Path, baseline: Baseline, *, path: Path, warn: Warn = _unwarned
-) -> tuple[Path, list[StageStatus]]:
-    """remaining.sh: the stages that this machine can't run, for one that can, to be run in the same directory.
-
-    Returns its path and the stages in it.
-    """
-    stages = stages_of(recipe, root, baseline)
-    require_inputs(recipe, root, stages, baseline, path=path, warn=warn)
-    root.mkdir(parents=True, exist_ok=True)
-    with locked(root):
-        incremental.run(stages[:1], root, starts=_unheard, is_complete=False)
-        pairs = zip(stages, incremental.plan(stages, root), strict=True)
-        elsewhere = [status for stage, status in pairs if status.state != "cached" and stage.missing() is not None]
-        write_text(root / SCRIPT, _script(recipe, elsewhere))
-        (root / SCRIPT).chmod(0o755)
-    return root / SCRIPT, elsewhere
-
-
-def _script(recipe: Recipe, statuses: Sequence[StageStatus]) -> str:
-    rows = [
-        {"name": status.stage, "why": status.why, "words": calls.only(status.stage, recipe).argv} for status in statuses
-    ]
-    return rendered("remaining.sh", release=recipe.name, stages=rows)
+    def _words(self, stage: str) -> tuple[str, ...]:
+        return calls.only(stage, self.recipe).argv

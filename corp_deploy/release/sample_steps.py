@@ -17,7 +17,6 @@ from ground.records import record_from_file
 
 from .incremental import StageDirs
 from .names import AGAIN, SAMPLE_LABELS, SAMPLES, SAMPLES_RECORD, SUBJECTS, answers_name, graph_name, has_sample_labels
-from .proof_images import open_proof_images
 from .recipe import Recipe
 from .samples import KIND, REPLAY_ERROR, GraphAnswers, SamplesRecord, of_release, opened_graph, replayed
 
@@ -26,7 +25,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
     labels = recipe.held_out.labels if has_sample_labels(recipe) else None
     dense = load_checkpoint(dirs.root / "dense")
-    source = open_proof_images(dense.model, recipe.proof_images)
+    source = recipe.proof_images.proving_images(dense.model)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
     images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.input))

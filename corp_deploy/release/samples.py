@@ -120,8 +120,7 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
     try:
         images, answers = (
-            array_from_npy(path_inside(folder, name, where=str(folder / SAMPLES_RECORD)))
-            for name in (record.images, record.graphs[graph].expected)
+            array_from_npy(of_release(folder, name)) for name in (record.images, record.graphs[graph].expected)
         )
     except OSError as error:
         raise BadInput(f"{folder / 'samples'}: the samples can't be read ({error})") from None

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from export.engine.options import BatchProfile
+from corp_deploy.invocation.serving import ServingOptions
 from export.engine.record import record_of_plan
 from export.triton.config import DEFAULT_MAX_BATCH, Serving
 from export.triton.expected import Agreement, Expected, Latency
@@ -153,19 +153,9 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
     return fp32, serving, []
 
 
-def package_of_directory(
-    directory: Path,
-    *,
-    name: str,
-    version: int,
-    labels: Path | None,
-    server: str | None,
-    serving: Serving,
-    profiles: tuple[BatchProfile, ...] = (),
-) -> tuple[Package, list[str]]:
-    """What a release's (or the demo's) directory offers to a server, and what is left out and why.
-
-    `serving` gets the batch to prefer, and the largest one where it names none, from what was measured.
+def package_of_directory(directory: Path, options: ServingOptions) -> tuple[Package, list[str]]:
+    """What a release's (or the demo's) directory offers to a server, and what is left out and why. The batch to prefer,
+    and the largest one where the options name none, come from what was measured.
 
     Raises BadInput when there is no reduced graph in it.
     """
@@ -173,7 +163,7 @@ def package_of_directory(
     if not fp32.is_file():
         raise BadInput(f"{fp32}: no such graph; export the reduced model into {directory}/reduced first")
     plans, notes, left_out = _plans(directory / "reduced")
-    cpu = fp32
+    cpu, serving, profiles = fp32, options.serving, tuple(options.batch)
     if serving.cpu_backend == "openvino":
         cpu, serving, own_notes = _in_openvino(directory, fp32, serving)
         notes += own_notes
@@ -190,15 +180,15 @@ def package_of_directory(
             expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
     package = Package(
-        name=name,
-        version=version,
+        name=options.name,
+        version=options.model_version,
         plans=plans,
         onnx=fp16 if fp16.is_file() else fp32,
         cpu_onnx=cpu,
-        labels=() if labels is None else class_names(labels),
+        labels=() if options.labels is None else class_names(options.labels),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
         profiles=profiles,
-        server=server,
+        server=options.server,
     )
     return package, notes

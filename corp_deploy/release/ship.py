@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from corp_deploy.invocation.budget_choice import BudgetChoice
+from corp_deploy.invocation.budget_choice import MACS, BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
 from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.inputs import Drawn
@@ -24,7 +24,6 @@ from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
 LEAST_IMAGES = 16
-MACS = 0.7
 BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-cpu")
 """What a model is to run on, the first that is here; ONNX Runtime on the CPU is told of where it is not."""
 
@@ -34,7 +33,6 @@ class ToShip:
     """What was asked for, with the options of the steps."""
 
     source: Source
-    images: Path
     options: ShipOptions
     drawn: Drawn
     budget: BudgetChoice
@@ -45,9 +43,10 @@ class ToShip:
     def tables(self) -> dict[str, dict[str, Any]]:
         """The keys of a recipe that this settles, by their tables."""
         held_out, labels, tables = self.options.held_out, self.options.labels, self.budget.latency_tables
+        images = self.options.images.resolve()
         return {
             "model": msgspec.structs.asdict(model_table(self.source)),
-            "calibration": {"images": self.images.resolve(), **self.drawn.drawn, "device": self.run.device},
+            "calibration": {"images": images, **self.drawn.drawn, "device": self.run.device},
             "held_out": {"images": held_out and held_out.resolve(), "labels": labels and labels.resolve()},
             "reduce": {
                 "macs": MACS if self.budget.currency is None else self.budget.macs,
@@ -117,10 +116,10 @@ def _new(request: ToShip, root: Path) -> Recipe:
             f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
             "calibrate, reduce, export, verify, bench, gate"
         )
-    count = images_for_model(model, request.images, **request.drawn.drawn).count
+    count = images_for_model(model, request.options.images, **request.drawn.drawn).count
     if request.options.held_out is None and count < LEAST_IMAGES:
         raise BadInput(
-            f"--images {request.images}: {count} images, too few to hold some out that prove the result; give "
+            f"--images {request.options.images}: {count} images, too few to hold some out that prove the result; give "
             f"{LEAST_IMAGES} or more, or others as --held-out"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"

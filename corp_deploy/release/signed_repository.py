@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from corp_deploy.machine import versions
-from corp_deploy.store.manifest import MANIFEST_KIND
+from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
 from export.triton.expected import EXPECTED_NAME
 from export.triton.findings import ERROR
 from export.triton.lint import lint_repository
 from ground.errors import BadInput
-from ground.files import sha256_of_file, write_json
+from ground.files import write_json
 
 from .names import MANIFEST, SIGNATURE
 from .signature import entries_below
@@ -32,11 +32,7 @@ def sign_repository(repository: Path, name: str, version: str, signer: Signer) -
     if errors:
         raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` tells of all")
     files = {
-        path.relative_to(repository).as_posix(): {
-            "sha256": sha256_of_file(path),
-            "size_bytes": path.stat().st_size,
-            "made_by": "",
-        }
+        path.relative_to(repository).as_posix(): entry_of(path)
         for path in entries_below(repository)
         if path.parent != repository or path.name == EXPECTED_NAME
     }

@@ -16,7 +16,6 @@ from ground.files import write_json
 
 from .incremental import StageDirs
 from .names import HELD_OUT_MOMENTS, MOMENTS, SIZE, snapshots_of
-from .proof_images import open_proof_images
 from .recipe import Recipe
 
 MOST_JUDGED = 512
@@ -30,7 +29,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     choice, calibration, drawn_by = recipe.reduce.choice, recipe.calibration, recipe.proof_images.seed
     dense = load_checkpoint(dirs.root / "dense")
     dense = merging_checkpoint(dense, choice.of_statistics)
-    proving = open_proof_images(dense.model, recipe.proof_images)
+    proving = recipe.proof_images.proving_images(dense.model)
     judging = proving if proving.count <= MOST_JUDGED else shuffled(proving, seed=drawn_by).subset(range(MOST_JUDGED))
     images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
     if recipe.proves_on_own:

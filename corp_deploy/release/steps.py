@@ -13,7 +13,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.inputs import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.running import BenchOptions
+from corp_deploy.invocation.running import BenchOptions, FedOptions
 from corp_deploy.invocation.serving import ServingOptions
 from corp_deploy.planning.execution import reduce_checkpoint
 from corp_deploy.planning.judging import Judges
@@ -29,7 +29,6 @@ from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
-from corp_deploy.proof.timed_inputs import TimedInputs
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
@@ -160,7 +159,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
         batches=options.batches,
         plan=options.plan,
         running=options.running,
-        fed=TimedInputs(images=dirs.root / run["images"]),
+        fed=FedOptions(images=dirs.root / run["images"]),
         names=options.names,
         command=run.argv,
     )
@@ -173,15 +172,9 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
     """The model repository that an inference server loads as it is."""
-    options, (directory,) = ServingOptions.from_options(run.options), run.arguments
-    what, _ = package_of_directory(
-        dirs.root / directory,
-        name=options.name,
-        version=options.model_version,
-        labels=None if options.labels is None else dirs.root / options.labels,
-        server=None,
-        serving=options.serving,
-    )
+    (directory,), labels = run.arguments, run["labels"]
+    options = ServingOptions.from_options({**run.options, "labels": labels and dirs.root / labels})
+    what, _ = package_of_directory(dirs.root / directory, options)
     write_repository(what, dirs.into / run["output"])
 
 

@@ -1,6 +1,9 @@
 """The stages of one target: its engines, what proves them, and what times them. Imports no torch."""
 
 from collections.abc import Iterator
+from typing import Any
+
+from corp_deploy.invocation.call import Invocation
 
 from . import calls, names
 from .incremental import Stage
@@ -45,6 +48,20 @@ def _target_parity_stage(recipe: Recipe, target: Target, reads: tuple[str, ...])
     )
 
 
+def _timing_stage(
+    name: str, recipe: Recipe, target: Target, call: Invocation, reads: tuple[str, ...], **settings: Any
+) -> Stage:
+    return Stage(
+        name=f"{name}.{target.name}",
+        outputs=(call["output"],),
+        run=command_step(call),
+        reads=reads,
+        settings=settings_of("bench", recipe.bench) | settings,
+        missing=lambda: missing_to_run(target),
+        command=str(call),
+    )
+
+
 def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
     artefacts = tuple(names.artefact_name(target, subject) for subject in names.SUBJECTS)
     records = tuple(f"{name}.json" for name in artefacts) if target.is_engine else ()
@@ -55,32 +72,12 @@ def target_stages(recipe: Recipe, target: Target) -> Iterator[Stage]:
         yield _engine_stage(recipe, target)
     if not local:
         yield _target_parity_stage(recipe, target, reads)
-    bench = calls.bench(recipe, target)
-    yield Stage(
-        name=f"bench.{target.name}",
-        outputs=(names.bench_name(recipe, target),),
-        run=command_step(bench),
-        reads=reads,
-        settings=settings_of("bench", recipe.bench)
-        | {"precision": target.precision, "versions": tool(*TIMED_BY.get(target.name, ()))},
-        missing=lambda: missing_to_run(target),
-        command=str(bench),
+    tools = tool(*TIMED_BY.get(target.name, ()))
+    yield _timing_stage(
+        "bench", recipe, target, calls.bench(recipe, target), reads, precision=target.precision, versions=tools
     )
-    if target.rest is not None:
-        yield _gain_stage(recipe, target)
-
-
-def _gain_stage(recipe: Recipe, target: Target) -> Stage:
-    """The quantised model against the precision that it rests on, which it has to beat."""
-    gain = calls.gain(recipe, target)
-    graphs = names.rival_name(target), names.artefact_name(target, "reduced")
-    records = tuple(f"{name}.json" for name in graphs) if target.is_engine else ()
-    return Stage(
-        name=f"gain.{target.name}",
-        outputs=(names.gain_name(target),),
-        run=command_step(gain),
-        reads=(*graphs, *records, names.SAMPLES),
-        settings=settings_of("bench", recipe.bench) | {"rest": target.rest, "versions": tool()},
-        missing=lambda: missing_to_run(target),
-        command=str(gain),
-    )
+    if target.rest is not None:  # the quantised model against the precision that it rests on, which it has to beat
+        sides = names.rival_name(target), names.artefact_name(target, "reduced")
+        of_plans = tuple(f"{name}.json" for name in sides) if target.is_engine else ()
+        read = (*sides, *of_plans, names.SAMPLES)
+        yield _timing_stage("gain", recipe, target, calls.gain(recipe, target), read, rest=target.rest, versions=tool())

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from .signature import verify as verify_with
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from model_signing import verifying
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 NEW_KEY = "make one with: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
@@ -124,17 +122,14 @@ class Sigstore:
     def verify(self, folder: Path) -> Signed:
         """As PublicKey.verify; raises Missing where Sigstore can't be asked for its roots."""
         require_library()
-        config = _sigstore(lambda config: config.use_sigstore_verifier(identity=self.identity, oidc_issuer=self.issuer))
+        from model_signing import verifying
+
+        try:
+            config = verifying.Config().use_sigstore_verifier(identity=self.identity, oidc_issuer=self.issuer)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error!s:.200}"
+            raise Missing(f"Sigstore's roots of trust can't be had here ({why})") from None
         return verify_with(folder, config, lambda data: f"{self.identity} by {self.issuer}")
-
-
-def _sigstore(configure: "Callable[[verifying.Config], verifying.Config]") -> "verifying.Config":
-    from model_signing import verifying
-
-    try:
-        return configure(verifying.Config())
-    except Exception as error:
-        raise Missing(f"Sigstore's roots of trust can't be had here ({type(error).__name__}: {error!s:.200})") from None
 
 
 Verifier = PublicKey | Certified | Sigstore

@@ -237,8 +237,12 @@ def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | 
     }
 
 
-def labels_from_path(path: Path, images: Images, model: nn.Module) -> NDArray[np.int64]:
-    """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others."""
+def labels_from_path(path: Path, images: InputSet, model: nn.Module) -> NDArray[np.int64]:
+    """The model's class indices of exactly these images: .npy, or key `labels` of .npz. Raises BadInput for others, and
+    for inputs that are no images.
+    """
+    if not isinstance(images, Images):
+        raise BadInput(f"{path}: labels are of images, the model takes {images.noun}; leave them out")
     classes = traced_model.classes(model)
     if not classes:
         raise BadInput(f"{path}: the model has no classifier, so labels say nothing of its outputs; leave them out")

@@ -44,6 +44,11 @@ def load_manifest(directory: Path) -> Manifest:
     return record_from_file(directory / NAME, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)
 
 
+def entry_of(path: Path, made_by: str = "") -> dict[str, Any]:
+    """The entry of a file: its digest and size, and the command that made it."""
+    return {"sha256": sha256_of_file(path), "size_bytes": path.stat().st_size, "made_by": made_by}
+
+
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
     """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
     tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.describe()}
@@ -76,14 +81,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
     files = sorted(
         path for path in directory.rglob("*") if path.is_file() and path.name != NAME and not is_effort(path)
     )
-    entries = {
-        path.relative_to(directory).as_posix(): {
-            "sha256": sha256_of_file(path),
-            "size_bytes": path.stat().st_size,
-            "made_by": made_by.get(path.relative_to(directory).as_posix(), ""),
-        }
-        for path in files
-    }
+    named = {path.relative_to(directory).as_posix(): path for path in files}
     reduced = load_model_config(directory / "reduced")
     polish = reduced.lineage.get("polish")
     return {
@@ -95,7 +93,7 @@ def manifest_of_directory(directory: Path, made_by: Mapping[str, str], *, comman
         **({} if polish is None else {"polish": polish}),
         **entries_of_model(reduced),
         **input_of_graphs(directory),
-        "files": entries,
+        "files": {name: entry_of(path, made_by.get(name, "")) for name, path in named.items()},
     }
 
 

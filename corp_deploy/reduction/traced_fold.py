@@ -1,0 +1,217 @@
+"""A site of a traced model with merged channels or heads: rows that write a cluster become their mean, and what is
+lacking behind it is fitted once more.
+
+Legend: U units (channels or heads), K units kept, V groups of a unit, F columns of a layer, O its outputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from corp_deploy.algebra.fold import averages, cluster_rows
+from corp_deploy.algebra.patches import columns
+from corp_deploy.algebra.whole_heads import recovered
+from corp_deploy.families.widths import Width
+from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.units import Units
+from corp_deploy.traced.models.values import TracedValues
+from corp_deploy.traced.narrowing.proof import Mask
+from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.readers import with_tensors
+from ground.errors import BadInput
+
+from .judged_folds import PADDED, Fitted, JudgedFold, See
+from .kinds import kind_of
+from .method import Method
+from .partial_patches import without_patches
+from .report import HeldOut
+from .traced_change import Change, Mapped, TracedReduced, tensors_of
+from .traced_kind import TracedKind
+from .traced_reads import ReaderStats
+from .traced_streams import Values, run
+from .traced_values_kind import TracedValuesKind, beside_heads
+from .whole_heads import heads_report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedRead:
+    """See Folded. A layer behind merged units: its columns by unit, and of which those of the units kept."""
+
+    read: ReaderStats
+    columns_UF: Tensor
+    kept_K: Tensor
+    refits: bool
+    plain_OK: Tensor
+    foretold: Fitted
+
+    @property
+    def bias_O(self) -> Tensor:
+        return self.read.bias_O
+
+    @property
+    def is_biasless(self) -> bool:
+        return self.read.reading.is_biasless
+
+    def deficit(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """What merged units give to the layer, and what plain folding lacks of its outputs, of what enters it; `there`:
+        of tokens those that are.
+        """
+        at_F = torch.from_numpy(self.read.portion.columns_CM).flatten().to(dense.device)
+        z, z_merged = (there(self._by_place(x))[..., at_F] for x in (dense, merged))
+        z_merged = z_merged[..., self.columns_UF[self.kept_K].flatten()]
+        y, plain = (functional.linear(x, w.to(x)) for x, w in ((z, self.read.weight_OU), (z_merged, self.plain_OK)))
+        return z_merged.flatten(0, -2)[None], (y - plain).flatten(0, -2)[None]
+
+    def _by_place(self, x: Tensor) -> Tensor:
+        return x.movedim(1, -1) if self.read.is_of_maps else x
+
+    def change(self, judged: JudgedFold) -> Change:
+        """With the columns kept in their order."""
+        order_K = self.columns_UF[self.kept_K].flatten().argsort()
+        weight_OK = judged.recovery.weight_OK[:, order_K]
+        return Change(read=self.read, recovery=replace(judged.recovery, weight_OK=weight_OK))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedFold:
+    """A site with merged units; `program` is its own with the means."""
+
+    site: Site
+    units: Units
+    kept_K: Tensor
+    program: Program
+    mapped: tuple[Mapped, ...]
+    reads: tuple[FoldedRead, ...]
+
+    def show(
+        self,
+        sees: Mapping[str, See],
+        values: Values,
+        weights_BN: Tensor | None,
+        *,
+        is_held_out: bool,
+        masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
+    ) -> None:
+        """What the layers read that are behind the site, by the `values` of the program as it is; see `run`."""
+        if weights_BN is not None and isinstance(self.site, TracedValues):
+            raise BadInput(PADDED.format(self.site.name))
+        region = self.units.region
+        unchanged = {node: value for node, value in values.items() if node not in region.changed}
+        merged = run(self.program, region.nodes, unchanged, masks=masks)
+
+        def there(x: Tensor) -> Tensor:
+            is_of_tokens = weights_BN is not None and x.dim() == 3 and x.shape[:2] == weights_BN.shape
+            return x[weights_BN > 0.0] if weights_BN is not None and is_of_tokens else x
+
+        by_name = {node.name: node for node in region.ends}
+        for number, each in enumerate(self.reads):
+            end = by_name[each.read.reading.source]
+            sees[self.key(number)](*each.deficit(values[end], merged[end], there), is_held_out)
+
+    def key(self, number: int) -> str:
+        """Of a layer that reads it, once in a model."""
+        return f"{self.site.name} {number}"
+
+    def every(self) -> dict[str, FoldedRead]:
+        return {self.key(number): each for number, each in enumerate(self.reads)}
+
+    def reduced(
+        self, judged: Mapping[str, JudgedFold], method: Method, held_out: tuple[ReaderStats, ...] | None
+    ) -> TracedReduced:
+        own = [judged[self.key(number)] for number in range(len(self.reads))]
+        changes = tuple(each.change(of) for each, of in zip(self.reads, own, strict=True))
+        elsewhere = None
+        errors = [each.error_held_out for each in own if each.error_held_out is not None]
+        if held_out is not None and len(errors) == len(own):
+            elsewhere = HeldOut(energy=sum(each.energy for each in held_out), error=sum(errors))
+        site, kind, count = self.site, kind_of(self.site), len(self.kept_K)
+        is_narrower = count < len(self.units.groups_UV)
+        if isinstance(site, TracedValues):
+            (only,) = changes
+            heads = len(self.units.groups_UV)
+            report = heads_report(site.name, heads, method, count, only.recovery, only.read.energy, elsewhere)
+            beside = beside_heads(site, self.kept_K)
+        else:
+            assert isinstance(kind, TracedKind), site.name
+            report, beside = kind.report(site, method, changes, count, elsewhere), {}
+        return TracedReduced(
+            modules={},
+            reports=[report],
+            kept_K=self.units.groups_UV.to(self.kept_K.device)[self.kept_K].flatten().sort().values,
+            beside=beside,
+            changes=changes if is_narrower else (),
+            mapped=self.mapped if is_narrower else (),
+        )
+
+
+def merges(site: Site, method: Method) -> bool:
+    """Whether the method merges units of the site."""
+    kind = kind_of(site)
+    if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
+        return method.folds_heads and kind.heads_left(site, method) < len(site.groups_HV)
+    return isinstance(site, TracedChannels) and method.merges
+
+
+def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
+    """The site at one width."""
+    assert isinstance(width, int), (site.name, width)
+    is_of_heads = isinstance(site, TracedValues)
+    units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""
+    assert isinstance(units, Units), (site.name, units)
+    count = width // units.groups_UV.shape[1]
+    # As published channels are clustered by their weights alone.
+    written = units.written(site.program) if is_of_heads else site.writing_GX()
+    map_KU = averages(cluster_rows(written, count, seed=0), count)
+    kept_K = (map_KU > 0.0).double().argmax(1)
+    mapped = tuple(_mean(site.program, name, rows_UX, map_KU, kept_K) for name, rows_UX in units.rows.items())
+    alone = TracedReduced(modules={}, reports=[], kept_K=kept_K, mapped=mapped)
+    recovery = method.heads_recovery if is_of_heads else method.mlp_recovery
+    tensors = {name: tensor.to(site.program.tensor(name)) for name, tensor in tensors_of({site.name: alone}).items()}
+    return TracedFold(
+        site=site,
+        units=units,
+        kept_K=kept_K,
+        program=with_tensors(site.program, tensors),
+        mapped=mapped,
+        reads=tuple(_folded(read, units, map_KU, kept_K, recovery, method.ridge_rel) for read in reads),
+    )
+
+
+def _mean(program: Program, name: str, rows_UX: Tensor, map_KU: Tensor, kept_K: Tensor) -> Mapped:
+    rows_XU = rows_UX.to(map_KU.device).T
+    return Mapped(
+        name=name,
+        dense=program.tensor(name).detach().double(),
+        rows_HD=rows_XU,
+        map_HRD=map_KU.expand(len(rows_XU), -1, -1),
+        kept_HR=rows_XU[:, kept_K],
+    )
+
+
+def _folded(
+    read: ReaderStats, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
+) -> FoldedRead:
+    if len(read.groups_C) < units.groups_UV.numel():
+        raise without_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)
+    columns_UF = columns(units.groups_UV.flatten(), read.joined).view(len(units.groups_UV), -1).to(map_KU.device)
+    order_F = columns_UF.flatten()
+    parts = (
+        read.stats.mean_U[order_F],
+        read.stats.second_UU[order_F[:, None], order_F],
+        read.weight_OU[:, order_F],
+        read.bias_O,
+        map_KU,
+    )
+    plain = recovered(*parts, "none", ridge_rel=ridge_rel)
+    foretold = recovered(*parts, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
+    return FoldedRead(
+        read=read,
+        columns_UF=columns_UF,
+        kept_K=kept_K,
+        refits=recovery in ("affine", "refit"),
+        plain_OK=plain.weight_OK,
+        foretold=(foretold.weight_OK, foretold.bias_O, foretold.condition, foretold.ridge),
+    )
