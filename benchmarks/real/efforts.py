@@ -79,7 +79,7 @@ def dinov2(scratch: Path, crops: int, held_out: int) -> Subject:
         np.save(scratch / f"{name}.npy", np.load(assembled() / f"{name}.npy", mmap_mode="r")[:count])
         sets.append(images_for_model(model, scratch / f"{name}.npy"))
     dense = Checkpoint(model=model.eval(), architecture=ARCHITECTURE, lineage={})
-    return Subject(dense=dense, inputs=sets[0], judging=sets[1], asked=_budgets(0.8, 0.6))
+    return Subject(dense=dense, inputs=sets[0], judging=sets[1], asked=_budgets(0.8))
 
 
 def efficientnet(scratch: Path, crops: int, held_out: int) -> Subject:
