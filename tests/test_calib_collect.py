@@ -1,4 +1,4 @@
-"""calib.collect: what changes no sum, which kernel makes it, and what is refused; test_calib_weights.py has the loops."""
+"""calib.collect: what changes no sum, which kernel makes it, what is refused; loops are in test_calib_weights.py."""
 
 from collections.abc import Callable
 

@@ -116,7 +116,7 @@ def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: n
 
 def test_numbers_that_numpy_has_no_type_for(tmp_path: Path) -> None:
     save_torch_file({"images": torch.zeros(2, *SHAPE).to(torch.float8_e8m0fnu)}, tmp_path / "images.safetensors")
-    with pytest.raises(BadInput, match="images.safetensors: "):
+    with pytest.raises(BadInput, match=r"images\.safetensors: "):
         opened(tmp_path / "images.safetensors")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib import texts as texts_module
 from calib.calibrate import calibrate
-from calib.input_set import InputSet, held_out_split
+from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.texts import Texts, open_texts
@@ -92,18 +92,6 @@ def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
     for samples in (0, 51):
         with pytest.raises(BadInput, match=f"got 50 documents, but {samples} samples were asked for"):
             opened(path, samples=samples)
-
-
-def test_held_out_documents_share_nothing_with_the_rest(path: Path) -> None:
-    texts = opened(path)
-    for seed in range(5):
-        rest, held_out = held_out_split(texts, 2, seed=seed)
-        assert not set(documents_of(rest)) & set(documents_of(held_out))
-        assert sorted(documents_of(rest) + documents_of(held_out)) == sorted(DOCUMENTS)
-        assert len(held_out.ids.unique()) == 2
-        assert len({rest.digest, held_out.digest, texts.digest}) == 3
-    with pytest.raises(BadInput, match=r"got 5 of 6 documents \(5 different ones\), expected at least 1"):
-        held_out_split(texts, 5, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Statistics of tokens, weighted and not, against float64 loops over inputs and tokens, written here without calib's kernels."""
+"""Statistics of tokens, weighted and not, against float64 loops over inputs and tokens, without calib's kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

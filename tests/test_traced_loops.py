@@ -28,7 +28,15 @@ from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from tests.test_corp_norm_behind import wanted_by_hand
-from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, kept_of, own_checkpoint
+from tests.test_traced_chain import (
+    HALF,
+    apart,
+    assert_saved_is_loaded,
+    checkpoint_named,
+    kept_of,
+    own_checkpoint,
+    with_repeated_heads,
+)
 from tests.traced_examples import images
 
 SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
@@ -118,12 +126,7 @@ def test_nothing_removed_is_the_same_model(loop: Loop | None, tmp_path: Path) ->
 def planted(shared: int) -> Checkpoint:
     """Attentions whose later half of heads are copies of the first."""
     dense = own_checkpoint(heads=4, shared=shared)
-    with torch.no_grad():
-        for block, name in product(range(2), ("weight", "bias")):
-            rows = dense.model.get_parameter(f"h.{block}.attn.c_attn.{name}")
-            for part in rows.split((48, 48 // shared, 48 // shared)):
-                first, second = part.chunk(2)
-                second.copy_(first)
+    with_repeated_heads(dense.model, shared)
     return dense
 
 
