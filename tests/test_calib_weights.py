@@ -139,8 +139,9 @@ def require_equal(site: HeadMoments | ChannelMoments, expected: Mapping[str, np.
 
 
 def counted(weights: TokenWeights | None, inputs: Inputs) -> np.ndarray:
-    weight_BN = None if weights is None else weights(inputs)
-    return np.ones((COUNT, LENGTH)) if weight_BN is None else weight_BN.double().numpy()
+    weight_BN = torch.ones(COUNT, LENGTH) if weights is None else weights(inputs)
+    assert isinstance(weight_BN, Tensor)
+    return weight_BN.double().numpy()
 
 
 @pytest.mark.parametrize("weights", [None, mask_of, sizes_of])

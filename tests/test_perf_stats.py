@@ -16,7 +16,6 @@ from scipy.spatial import distance
 from ground.errors import BadInput
 from perf.parity.labels import mcnemar
 from perf.parity.measures import measures
-from perf.stats.compare import ratio_of_independent
 from perf.stats.shares import fewest, fewest_for_share, most_confidence, share_interval, wilson
 from perf.stats.stats import (
     Interval,
@@ -218,19 +217,6 @@ def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[floa
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
 def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
     assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)
-
-
-def test_the_ratio_of_figures_measured_apart_covers_the_truth() -> None:
-    """Two medians with their normal intervals: the ratio's interval holds the true ratio about as often as it says."""
-    rng = np.random.default_rng(0)
-    spread, hits = 0.02, 0
-    reach = stats.norm.ppf(0.975) * spread
-    for _ in range(1000):
-        before, after = 10 * (1 + spread * rng.standard_normal()), 8 * (1 + spread * rng.standard_normal())
-        intervals = (Interval(value=v, low=v - m * reach, high=v + m * reach) for v, m in ((after, 8), (before, 10)))
-        ratio = ratio_of_independent(*intervals)
-        hits += ratio.low <= 0.8 <= ratio.high
-    assert stats.binomtest(hits, 1000, 0.95).pvalue > 1e-3
 
 
 # Shares and pairs
