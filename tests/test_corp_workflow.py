@@ -196,16 +196,6 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
     assert "the best reaches" in refused.stderr
 
 
-def test_sweep_fits_merged_channels_to_the_calibration_images(home: Path, tmp_path: Path) -> None:
-    words = ("sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy")
-    rest = ("--sparsity", "0.5", "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=8", "-o", tmp_path)
-    refuses("give --calibration-images", *words, *rest)
-    refuses("--calibration-images", *words, *rest, "--preset", "grail", "--calibration-images", home / "images.npy")
-    invoked(*words, *rest, "--calibration-images", home / "images.npy")
-    published, refitted = json.loads((tmp_path / "sweep.json").read_text())["trials"]
-    assert refitted["relative_error"] < published["relative_error"]
-
-
 # Moments made apart
 
 
