@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from corp_deploy.cli import main
 from export.triton.lint import lint_repository
 from export.triton.pbtxt import Message, parse
-from tests.export_served import write_onnx, write_plan
+from tests.export_served import write_onnx
 
 
 @pytest.fixture
@@ -36,15 +36,18 @@ def inner(message: Message, *names: str) -> Message:
     return message
 
 
-def test_what_a_server_is_told_is_an_option(results: Path) -> None:
+@pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
+def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: str) -> None:
     words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
-    words += ["--cpu-backend", "onnxruntime", "--cpu-threads", 2, "--batch", "1:4:8", "--batch", "1:16:32"]
+    words += ["--cpu-backend", backend, "--cpu-threads", 2, "--batch", "1:4:8", "--batch", "1:16:32"]
     result = package(results, *words)
     assert result.exit_code == 0, result.output
     cpu = config_of(results / "repo/vit_cpu/config.pbtxt")
-    assert (cpu.text("backend"), cpu.number("max_batch_size")) == ("onnxruntime", 8)
+    assert (cpu.text("backend"), cpu.number("max_batch_size")) == (backend, 8)
+    assert (results / "repo/vit_cpu/1/model.py").exists() == (backend == "python")
     assert inner(cpu, "dynamic_batching").number("max_queue_delay_microseconds", -1) == 0
     assert inner(cpu, "instance_group").number("count") == 3
+    assert inner(cpu, "parameters").text("key") == key
     assert inner(cpu, "parameters", "value").text("string_value") == "2"
     inner(cpu, "version_policy", "all")
     pending = config_of(results / "repo/vit_onnx/1/plan.config.pbtxt")
@@ -81,9 +84,3 @@ def test_what_can_not_be_served_is_refused(results: Path, words: list[object], s
     result = package(results, *words)
     assert (result.exit_code, says in result.output) == (2, True), result.output
     assert not (results / "repo").exists()
-
-
-def test_profiles_beside_a_plan_are_refused(results: Path) -> None:
-    write_plan(results / "reduced" / "model.plan", results / "reduced" / "model.onnx")
-    result = package(results, "--batch", "1:4:8")
-    assert (result.exit_code, "leave them out, the plan has its own" in result.output) == (2, True), result.output
