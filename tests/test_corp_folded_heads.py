@@ -23,21 +23,11 @@ from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked
 from tests.small_models import error
-from tests.test_corp_folded import linear, losses, pixels_of
+from tests.test_corp_folded import both, images, linear, losses, pixels_of
 from tests.test_corp_whole_heads import HELD_OUT, planted
 
+__all__ = ["both", "images"]
 HALF = {"heads_sparsity": 1 / 3}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
-
-
-@pytest.fixture(scope="module")
-def both(images: Images) -> tuple[Moments, Moments]:
-    rest, held_out = held_out_split(images, 12, seed=0)
-    return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
 
 
 def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
