@@ -14,7 +14,6 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.inputs import images_for_model
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
@@ -31,8 +30,7 @@ def example() -> Checkpoint:
 def moments_of(
     checkpoint: Checkpoint, images: NDArray[np.float32], directory: Path, *, attention_system: bool = True
 ) -> Moments:
-    np.save(directory / "images.npy", images)
-    source = images_for_model(checkpoint.model, directory / "images.npy")
+    source = tiny.opened(directory / "images.npy", images, checkpoint.model)
     return calibrate(checkpoint, source, batch_size=16, statistics=Statistics(attention_system=attention_system))
 
 
