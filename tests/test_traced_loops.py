@@ -42,7 +42,6 @@ from tests.traced_examples import images
 SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
 MLPS = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4)
 READS: tuple[Reads | None, ...] = ("all", "pooled", None)
-NOTHING = method_from_preset("best", mlp_sparsity=0.0, conv_sparsity=0.0, attention_sparsity=0.0, geometry="square")
 
 
 def opened(dense: Checkpoint, home: Path, count: int = 192) -> InputSet:
@@ -111,16 +110,6 @@ def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> Non
     assert any(each.alignment for each in asymmetric.sites) == (name != "densenet")
     assert all(each.loop is None for each in symmetric.sites)
     assert_saved_is_loaded(dense, asymmetric, tmp_path)
-
-
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize("loop", [Loop(), None])
-def test_nothing_removed_is_the_same_model(loop: Loop | None, tmp_path: Path) -> None:
-    dense = own_checkpoint()
-    before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
-    reduction = reduce_traced(dense.model, opened(dense, tmp_path, 16), NOTHING, loop=loop)
-    assert apart(reduction.model, dense.model) < 1e-6
-    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
 
 
 def planted(shared: int) -> Checkpoint:
