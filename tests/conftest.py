@@ -33,7 +33,6 @@ LONGEST = (
     "test_readme.py",
     "test_asserts.py",
     "test_bad_calls.py",
-    "test_corp_merged_proof.py",
     "test_corp_merged_release.py",
     "test_bench_methods.py",
     "test_bench_scripts.py",

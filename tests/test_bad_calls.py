@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from onnx import helper
 from PIL import Image
 from rich.table import Table
@@ -190,52 +190,21 @@ def test_a_line_is_not_broken_where_the_width_ends(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{line}\n"
 
 
-def test_every_renderable_shows_its_text_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(ODD)
-    table.add_row(ODD)
+@pytest.mark.parametrize(
+    ("text", "written"), [(ODD, ODD), ("a\x1b[31mb\x9b2Jc\x07", r"a\x1b[31mb\x9b2Jc\x07")], ids=["markup", "controls"]
+)
+def test_every_renderable_shows_its_text_whole(text: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(text, title=text)
+    table.add_row(text)
     out = Output(json=False, quiet=False)
-    with out.progress(ODD, 1, unit=ODD) as done:
+    with out.progress(text, 1, unit=written) as done:
         done(1)
-    out.result({}, ODD, table)
+    out.result({}, text, table)
+    out.note(text)
+    out.warn(text)
     shown = capsys.readouterr()
-    assert shown.out.count(ODD) == 3
-    assert ODD in shown.err
-
-
-CONTROLS = "a\x1b[31mb\x9b2Jc\x07"
-WRITTEN_OUT = r"a\x1b[31mb\x9b2Jc\x07"
-
-
-def test_control_characters_never_reach_the_terminal(home: Path, tmp_path: Path) -> None:
-    calls: list[list[object]] = [
-        ["calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / f"{CONTROLS}.st"],
-        ["calibrate", "--model", home / "dense", "--images", tmp_path / CONTROLS, "-o", tmp_path / "m"],
-        ["inspect", "--model", CONTROLS],
-        ["inspect", "redundancy", "--moments", tmp_path / CONTROLS],
-        ["build", tmp_path / f"{CONTROLS}.onnx", "-o", tmp_path / "x.plan", "--no-such-option"],
-        ["release", tmp_path / f"{CONTROLS}.toml", "--init", CONTROLS],
-        [CONTROLS],
-    ]
-    for words in calls:
-        result = CliRunner().invoke(main, [str(word) for word in words], color=True)
-        assert "\x1b[31m" not in result.output, words
-        assert "\x9b" not in result.output, words
-        assert "\x07" not in result.output, words
-
-
-def test_control_characters_are_written_out_wherever_text_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(CONTROLS, title=CONTROLS)
-    table.add_row(CONTROLS)
-    out = Output(json=False, quiet=False)
-    with out.progress(CONTROLS, 1) as done:
-        done(1)
-    out.result({}, CONTROLS, table)
-    out.note(CONTROLS)
-    out.warn(CONTROLS)
-    shown = capsys.readouterr()
-    assert shown.out.count(WRITTEN_OUT) == 4
-    assert shown.err.count(WRITTEN_OUT) >= 3
-    assert "\x9b" not in shown.out + shown.err
+    assert shown.out.count(written) == 4
+    assert shown.err.count(written) >= 3
 
 
 def test_remedies_can_be_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,36 +391,6 @@ def npz(path: Path, name: str, content: bytes) -> Path:
     return path
 
 
-HEADERS = (
-    "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 3, 32, -1)}",
-    "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 3, 32",
-    "{'descr': '<f4', 'fortran_order': False, 'shape': 'many'}",
-    "{'descr': '<f4', 'fortran_order': False, 'shape': (10**9,)}",
-    "{'descr': 'O', 'fortran_order': False, 'shape': (1,)}",
-    "[" * 100,
-)
-
-
-def bad_arrays(folder: Path, key: str) -> Iterator[Path]:
-    for index, header in enumerate(HEADERS):
-        (folder / f"{index}.npy").write_bytes(npy(header))
-        yield folder / f"{index}.npy"
-        yield npz(folder / f"{index}.npz", f"{key}.npy", npy(header))
-    yield npz(folder / "plain.npz", key, b"no array")
-    (folder / "cut.npz").write_bytes((folder / "plain.npz").read_bytes()[:-30])
-    yield folder / "cut.npz"
-
-
-@pytest.mark.slow("models")
-def test_images_that_are_no_arrays(home: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "none.npy", tiny.images(1)[:0])
-    save_file({"images": torch.zeros(2, 3, 32, 32).to(torch.float8_e8m0fnu)}, tmp_path / "e8m0.safetensors")
-    bad = [*bad_arrays(tmp_path, "images"), tmp_path / "none.npy", tmp_path / "e8m0.safetensors"]
-    for path in bad:
-        refused(run("calibrate", "--model", home / "dense", "--images", path, "-o", tmp_path / "m"), str(path))
-    assert not (tmp_path / "m").exists()
-
-
 LABELS = (
     np.arange(13) % 7,
     np.arange(11) % 7,
@@ -470,7 +409,7 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
     for index, labels in enumerate(LABELS):
         np.save(tmp_path / f"labels{index}.npy", labels)
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", 3]
-    for path in (*sorted(tmp_path.glob("labels*")), *bad_arrays(tmp_path, "labels")):
+    for path in sorted(tmp_path.glob("labels*")):
         refused(run("verify", home / "dense", home / "dense", *words, "--labels", path), str(path))
     beyond = tmp_path / "labels5.npy"
     words = ["--moments", home / "m.safetensors", "--images", home / "images.npy", "--labels", beyond]
@@ -581,12 +520,6 @@ BENCH_CHANGES: dict[str, tuple[object, ...]] = {
     "warnings": (None, 3, [3]),
     "deep": (DEEP,),
 }
-PARITY_CHANGES: dict[str, tuple[object, ...]] = {
-    "links": (None, "x", 3, [3], [{}]),
-    "links/0/measures": (None, [], "x"),
-    "links/0/measures/top1_agreement": (None, "x", []),
-    "deep": (DEEP,),
-}
 
 
 def edited(results: Path, folder: Path, name: str, path: str, value: object) -> Path:
@@ -604,16 +537,6 @@ def test_an_edited_bench_record(results: Path, tmp_path: Path, path: str) -> Non
         refused(run("report", folder, "-o", tmp_path / "report.html"))
         refused(run("gate", folder / "bench.json", "--fail-if", "speedup@b1 < 0"))
         refused(run("bench", "compare", folder / "bench.json", results / "bench.json"))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["r"]
-
-
-@pytest.mark.parametrize("path", PARITY_CHANGES)
-def test_an_edited_parity_record(results: Path, tmp_path: Path, path: str) -> None:
-    shutil.copytree(results, tmp_path / "r")
-    for value in PARITY_CHANGES[path]:
-        folder = edited(results, tmp_path / "r", "parity.json", path, value)
-        refused(run("report", folder, "-o", tmp_path / "report.html"))
-        refused(run("gate", folder / "parity.json", "--fail-if", "top1_agreement < 0"))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["r"]
 
 

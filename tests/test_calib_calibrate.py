@@ -219,18 +219,6 @@ def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str)
         calibrated(path, checkpoint=checkpoint)
 
 
-def test_runs_made_apart_merge_into_one(path: Path, tmp_path: Path) -> None:
-    images = np.load(path)
-    parts = [tmp_path / "a.npy", tmp_path / "b.npy"]
-    for part, rows in zip(parts, (images[:9], images[9:]), strict=True):
-        np.save(part, rows)
-    merged = merge(*(calibrated(part) for part in parts))
-    assert_close(merged, calibrated(path))
-    np.save(parts[1], images[8:])
-    with pytest.raises(BadInput, match="1 of 9 images are in both"):
-        merge(*(calibrated(part) for part in parts))
-
-
 def test_forward_precisions_do_not_merge(path: Path) -> None:
     rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
     with pytest.raises(BadInput, match="dtype differs, got 'float32' and 'bfloat16'"):

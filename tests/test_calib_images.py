@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 from torch import Tensor
 
 from calib.images import Images, open_images
@@ -94,16 +95,6 @@ def write(path: Path, images: np.ndarray, key: str = "images") -> None:
         save_file({key: images}, path)
 
 
-def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
-    path = tmp_path / "images.npy"
-    write(path, array(50))
-    first, again, other = (opened(path, samples=10, seed=seed) for seed in (1, 1, 2))
-    assert first.rows.chosen == again.rows.chosen != other.rows.chosen
-    assert list(first.rows.chosen) == sorted(set(first.rows.chosen))
-    assert first.count == 10
-    assert first.digest != other.digest
-
-
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
 @pytest.mark.parametrize(
     ("images", "message"),
@@ -123,28 +114,17 @@ def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: n
     assert str(path) in str(error.value)
 
 
+def test_numbers_that_numpy_has_no_type_for(tmp_path: Path) -> None:
+    save_torch_file({"images": torch.zeros(2, *SHAPE).to(torch.float8_e8m0fnu)}, tmp_path / "images.safetensors")
+    with pytest.raises(BadInput, match=r"images\.safetensors: "):
+        opened(tmp_path / "images.safetensors")
+
+
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_missing_key_names_the_keys_there_are(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"images.{suffix}"
     write(path, array(), key="pictures")
     with pytest.raises(BadInput, match="no key 'images', only pictures"):
-        opened(path)
-
-
-@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
-@pytest.mark.parametrize("keep", [0, 7, 60, -100])
-def test_truncated_arrays(tmp_path: Path, suffix: str, keep: int) -> None:
-    path = tmp_path / f"images.{suffix}"
-    write(path, array())
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadInput, match=f"not a valid .{suffix} file"):
-        opened(path)
-
-
-def test_pickled_arrays_are_not_run(tmp_path: Path) -> None:
-    path = tmp_path / "images.npy"
-    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(BadInput, match="holds pickled objects, which are never loaded"):
         opened(path)
 
 

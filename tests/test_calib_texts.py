@@ -11,9 +11,7 @@ from torch import Tensor
 
 from calib import texts as texts_module
 from calib.calibrate import calibrate
-from calib.combination import merge
-from calib.input_set import InputSet, held_out_split
-from calib.memory import ChannelShape, HeadShape, bytes_needed, shapes_of_sites
+from calib.input_set import InputSet
 from calib.moments import Moments
 from calib.resume import ResumeFile
 from calib.texts import Texts, open_texts
@@ -96,18 +94,6 @@ def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
             opened(path, samples=samples)
 
 
-def test_held_out_documents_share_nothing_with_the_rest(path: Path) -> None:
-    texts = opened(path)
-    for seed in range(5):
-        rest, held_out = held_out_split(texts, 2, seed=seed)
-        assert not set(documents_of(rest)) & set(documents_of(held_out))
-        assert sorted(documents_of(rest) + documents_of(held_out)) == sorted(DOCUMENTS)
-        assert len(held_out.ids.unique()) == 2
-        assert len({rest.digest, held_out.digest, texts.digest}) == 3
-    with pytest.raises(BadInput, match=r"got 5 of 6 documents \(5 different ones\), expected at least 1"):
-        held_out_split(texts, 5, seed=0)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -177,11 +163,6 @@ def test_encoders_that_are_refused(
         list(open_texts(path, encode=encode).batches(2))
 
 
-def test_batches_of_no_document_are_refused(path: Path) -> None:
-    with pytest.raises(BadInput, match="batch size: got 0"):
-        list(opened(path).batches(0))
-
-
 def calibrated(texts: InputSet, checkpoint: ResumeFile | None = None, stop_at: int | None = None) -> Moments:
     def progress(done: int) -> None:
         if stop_at is not None and done >= stop_at:
@@ -192,30 +173,3 @@ def calibrated(texts: InputSet, checkpoint: ResumeFile | None = None, stop_at: i
         encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", lineage={"model": "m"},
         checkpoint=checkpoint, progress=progress,
     )  # fmt: skip
-
-
-def test_a_calibration_on_documents_knows_them_and_goes_on(path: Path, tmp_path: Path) -> None:
-    texts, checkpoint = opened(path), ResumeFile(path=tmp_path / "state.safetensors", every=2)
-    moments = calibrated(texts)
-    assert (moments.images, moments.image_ids.tolist()) == (6, texts.ids.sort().values.tolist())
-    with pytest.raises(KeyboardInterrupt):
-        calibrated(texts, checkpoint, stop_at=4)
-    resumed = calibrated(texts, checkpoint)
-    for name, site in moments.sites.items():
-        for field in type(site).__slots__:
-            value, again = getattr(site, field), getattr(resumed.sites[name], field)
-            assert torch.equal(value, again) if isinstance(value, Tensor) else value == again, field
-    with pytest.raises(BadInput, match="2 of 6 images are in both"):
-        merge(moments, calibrated(texts.subset([2, 3])))
-
-
-def test_memory_is_known_from_a_model_that_holds_no_weights(path: Path) -> None:
-    texts, encoder = opened(path), tiny_text.model()
-    sites = tiny_text.sites_of(encoder)
-    shapes = shapes_of_sites(encoder.to("meta"), sites, example=texts.example(), device="meta")
-    assert shapes == {
-        "attn": HeadShape(tokens=LENGTH, heads=2, dim=6, channels=12),
-        "mlp": ChannelShape(tokens=LENGTH, hidden=40),
-        "head": ChannelShape(tokens=1, hidden=10),
-    }
-    assert bytes_needed(shapes)["mlp"] == 8 * (40 * 40 + 2 * 40)

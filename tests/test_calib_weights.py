@@ -1,4 +1,4 @@
-"""Statistics of weighted tokens against float64 loops over inputs and tokens, written here without calib's kernels."""
+"""Statistics of tokens, weighted and not, against float64 loops over inputs and tokens, without calib's kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -138,10 +138,16 @@ def require_equal(site: HeadMoments | ChannelMoments, expected: Mapping[str, np.
     assert site.tokens == pytest.approx(float(expected["tokens"]), rel=1e-12)
 
 
-@pytest.mark.parametrize("weights", [mask_of, sizes_of])
-def test_every_statistic_equals_float64_loops(weights: Callable[[Inputs], Tensor]) -> None:
+def counted(weights: TokenWeights | None, inputs: Inputs) -> np.ndarray:
+    weight_BN = torch.ones(COUNT, LENGTH) if weights is None else weights(inputs)
+    assert isinstance(weight_BN, Tensor)
+    return weight_BN.double().numpy()
+
+
+@pytest.mark.parametrize("weights", [None, mask_of, sizes_of])
+def test_every_statistic_equals_float64_loops(weights: TokenWeights | None) -> None:
     inputs = ids_and_masks()
-    seen, weight_BN = activations(inputs), weights(inputs).double().numpy()
+    seen, weight_BN = activations(inputs), counted(weights, inputs)
     moments = collected(inputs, weights).sites
     attention, mlp, head = moments["attn"], moments["mlp"], moments["head"]
     assert isinstance(attention, HeadMoments)
@@ -153,12 +159,14 @@ def test_every_statistic_equals_float64_loops(weights: Callable[[Inputs], Tensor
     assert attention.images == COUNT
 
 
-def test_the_system_of_kept_dims_is_weighted() -> None:
+@pytest.mark.parametrize("weights", [None, sizes_of])
+def test_the_system_of_kept_dims_equals_float64_loops(weights: TokenWeights | None) -> None:
     inputs, kept = ids_and_masks(1), torch.tensor([[0, 2, 5], [1, 3, 4]])
-    attention = collected(inputs, sizes_of, attn=kept).sites["attn"]
+    attention = collected(inputs, weights, attn=kept).sites["attn"]
     assert isinstance(attention, HeadMoments)
-    expected = head_loops(activations(inputs), sizes_of(inputs).double().numpy(), kept)
-    require_equal(attention, expected, 1e-6)
+    require_equal(attention, head_loops(activations(inputs), counted(weights, inputs), kept), 1e-6)
+    assert attention.kept_HK is not None
+    assert torch.equal(attention.kept_HK, kept)
 
 
 def moments_equal(a: Moments, b: Moments, limit: float) -> None:

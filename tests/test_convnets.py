@@ -105,12 +105,6 @@ def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
     assert outputs(bare.model, pixels(2)).shape[1] > 7
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    save_file(library("resnet18").state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(BadInput, match="these weights don't fit the model"):
-        load_dense("resnet18d", weights=tmp_path / "weights.safetensors", kwargs=SMALL["resnet18d"])
-
-
 @pytest.mark.slow("models")
 def test_a_network_in_front_of_a_vit_is_reduced_with_it(tmp_path: Path) -> None:
     name = "vit_small_r26_s32_224"

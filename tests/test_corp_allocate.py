@@ -58,18 +58,6 @@ def test_no_combination_within_the_budget_is_better(sites: list[SiteOptions], wh
     assert got.error == pytest.approx(error, rel=1e-12, abs=1e-12)
 
 
-def test_greedy_by_ratio_would_be_wrong_here() -> None:
-    """The site with the best saving per cost leaves a gap that the two others fill better together."""
-    sites = [
-        SiteOptions(site="a", widths=(1, 2), costs=(0.0, 6.0), errors=(13.0, 0.0)),
-        SiteOptions(site="b", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
-        SiteOptions(site="c", widths=(1, 2), costs=(0.0, 5.0), errors=(10.0, 0.0)),
-    ]
-    got = allocate(sites, 10.0)
-    assert dict(got.widths) == {"a": 1, "b": 2, "c": 2}
-    assert (got.cost, got.error) == (10.0, 13.0)
-
-
 def test_all_fits_and_ties_take_the_cheaper() -> None:
     sites = [
         SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from corp_deploy.families.bert_config import MODEL_TYPES, architecture_from_transformers
-from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.sentence_files import PooledBy, TextLength, pooled_by, text_length
 from corp_deploy.families.text_encoder import EncoderArchitecture, TextEncoder
 from corp_deploy.families.text_names import state_from_transformers
@@ -97,14 +96,6 @@ def test_half_precision_says_the_same_and_stays_finite(pooling: str, tmp_path: P
     assert fp16.dtype == torch.float32
     assert torch.isfinite(fp16).all()
     torch.testing.assert_close(fp16[some], expected[some], rtol=0.0, atol=0.01)
-
-
-def test_hidden_keys_get_no_weight_whatever_their_scores() -> None:
-    attention = HeadAttention(dim=8, heads=2, head=4, qkv_bias=True, proj_bias=True)
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    weights = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    torch.testing.assert_close(attention(x, weights)[:1, :2], attention(x[:1, :2]))
-    torch.testing.assert_close(attention(x, weights)[1:], attention(x[1:]))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Decoders of transformers: read, run, reduced and saved again; held against transformers itself and explicit loops."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.decoder import traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.family import listened, sequence_spec, sites_of
-from corp_deploy.families.head_attention import HeadAttention
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.text_decoder import DecoderBlock, TextDecoder
+from corp_deploy.families.text_decoder import TextDecoder
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
@@ -147,47 +145,6 @@ def test_what_has_fewer_groups_is_reduced_and_saved_again(home: Path, tmp_path: 
     ids = decoders.ids(2)
     model = theirs(tmp_path / "again" / "hf")
     torch.testing.assert_close(logits_of(model, ids), logits_of(load(tmp_path / "again"), ids), rtol=1e-5, atol=1e-5)
-
-
-def explicit(attention: HeadAttention, x_BNC: Tensor) -> Tensor:
-    """Loops over sequences, heads and queries, in float64."""
-    rows, bias = attention.qkv.weight.double(), attention.qkv.bias
-    qkv = x_BNC.double() @ rows.T + (0.0 if bias is None else bias.double())
-    width, per_group = attention.head, attention.heads // attention.groups
-    q, k, v = qkv.split(attention.rows, dim=-1)
-    z = torch.zeros(*x_BNC.shape[:2], attention.heads * width, dtype=torch.float64)
-    for text in range(len(x_BNC)):
-        for head in range(attention.heads):
-            own, group = slice(head * width, (head + 1) * width), head // per_group
-            shared = slice(group * width, (group + 1) * width)
-            for place in range(x_BNC.shape[1]):
-                scores = torch.stack(
-                    [
-                        turned(attention, q[text, place, own], place) @ turned(attention, k[text, key, shared], key)
-                        for key in range(place + 1)
-                    ]
-                )
-                z[text, place, own] = (scores * attention.scale).softmax(0) @ v[text, : place + 1, shared]
-    return z @ attention.proj.weight.double().T
-
-
-def turned(attention: HeadAttention, x_D: Tensor, place: int) -> Tensor:
-    """Pairs (p, p + P) as complex numbers, times e^(i angle)."""
-    planes = len(x_D) // 2
-    angles = [place * 10_000.0 ** (-plane / planes) for plane in range(planes)]
-    numbers = torch.complex(x_D[:planes], x_D[planes:])
-    spun = numbers * torch.tensor([complex(math.cos(angle), math.sin(angle)) for angle in angles])
-    return torch.cat((spun.real, spun.imag))
-
-
-def test_grouped_causal_attention_equals_loops_over_heads_and_queries(home: Path) -> None:
-    block = dense_of(home / "llama").get_submodule("blocks.0")
-    assert isinstance(block, DecoderBlock)
-    attention = block.attn
-    x_BNC = torch.randn(2, 9, decoders.WIDTH, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        got, expected = attention(x_BNC), explicit(attention, x_BNC)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_redundant_channels_and_groups_come_back(home: Path, tmp_path: Path) -> None:

@@ -62,23 +62,6 @@ def test_a_checkpoint_elsewhere_is_a_copy_and_here_it_is_itself() -> None:
     assert (there.architecture, there.lineage) == (checkpoint.architecture, checkpoint.lineage)
 
 
-def test_calibrating_elsewhere_leaves_the_callers_model_where_it_is(
-    images: Images, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, seen = tiny.checkpoint(), dict[str, Any]()
-
-    def take(model: nn.Module, sites: Any, *_: Any, **options: Any) -> None:
-        seen.update(model=model, sites=sites, device=options["device"])
-
-    monkeypatch.setattr("corp_deploy.reduction.calibrate.calib_calibrate.calibrate", take)
-    calibrate(checkpoint, images, batch_size=8, device="meta")
-    assert seen["device"] == "meta"
-    assert {parameter.device.type for parameter in seen["model"].parameters()} == {"meta"}
-    assert seen["sites"][-1].output in set(seen["model"].modules())
-    assert {parameter.device.type for parameter in checkpoint.model.parameters()} == {"cpu"}
-    assert not checkpoint.model.training
-
-
 @needs_gpu
 def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images) -> None:
     checkpoint = tiny.checkpoint()

@@ -31,11 +31,10 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.store.onnx_file import facts_of_onnx, metadata_of_checkpoint
+from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from corp_deploy.traced.models.steps import SegmentStep
 from ground.errors import BadInput
 from tests import tiny
-from tests.command import invoked
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7, "img_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -183,16 +182,6 @@ def test_heads_are_weighed_where_some_keep_q_and_k(mlp_sparsity: float | None) -
     assert taken.allocated.share <= macs(uniform) / dense < 1.0
     reduced = reduce(asked.model, asked.moments, taken.method, widths=taken.allocated.widths).model
     assert macs(reduced) <= taken.allocated.share * dense * (1.0 + 1e-9)
-
-
-@pytest.mark.slow("graph")
-def test_root_mean_square_norms_export_in_half_precision_and_the_opset_is_said(tmp_path: Path) -> None:
-    save(checkpoint("swiglu"), tmp_path / "dense")
-    words = ["export", "--model", str(tmp_path / "dense"), "--precision", "fp16", "-o", str(tmp_path / "m.onnx")]
-    done = invoked(*words)
-    facts = facts_of_onnx(tmp_path / "m.onnx")
-    assert f"fp16, opset {facts.opset}" in " ".join(done.stdout.split())
-    assert facts.macs == macs(checkpoint("swiglu").model)
 
 
 def test_a_stem_without_a_projection_is_described() -> None:

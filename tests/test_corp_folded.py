@@ -24,7 +24,6 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.release import calls as release_commands
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.store.inputs import images_for_model
 from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
@@ -159,8 +158,7 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
 @pytest.mark.slow("models")
 def test_refitting_the_digits_example_at_least_halves_the_error(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(EXAMPLE)
-    np.save(tmp_path / "images.npy", load("train").images[:96])
-    source = images_for_model(checkpoint.model, tmp_path / "images.npy")
+    source = tiny.opened(tmp_path / "images.npy", load("train").images[:96], checkpoint.model)
     moments = calibrate(checkpoint, source, batch_size=32, statistics=Statistics(attention=False))
     others = torch.from_numpy(load("held-out").images[:100])
     with torch.inference_mode():

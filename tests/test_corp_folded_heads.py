@@ -20,24 +20,14 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.errors import BadInput
-from tests import encoders, tiny
-from tests.command import invoked, refuses
+from tests import tiny
+from tests.command import invoked
 from tests.small_models import error
-from tests.test_corp_folded import linear, losses, pixels_of
+from tests.test_corp_folded import both, images, linear, losses, pixels_of
 from tests.test_corp_whole_heads import HELD_OUT, planted
 
+__all__ = ["both", "images"]
 HALF = {"heads_sparsity": 1 / 3}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    return tiny.opened(tmp_path_factory.mktemp("folded") / "images.npy", tiny.images(40, seed=1))
-
-
-@pytest.fixture(scope="module")
-def both(images: Images) -> tuple[Moments, Moments]:
-    rest, held_out = held_out_split(images, 12, seed=0)
-    return calibrate(tiny.checkpoint(), rest, batch_size=8), calibrate(tiny.checkpoint(), held_out, batch_size=8)
 
 
 def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -50,18 +40,6 @@ def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
 def folded(preset: str, both: tuple[Moments, Moments], images: Images, **changes: Any) -> Reduction:
     method = method_from_preset(preset, **HALF, **changes)
     return reduce(tiny.checkpoint().model, both[0], method, held_out=both[1], images=images)
-
-
-def test_padded_texts_are_refused(tmp_path: Path) -> None:
-    """A head folded is judged on all tokens of an input, whichever are there."""
-    encoders.write_encoder(tmp_path / "hf")
-    (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(12)))
-    model, texts = ["--model", f"hf:{tmp_path / 'hf'}"], ["--text", str(tmp_path / "texts.txt")]
-    moments = str(tmp_path / "moments.safetensors")
-    invoked("calibrate", *model, *texts, "-o", moments)
-    words = ["reduce", *model, *texts, "--moments", moments, "--preset", "fold", "--whole-heads", "0.5"]
-    refuses("these inputs have padding", *words, "-o", tmp_path / "reduced")
-    invoked(*words, "--select", "heads=grail", "-o", tmp_path / "reduced")
 
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold", "none"])

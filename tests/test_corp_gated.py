@@ -7,10 +7,7 @@ from torch import Tensor, nn
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.model_cost import macs
 from corp_deploy.families.site_cost import site_costs
-from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from tests.small_models import error, outputs, pixels
 from tests.test_traced_chain import kept_of
 from tests.timm_models import checkpoint, method, moments, opened
 
@@ -49,37 +46,6 @@ def test_rows_of_both_layers_rank_a_channel(form: str, ranking: str) -> None:
     best = sorted(range(by_channel.shape[1]), key=scores.sum((0, 2)).tolist().__getitem__)[-48:]
     kept = kept_of(reduce(dense, moments(form), asked).model)[SITE]
     assert kept.tolist() == sorted(best)
-
-
-@pytest.mark.parametrize("form", GATES)
-def test_copies_of_other_sizes_are_removed_at_no_loss(form: str) -> None:
-    """Of each channel there is a copy whose product is twice as large."""
-    own = checkpoint(form)
-    model = dense_from_architecture(own.architecture)
-    state = {name: tensor.clone() for name, tensor in own.model.state_dict().items()}
-    for kind in ("weight", "bias"):
-        names = [name for layer in GATES[form] if (name := f"{SITE}.{layer}.{kind}") in state]
-        parts = [each for name in names for each in state[name].chunk(3 - len(names))]
-        for factor, part in zip((1.0, 2.0)[: len(parts)], parts, strict=True):
-            half = len(part) // 2
-            part[half:] = factor * part[:half]
-    model.load_state_dict(state)
-    dense = Checkpoint(model=model.requires_grad_(False), architecture=own.architecture, lineage={})
-    taken = calibrate(dense, opened(model), batch_size=8)
-    narrower = reduce(model, taken, method(attention_sparsity=None), widths={SITE: 48}).model
-    assert error(narrower, model, pixels(model, 5, seed=3)) < 1e-3
-
-
-@pytest.mark.parametrize("form", GATES)
-def test_a_constant_may_stay(form: str) -> None:
-    dense = checkpoint(form).model
-    constant = reduce(dense, moments(form), method(), widths={SITE: 0}).model
-    given: list[Tensor] = []
-    handle = dense.get_submodule(LAST).register_forward_hook(lambda _, __, out: given.append(out.double()))
-    outputs(dense, pixels(dense, 24))
-    handle.remove()
-    mean_C = given[0].flatten(0, 1).mean(dim=0)
-    torch.testing.assert_close(constant.get_parameter(f"{LAST}.bias").double(), mean_C, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", GATES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from export.graph.to_onnx import onnx_from_model, save
-from ground.ports import OutputPort, Port
+from ground.ports import OutputPort, Port, Role
 from tests.command import invoked, refuses
 from tests.test_corp_named_outputs_cli import RECIPE, done
 
@@ -43,10 +43,11 @@ class Segmentation(nn.Module):
         return maps
 
 
-def write_head(module: nn.Module, path: Path, batch: int | None = None) -> Path:
-    outputs = [OutputPort(name="map", role="feature map")]
-    save(onnx_from_model(module.eval(), [PATCHES], outputs, precision="fp32", batch=batch, metadata={}), path)
-    return path
+def write_head(
+    module: nn.Module, path: Path, *, port: Port = PATCHES, role: Role = "feature map", batch: int | None = None
+) -> None:
+    outputs = [OutputPort(name="map", role=role)]
+    save(onnx_from_model(module.eval(), [port], outputs, precision="fp32", batch=batch, metadata={}), path)
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +141,7 @@ def test_limits_of_maps_are_their_own(home: Path) -> None:
 def test_heads_that_do_not_fit_are_refused(home: Path, more: tuple[Any, ...], message: str) -> None:
     write_head(Saliency(), home / "patches.onnx")
     if "flat.onnx" in more:
-        save(
-            onnx_from_model(
-                Mean(), [PATCHES], [OutputPort(name="map", role="embedding")], precision="fp32", metadata={}
-            ),
-            home / "flat.onnx",
-        )
+        write_head(Mean(), home / "flat.onnx", role="embedding")
     words = [home / word if str(word).endswith(".onnx") else word for word in more]
     refused = verify(home, *words, code=2)
     assert message in refused.stderr
@@ -185,8 +181,7 @@ class Spread(nn.Module):
 
 @pytest.mark.slow("graph")
 def test_one_output_meets_a_heads_one_input_whatever_they_are_called(home: Path) -> None:
-    port, outputs = Port(name="features", shape=(48,)), [OutputPort(name="map", role="feature map")]
-    save(onnx_from_model(Spread().eval(), [port], outputs, precision="fp32", metadata={}), home / "spread.onnx")
+    write_head(Spread(), home / "spread.onnx", port=Port(name="features", shape=(48,)))
     more = ("--images", home / "held-out.npy", "--head", home / "spread.onnx", "--map-threshold", 0, "--min-iou", 1)
     invoked("verify", home / "dense", home / "dense", *more, "-o", home / "alone.json")
     parity = json.loads((home / "alone.json").read_text())

@@ -81,16 +81,6 @@ def test_a_first_pass_without_the_system_ranks_for_the_second(home: Path, tmp_pa
     assert second.read_bytes() == (home / "kept.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("share", [0.5, 0.75])
-def test_reduce_takes_such_moments(home: Path, tmp_path: Path, share: float) -> None:
-    errors = []
-    for moments in ("whole.safetensors", "kept.safetensors"):
-        done = reduced(home, tmp_path / moments, moments, share)
-        assert done.exit_code == 0, done.output
-        errors.append([site["error"] for site in json.loads(done.stdout)["sites"]])
-    assert errors[1] == pytest.approx(errors[0], rel=1e-9)
-
-
 def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Path, tmp_path: Path) -> None:
     refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.25)
     assert refused.exit_code == 2

@@ -18,7 +18,6 @@ from corp_deploy.planning.latency import LatencyTarget, Tables, measure_tables
 from corp_deploy.planning.latency_of_tokens import MERGE, MergeAlone, latency_at, spread
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging, grown
 from corp_deploy.traced.models.parts import STREAM
 from corp_deploy.traced.models.token_merging import TokenMerge
@@ -112,8 +111,7 @@ def test_between_numbers_of_tokens_it_is_straight(bench: Bench) -> None:
 
 def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(bench: Bench, tmp_path: Path) -> None:
     dense = merged(tiny.checkpoint(), 3, 4)
-    np.save(tmp_path / "images.npy", tiny.images(12))
-    images = images_for_model(dense.model, tmp_path / "images.npy")
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(12), dense.model)
     moments = calibrate(dense, images, batch_size=4)
     with torch.inference_mode():
         planner = budget_planner(dense, moments, CHOICES, images, currency="latency", where=bench.where)

@@ -24,7 +24,6 @@ from corp_deploy.planning.merge_prices import prices_by_latencies
 from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging, tokens_after
 from ground.errors import BadInput
 from perf.bench import latency_table
@@ -66,9 +65,7 @@ def dense() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Images:
-    path = tmp_path_factory.mktemp("latency") / "images.npy"
-    np.save(path, tiny.images(24))
-    return images_for_model(dense.model, path)
+    return tiny.opened(tmp_path_factory.mktemp("latency") / "images.npy", tiny.images(24), dense.model)
 
 
 @pytest.fixture(scope="module")

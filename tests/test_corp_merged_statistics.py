@@ -14,15 +14,13 @@ from corp_deploy.families.traced_model import with_merging
 from corp_deploy.proof.shift import shift_of_inputs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.loop import Loop
-from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.merging import Merging
-from examples.digits.images import load
 from ground.errors import BadInput
 from tests import tiny
-from tests.test_corp_closed_loop import EXAMPLE, best, opened
+from tests.test_corp_closed_loop import best, opened
 from tests.test_corp_token_merging import by_loops
 
 SCHEDULE = (3, 4)
@@ -114,23 +112,6 @@ def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], verdict: st
     ):
         assert reduction.coverage.verdict == verdict
         assert torch.isfinite(tiny.ran(reduction.model, images)).all()
-
-
-@pytest.mark.slow("models")
-def test_on_a_trained_model_the_closed_loop_repairs_what_merging_changed() -> None:
-    dense = load_checkpoint(EXAMPLE).model
-    pixels, held_out = load("train").images[:256], load("held-out").images[:128]
-    model = with_merging(dense, Merging(schedule=(8, 8, 8, 8, 8, 4), metric="stream"))
-    expected = tiny.ran(dense, held_out)
-    merged_alone = tiny.relative(tiny.ran(model, held_out), expected)
-    full = best(mlp_sparsity=0.0, attention_sparsity=0.0)
-    repaired = reduce_traced(model, opened(model, pixels), full, loop=Loop()).model
-    assert tiny.relative(tiny.ran(repaired, held_out), expected) < 0.97 * merged_alone
-    half = best(mlp_sparsity=0.5, attention_sparsity=0.5)
-    opened_loop = reduce(model, moments_of(model, pixels), half).model
-    closed = reduce_traced(model, opened(model, pixels), half, loop=Loop()).model
-    errors = [tiny.relative(tiny.ran(each, held_out), expected) for each in (closed, opened_loop)]
-    assert errors[0] < 0.97 * errors[1], errors
 
 
 def test_images_are_compared_with_moments_as_tokens_were_merged_then() -> None:

@@ -60,18 +60,6 @@ def test_a_closed_loop_errs_less_at_the_output_than_an_open_one(tmp_path: Path) 
     }
 
 
-def test_planted_redundancy_is_removed_exactly_in_a_closed_loop(tmp_path: Path) -> None:
-    model = net()
-    with torch.no_grad():
-        for layer in model.get_submodule("layers").children():
-            first: Any = layer.get_submodule("ffn.0")
-            first.weight[48:], first.bias[48:] = first.weight[:48].clone(), first.bias[:48].clone()
-    ours = named(model)
-    method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.0, align_hidden=8)
-    reduced = reduce_traced(ours, opened(ours, tmp_path), method, loop=Loop()).model
-    assert relative(outputs(reduced), outputs(model)) < 1e-3
-
-
 @pytest.mark.slow("models")
 def test_the_command_has_every_lever_for_own_modules(tmp_path: Path) -> None:
     """Loops, tokens that are read and that merge, polish by blocks."""

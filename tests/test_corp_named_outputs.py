@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from corp_deploy import load
 from corp_deploy.families import traced_model
-from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import output_ports, outputs_of, with_outputs
 from corp_deploy.families.model_cost import macs
 from corp_deploy.planning.probe import Probe
@@ -26,7 +25,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.reduction.traced_loop import reduce_traced
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.inputs import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -88,16 +87,6 @@ def test_each_output_is_what_timm_gives_there() -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
 
 
-def test_a_classifier_gives_its_logits_beside_its_tokens() -> None:
-    model = tiny.timm_model("deit_tiny_distilled_patch16_224", **{**tiny.ARCHITECTURE.kwargs, "num_classes": 7})
-    tiny.enliven(model, 0)
-    got = given(with_outputs(model, outputs_from_text("patches,logits")))
-    images = torch.from_numpy(tiny.images(3))
-    with torch.inference_mode():
-        torch.testing.assert_close(got["logits"], model(images), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got["patches"], model.forward_features(images)[:, 2:], rtol=1e-5, atol=1e-5)  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     ("name", "names", "layers"),
     [
@@ -119,33 +108,6 @@ def test_other_families_give_their_layers_too(name: str, names: str, layers: dic
         if reference.ndim == 4 and not each.endswith("map"):
             reference = reference.flatten(2).mT
         torch.testing.assert_close(tensor, reference, rtol=1e-5, atol=1e-5)
-
-
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "vit_small_patch16_dinov3": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}, "patches,block1_norm"),
-    "beit_base_patch16_224": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3}, "patches,block1_norm"),
-    "swin_tiny_patch4_window7_224": (
-        {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
-        "patches,layer0,layer1_norm",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_positions_and_windows_inside_attention_change_no_output(name: str) -> None:
-    kwargs, names = OTHERS[name]
-    dense: Any = dense_from_architecture(Architecture(name=name, kwargs={**kwargs, "num_classes": 0}))
-    tiny.enliven(dense, 0)
-    images = torch.from_numpy(tiny.images(2, size=64))
-    got = given_of(with_outputs(dense, outputs_from_text(names)), images)
-    with torch.inference_mode():
-        tokens = dense.forward_features(images)
-    if tokens.ndim == 4:
-        tokens = tokens.flatten(1, 2)
-    expected = tokens[:, -got["patches"].shape[1] :]
-    torch.testing.assert_close(got["patches"], expected, rtol=1e-5, atol=1e-5)
-    last = names.rpartition(",")[2]
-    torch.testing.assert_close(got[last], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
@@ -290,15 +252,21 @@ def test_reductions_keep_the_outputs_and_a_closed_loop_lowers_the_error_of_token
         torch.testing.assert_close(given(kept.model)[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("names", ["class,patches,block1", "block2"])
-def test_a_polish_lowers_the_errors_of_all_outputs(names: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [
+        ("class,patches,block1", PolishOptions(how="model", steps=12, batch_size=8)),
+        ("block2", PolishOptions(how="model", steps=12, batch_size=8)),
+        ("class,patches,block1_map", PolishOptions(how="layer")),
+    ],
+)
+def test_a_polish_lowers_the_errors_of_all_outputs(names: str, asked: PolishOptions, tmp_path: Path) -> None:
     dense = backbone()
     model = with_outputs(dense.model, outputs_from_text(names))
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
     reduced = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)).model
-    options = PolishOptions(how="model", steps=12, batch_size=8)
-    result = polished(model, reduced, inputs, options)
+    result = polished(model, reduced, inputs, asked)
     assert outputs_of(result.model) == outputs_of(model)
     assert result.report.error < result.report.error_before
 

@@ -234,22 +234,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).double().norm() / expected.double().norm())
 
 
-def test_reductions_are_repaired_and_nothing_removed_is_the_same(tmp_path: Path) -> None:
-    model = named(net())
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
-    moments = calibrate(checkpoint(model), inputs, batch_size=32)
-    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    errors = {
-        preset: relative(
-            outputs(reduce(model, moments, method_from_preset(preset, **half)).model, 32), outputs(model, 32)
-        )
-        for preset in ("none", "corp-v1", "best")
-    }
-    assert errors["best"] < errors["corp-v1"] < errors["none"], errors
-    whole = reduce(model, moments, method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0)).model
-    torch.testing.assert_close(outputs(whole), outputs(net()), rtol=1e-5, atol=1e-5)
-
-
 class Fused(nn.Module):
     """A gated MLP whose first layers are one."""
 
@@ -336,31 +320,6 @@ def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: fl
         sites(scale=0.26)
     if scale is not None:
         assert len(sites_of(sites(scale=scale)).every) == 2
-
-
-def test_planted_redundancy_is_removed_exactly(tmp_path: Path) -> None:
-    model = net()
-    with torch.no_grad():
-        for layer in model.get_submodule("layers").children():
-            first, qkv = layer.get_submodule("ffn.0"), layer.get_submodule("mix.to_qkv")
-            assert isinstance(first, nn.Linear)
-            assert isinstance(qkv, nn.Linear)
-            first.weight[48:], first.bias[48:] = first.weight[:48].clone(), first.bias[:48].clone()
-            for part in range(2):  # half of each head's queries and keys repeat the others
-                rows = qkv.weight[48 * part : 48 * (part + 1)].view(3, 16, 48)
-                rows[:, 8:] = rows[:, :8].clone()
-                qkv.bias[48 * part : 48 * (part + 1)].view(3, 16)[:, 8:] = (
-                    qkv.bias[48 * part : 48 * (part + 1)].view(3, 16)[:, :8].clone()
-                )
-    ours = named(model)
-    inputs = tiny.opened(tmp_path / "images.npy", tiny.images(64), ours)
-    moments = calibrate(checkpoint(ours), inputs, batch_size=32)
-    half = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
-    errors = {
-        preset: relative(outputs(reduce(ours, moments, method_from_preset(preset, **half)).model), outputs(model))
-        for preset in ("best", "none")
-    }
-    assert errors["best"] < 1e-3 < errors["none"], errors
 
 
 @pytest.mark.slow("graph")

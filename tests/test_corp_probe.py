@@ -141,8 +141,7 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path,
 
 def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(tmp_path: Path) -> None:
     dense = tiny.checkpoint()
-    np.save(tmp_path / "images.npy", tiny.images(48))
-    images = images_for_model(dense.model, tmp_path / "images.npy")
+    images = tiny.opened(tmp_path / "images.npy", tiny.images(48), dense.model)
     moments, method = calibrate(dense, images, batch_size=8), method_from_preset("best", align_hidden=16, align_head=8)
     request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=method)
     reduction, planned = reduce_as_asked(dense, moments, request, images=images)

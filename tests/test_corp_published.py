@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.algebra.fold import cluster_rows
-from corp_deploy.reduction.calibrate import calibrate
+from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from tests import tiny
@@ -36,7 +36,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def moments(images: Images) -> Moments:
-    return calibrate(tiny.checkpoint(), images, batch_size=8)
+    return calibrate(tiny.checkpoint(), images, batch_size=8, statistics=Statistics(attention_system=True))
 
 
 def heard(name: str, what: str, images: NDArray[np.float32]) -> Array:
@@ -114,6 +114,16 @@ def corp_v1(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Arr
     return lambda rows: rows[:, kept] @ new.T + new_bias
 
 
+def corp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
+    """CORP: section 3.3's combined score, then eq. 9-11."""
+    kept, pruned = best_of((x**2).mean(0) * np.linalg.norm(second, axis=0))
+    mean = x.mean(0)
+    sigma = gram_of(x - mean)
+    b = sigma[np.ix_(pruned, kept)] @ np.linalg.inv(ridge_on(sigma[np.ix_(kept, kept)]))
+    new = second[:, kept] + second[:, pruned] @ b
+    return lambda rows: (rows - mean)[:, kept] @ new.T + second @ mean + bias
+
+
 def vbp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
     """Variance-based pruning of one layer: the least varying channels become their means."""
     kept, pruned = best_of(np.array([np.mean((x[:, j] - x[:, j].mean()) ** 2) for j in range(x.shape[1])]))
@@ -128,6 +138,7 @@ def vbp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array],
         ("grail", "producer-l1", grail(producer(1))),
         ("grail", "producer-l2", grail(producer(2))),
         ("corp-v1", None, corp_v1),
+        ("corp", None, corp),
         ("vbp", None, vbp),
     ],
 )
@@ -170,10 +181,12 @@ def heads_of(site: str, images: NDArray[np.float32]) -> tuple[Array, Array]:
     return rows[0], rows[1]
 
 
-@pytest.mark.parametrize("select", ["energy", "magnitude"])
-def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments, select: Any) -> None:
-    """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16."""
-    method = method_from_preset("corp-v1", attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
+@pytest.mark.parametrize(("preset", "select"), [("corp-v1", "energy"), ("corp-v1", "magnitude"), ("corp", "energy")])
+def test_logits_are_the_published_ones(moments: Moments, preset: str, select: Any) -> None:
+    """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16: the first version's on
+    all tokens' Grams, CORP's summed image by image.
+    """
+    method = method_from_preset(preset, attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
     reduced = reduce(tiny.checkpoint().model, moments, method).model
     others = tiny.images(5, seed=9)
     for site in ("blocks.0.attn", "blocks.1.attn"):
@@ -189,9 +202,12 @@ def test_the_logits_of_the_first_version_are_the_published_ones(moments: Moments
                 score = np.array([sum(weight[0, head, j] ** 2) * sum(weight[1, head, j] ** 2) for j in range(DIM)])
             kept = sorted(np.argsort(-np.asarray(score), kind="stable")[:WIDTH].tolist())
             pruned = [j for j in range(DIM) if j not in kept]
-            q_gram, k_gram = gram_of(q.reshape(-1, DIM)), gram_of(k.reshape(-1, DIM))
-            system: Array = np.kron(k_gram[np.ix_(kept, kept)], q_gram[np.ix_(kept, kept)])
-            cross = q_gram[np.ix_(kept, pruned)] @ k_gram[np.ix_(pruned, kept)]
+            parts = [(q.reshape(-1, DIM), k.reshape(-1, DIM))] if preset == "corp-v1" else zip(q, k, strict=True)
+            system, cross = np.zeros((WIDTH**2, WIDTH**2)), np.zeros((WIDTH, WIDTH))
+            for rows_q, rows_k in parts:
+                q_gram, k_gram = gram_of(rows_q), gram_of(rows_k)
+                system += np.kron(k_gram[np.ix_(kept, kept)], q_gram[np.ix_(kept, kept)])
+                cross += q_gram[np.ix_(kept, pruned)] @ k_gram[np.ix_(pruned, kept)]
             vec: Array = np.linalg.inv(ridge_on(system)) @ cross.flatten(order="F")
             m = vec.reshape(WIDTH, WIDTH, order="F")
             own = slice(head * WIDTH, (head + 1) * WIDTH)

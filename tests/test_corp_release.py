@@ -27,7 +27,7 @@ from corp_deploy.invocation.call import Invocation
 from corp_deploy.proof import speed
 from corp_deploy.release import release_steps, steps, target_stages
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.incremental import StageDirs, locked
+from corp_deploy.release.incremental import StageDirs
 from corp_deploy.release.names import MOMENTS
 from corp_deploy.release.pipeline import stages_of
 from corp_deploy.release.recipe import Recipe, Target
@@ -36,12 +36,11 @@ from corp_deploy.release.samples import replay
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size
+from ground.feeds import Feeds
 from ground.files import sha256_of_file, write_json
 from perf.parity.parity import load_parity
 from perf.record.runs import Bench
 from perf.runners.onnx import OnnxRunner
-from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
 from tests import tiny
 from tests.command import invoked, refuses, run
@@ -243,30 +242,6 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
     assert run("check", home / "out").exit_code == 0
 
 
-@pytest.mark.slow("graph")
-def test_two_in_one_directory_are_refused(home: Path) -> None:
-    with locked(home / "out"):
-        result = release(home, expect=2)
-    assert f"another release (process {os.getpid()}) works in this directory" in result.stderr
-
-
-@pytest.mark.slow("graph")
-def test_a_full_disk_is_one_message_and_no_half_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: StageDirs, run: Invocation) -> None:
-        (place.into / "reduced").mkdir()
-        (place.into / "reduced" / "model.safetensors").write_bytes(b"half")
-        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    before = sha256_of_file(home / "out" / "reduced" / "model.safetensors")
-    edit(home, "mlp = 0.3", "mlp = 0.6")
-    monkeypatch.setattr(steps, "write_reduced", full)
-    result = release(home, expect=4)
-    assert "the disk is full; free some space and run the command again" in result.stderr
-    assert "stage reduce" in result.stderr
-    assert "Traceback" not in result.output
-    assert sha256_of_file(home / "out" / "reduced" / "model.safetensors") == before
-
-
 @pytest.mark.slow("models")
 def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
     edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01"')
@@ -412,9 +387,7 @@ WRONG = [
     ("hold_out = 4", "group_labels = 'three.npy'", "calibration.group_labels: {}/three.npy: 3 labels for 12 images"),
     ("hold_out = 4", "group_labels = 'folder'", "calibration.group_labels: {}/folder is a folder, expected a file"),
     ("hold_out = 4", "groups = 'folder'", "calibration.groups: groups: the images are in no folders"),
-    ('images = "held-out.npz"', 'images = "small.npy"', "held_out.images: {}/small.npy: got float32 [12, 3, 8, 8]"),
     ('images = "held-out.npz"', 'images = "broken.npz"', "held_out.images: {}/broken.npz: not a valid .npz file"),
-    ('labels = "held-out.npz"', "samples = 40", "held_out.images: {}/held-out.npz: got 9 images, but 40 samples were"),
     ('labels = "held-out.npz"', 'labels = "folder"', "held_out.labels: {}/folder is a folder, expected a file"),
     ('labels = "held-out.npz"', 'labels = "words.txt"', "held_out.labels: {}/words.txt: not a valid .npy file"),
     ('labels = "held-out.npz"', 'labels = "three.npy"', "held_out.labels: {}/three.npy: 3 labels for 9 images"),
@@ -717,23 +690,6 @@ def test_a_release_records_its_gpu_and_is_not_compared_with_another_ones(
     (row,) = [row for row in json.loads((home / "out" / "gate.json").read_text())["rules"] if "p50" in row["rule"]]
     assert row["verdict"] == "NOT-COMPARABLE"
     assert "gpu: 'A Card' then, 'Another' now" in row["message"]
-
-
-@pytest.mark.slow("measurement")
-def test_a_release_holds_timed_outputs_against_plain_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stale(OnnxRunner):
-        """Answers the timed calls with zeros, as a graph captured with other weights would."""
-
-        def bind(self, feeds: Feeds) -> Bound:
-            zeros = {"logits": np.zeros((batch_size(feeds), 7), np.float32)}
-            return HostBound(lambda: zeros)
-
-    monkeypatch.setattr("corp_deploy.proof.speed.OnnxRunner", Stale)
-    edit(home, "block_ms = 1", "block_ms = 1.5")
-    release(home)
-    warnings = record_of_bench(home)["warnings"]
-    for name in ("dense", "reduced"):
-        assert any(text.startswith(f"{name} at batch 2: 2 answers taken inside the timed run") for text in warnings)
 
 
 @pytest.mark.slow("graph")

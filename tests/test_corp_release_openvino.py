@@ -104,13 +104,6 @@ def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_second_run_does_nothing(home: Path) -> None:
-    done = released(home)
-    assert done.exit_code == 0
-    assert "nothing to do" in done.output
-
-
-@pytest.mark.slow("graph")
 def test_the_target_too_is_measured_on_samples_with_their_labels(home: Path) -> None:
     out = home / "out"
     images = torch.from_numpy(np.load(out / "samples/images.npy"))

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, fx, nn
 
 from calib.moments import Moments
 from calib.store import save as save_moments
-from corp_deploy.algebra.patches import rescaled_outputs
-from corp_deploy.cli import main
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.preprocessing import Preprocessing
@@ -32,6 +29,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.inputs import images_for_model
 from ground.errors import BadInput
 from tests import tiny
+from tests.command import invoked, run
 from tests.small_convnets import checkpoint, digits, error, images_of, library, method, pixels, unseen_digits
 from tests.test_traced_chain import assert_saved_is_loaded
 from tests.traced_examples import images
@@ -39,10 +37,7 @@ from tests.traced_examples import images
 COUNT = 48
 Given = dict[str, tuple[Tensor, Tensor]]
 CODE = """
-from tests.test_corp_rescaling import Halves, Perceptron
-
-def make(convolves=True):
-    return Halves() if convolves else Perceptron()
+from tests.test_corp_rescaling import Halves as make
 """
 FORMS = ("resnet18d", "resnet50", "seresnet50", "resnext50_32x4d", "regnety_002", "small_efficientnet")
 
@@ -50,21 +45,6 @@ FORMS = ("resnet18d", "resnet50", "seresnet50", "resnext50_32x4d", "regnety_002"
 @cache
 def moments(name: str) -> Moments:
     return calibrate(checkpoint(name), images_of(name, COUNT), batch_size=16, statistics=Statistics(residual=True))
-
-
-def test_the_scale_by_outputs_is_the_scale_by_columns() -> None:
-    """Mean and variance of W' u + b' by the samples; what doesn't vary meets the mean."""
-    generator = torch.Generator().manual_seed(0)
-    u_XU = torch.randn(200, 5, generator=generator, dtype=torch.float64) + 1.0
-    weight = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    weight[2] = 0.0
-    bias, mean = torch.randn(2, 4, generator=generator, dtype=torch.float64)
-    wanted = torch.tensor([0.5, 2.0, 3.0, 0.0], dtype=torch.float64)
-    y_XO = u_XU @ weight.T + bias
-    new, offset = rescaled_outputs(weight, bias, y_XO.mean(0), y_XO.var(0, correction=0), mean, wanted)
-    z_XO = u_XU @ new.T + offset
-    torch.testing.assert_close(z_XO.mean(0), mean)
-    torch.testing.assert_close(z_XO.var(0, correction=0), torch.tensor([0.5, 2.0, 0.0, 0.0], dtype=torch.float64))
 
 
 class Convolved(fx.Interpreter):
@@ -160,17 +140,6 @@ def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
         assert error(rescaled.model, own.model, unseen) < 0.6 * error(plain.model, own.model, unseen)
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_size = (3, 32, 32)
-        self.first, self.last = nn.Linear(32, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.first(x.mean((1, 2))).relu())
-        return out
-
-
 class Halves(nn.Module):
     """Half of the channels are the other half halved, and read by the same weights; what is behind is called twice."""
 
@@ -190,9 +159,9 @@ class Halves(nn.Module):
         return out
 
 
-def module_checkpoint(**arguments: Any) -> Checkpoint:
+def module_checkpoint() -> Checkpoint:
     code = Code(file="own.py", function="make", source=CODE)
-    architecture = architecture_of(code, arguments, Preprocessing())
+    architecture = architecture_of(code, {}, Preprocessing())
     torch.manual_seed(0)
     with trusting_code(True):
         model = dense_from_architecture(architecture).eval().requires_grad_(False)
@@ -221,14 +190,6 @@ def test_what_is_lost_in_scale_alone_is_restored(how: str, tmp_path: Path) -> No
     assert error(plain.model, dense.model, unseen) > 1e-2
     assert error(again.model, dense.model, unseen) < 1e-5
     assert_saved_is_loaded(dense, again, tmp_path)
-
-
-def test_a_model_without_convolutions_is_refused(tmp_path: Path) -> None:
-    without = module_checkpoint(convolves=False)
-    np.save(tmp_path / "images.npy", images(4, seed=1))
-    source = images_for_model(without.model, tmp_path / "images.npy")
-    with pytest.raises(BadInput, match="--rescale: Perceptron has no convolutions that can be rescaled"):
-        reduce_traced(without.model, source, method("grail", 0.5, rescales=True))
 
 
 def test_nothing_removed_stays() -> None:
@@ -263,13 +224,9 @@ def test_the_command_rescales(tmp_path: Path) -> None:
     words += ["--preset", "grail", "--align", "conv=8", "--rescale"]
     seen = ["--images", tmp_path / "images.npy"]
 
-    def invoked(*more: Any) -> Any:
-        return CliRunner().invoke(main, [str(each) for each in (*words, *more, "-o", tmp_path / "reduced")])
-
-    done = invoked(*seen)
-    assert done.exit_code == 0, done.output
-    assert "every convolution rescaled" in " ".join(done.stdout.split())
+    words += ["-o", tmp_path / "reduced"]
+    assert "every convolution rescaled" in " ".join(invoked(*words, *seen).stdout.split())
     assert farthest(load_checkpoint(tmp_path / "reduced").model, own.model) < 1e-4
-    assert "--closed-loop, --rescale, --polish, --sparse, heads that are merged" in " ".join(invoked().stderr.split())
-    assert invoked(*seen, "--closed-loop").exit_code == 2
-    assert invoked(*seen, "--closed-loop", "symmetric").exit_code == 0
+    assert "--closed-loop, --rescale, --polish, --sparse, heads that are merged" in " ".join(run(*words).stderr.split())
+    invoked(*words, *seen, "--closed-loop", code=2)
+    invoked(*words, *seen, "--closed-loop", "symmetric")

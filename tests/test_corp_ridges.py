@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
 from calib.combination import difference
@@ -17,7 +16,6 @@ from calib.moments import ChannelMoments, Moments
 from calib.store import load
 from corp_deploy.algebra import channels as algebra
 from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
-from corp_deploy.cli import main
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -26,7 +24,7 @@ from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.inputs import images_for_model
 from tests import tiny
-from tests.command import invoked
+from tests.command import invoked, refuses
 
 COUNT, CROPS = 24, 4
 
@@ -226,15 +224,21 @@ def test_overfitting_is_told_where_groups_are(moments: Moments) -> None:
     assert overfitting(tiny.checkpoint().model, replace(moments, half=None)) is None
 
 
-def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(tmp_path: Path) -> None:
-    """The mean over sites of what fits to either half lose on both halves, a quarter of the gap on either side."""
+@pytest.fixture
+def words(tmp_path: Path) -> list[object]:
+    """Of `calibrate`: model, images, output and groups."""
     save(tiny.checkpoint(), tmp_path / "dense")
     np.save(tmp_path / "images.npy", photographs())
     (tmp_path / "labels.json").write_text(json.dumps([str(each) for each in GROUPS]))
-    model = ["--model", tmp_path / "dense"]
-    images = ["--images", tmp_path / "images.npy"]
-    invoked("calibrate", *model, *images, "--groups", tmp_path / "labels.json", "-o", tmp_path / "m.safetensors")
-    words = [*model, "--moments", tmp_path / "m.safetensors", "--align", "mlp=8,head=8"]
+    images = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
+    return ["calibrate", *images, "-o", tmp_path / "m.safetensors", "--groups", tmp_path / "labels.json"]
+
+
+def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(words: list[object], tmp_path: Path) -> None:
+    """The mean over sites of what fits to either half lose on both halves, a quarter of the gap on either side."""
+    invoked(*words)
+    images = words[3:5]
+    words = [*words[1:3], "--moments", tmp_path / "m.safetensors", "--align", "mlp=8,head=8"]
     ran = invoked("reduce", *words, "--mlp", 0.5, "--attn", 0.5, "-o", tmp_path / "reduced", "--json")
     record = json.loads(ran.stdout)
     fits = [site["ridge_fit"] for site in record["sites"] if site["ridge_fit"] is not None]
@@ -254,18 +258,9 @@ def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(tmp_pa
     assert told in " ".join(swept.split())
 
 
-def test_the_command_takes_groups(tmp_path: Path) -> None:
-    save(tiny.checkpoint(), tmp_path / "dense")
-    np.save(tmp_path / "images.npy", photographs())
-    (tmp_path / "labels.json").write_text(json.dumps([str(each) for each in GROUPS]))
-    words = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy", "-o", tmp_path / "m.safetensors"]
-    words += ["--groups", tmp_path / "labels.json", "--hold-out", 3, "--json"]
-    ran = CliRunner().invoke(main, ["calibrate", *map(str, words)])
-    assert ran.exit_code == 0, ran.output
-    gap = json.loads(ran.stdout)["overfitting"]
+def test_the_command_takes_groups(words: list[object], tmp_path: Path) -> None:
+    gap = json.loads(invoked(*words, "--hold-out", 3, "--json").stdout)["overfitting"]
     assert gap["groups"] == COUNT // CROPS - 1
     held = load(tmp_path / "m.held-out.safetensors")
     assert (load(tmp_path / "m.safetensors").images, held.images) == (COUNT - CROPS, CROPS)
-    bad = CliRunner().invoke(main, ["calibrate", *map(str, words[:6]), "--groups", "folder"])
-    assert bad.exit_code != 0
-    assert "are in no folders" in bad.output
+    refuses("are in no folders", *words[:-1], "folder")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from calib.images import Images
 from corp_deploy.families import traced_model
 from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -26,7 +27,7 @@ from corp_deploy.planning.schedule import best_schedule, most_at_once, shaped_sc
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.store.inputs import images_for_model
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.merging import Merging, most_merged, tokens_after
 from ground.errors import BadInput
 
@@ -38,9 +39,7 @@ DEPTH = 4
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
-    path = tmp_path_factory.mktemp("schedule") / "images.npy"
-    np.save(path, tiny.images(24, size=48))
-    images = images_for_model(dense.model, path)
+    images = tiny.opened(tmp_path_factory.mktemp("schedule") / "images.npy", tiny.images(24, size=48), dense.model)
     method = method_from_preset("best", align_hidden=32, align_head=8)
     moments = calibrate(dense, images, batch_size=8)
     return Probe(
@@ -250,20 +249,26 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
     assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
 
 
-@pytest.mark.slow("models")
-def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Probe, tmp_path: Path) -> None:
+@pytest.fixture
+def given(tmp_path: Path) -> tuple[Checkpoint, Images]:
+    """The model as every loaded one is, and images of its size."""
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
-    dense.model.requires_grad_(False)  # as every loaded model is
-    path = tmp_path / "images.npy"
-    np.save(path, tiny.images(24, size=48))
-    images = images_for_model(dense.model, path)
+    dense.model.requires_grad_(False)
+    return dense, tiny.opened(tmp_path / "images.npy", tiny.images(24, size=48), dense.model)
+
+
+def asked(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
     method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
+    return request_of(ReduceOptions(merge_tokens=merge_tokens, **options), method=method)
 
-    def asked(**options: Any) -> ReductionRequest:
-        return request_of(ReduceOptions(merge_tokens="auto", **options), method=method)
 
+@pytest.mark.slow("models")
+def test_auto_is_carried_out_within_its_budget_and_refused_without_one(
+    probe: Probe, given: tuple[Checkpoint, Images]
+) -> None:
+    dense, images = given
     for loop in (None, "asymmetric"):
-        looped = asked(macs=0.6, closed_loop=loop)
+        looped = asked(probe, "auto", macs=0.6, closed_loop=loop)
         reduction, planned = reduce_as_asked(dense, probe.moments, looped, images=images)
         assert planned.merging is not None
         assert sum(planned.merging.schedule) > 0
@@ -272,24 +277,15 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(probe: Pr
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
     with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
-        reduce_as_asked(dense, probe.moments, asked(), images=images)
+        reduce_as_asked(dense, probe.moments, asked(probe, "auto"), images=images)
     with pytest.raises(BadInput, match="keeps every parameter"):
-        reduce_as_asked(dense, probe.moments, asked(params=0.6), images=images)
+        reduce_as_asked(dense, probe.moments, asked(probe, "auto", params=0.6), images=images)
 
 
 @pytest.mark.slow("models")
-def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) -> None:
-    dense = tiny.checkpoint(depth=DEPTH, img_size=48)
-    dense.model.requires_grad_(False)  # as every loaded model is
-    path = tmp_path / "images.npy"
-    np.save(path, tiny.images(24, size=48))
-    images = images_for_model(dense.model, path)
-    method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
-
-    def asked(**options: Any) -> ReductionRequest:
-        return request_of(ReduceOptions(merge_tokens="4", **options), method=method)
-
-    reduction, planned = reduce_as_asked(dense, probe.moments, asked(macs=0.6), images=images)
+def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
+    dense, images = given
+    reduction, planned = reduce_as_asked(dense, probe.moments, asked(probe, "4", macs=0.6), images=images)
     merging = traced_model.merging_of(reduction.model)
     assert merging is not None
     assert merging.schedule == (4,) * DEPTH
@@ -300,6 +296,6 @@ def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, tmp_path: Path) 
     assert alone > 0.6, "the widths had something to do"
     note = "the moments were taken without merged tokens"
     assert any(note in line for line in planned.decisions), "narrower sites were fitted to them"
-    for no_fit in (asked(macs=0.6, closed_loop="asymmetric"), asked(allow_partial=True)):
-        _, planned = reduce_as_asked(dense, probe.moments, no_fit, images=images)
+    for no_fit in ({"macs": 0.6, "closed_loop": "asymmetric"}, {"allow_partial": True}):
+        _, planned = reduce_as_asked(dense, probe.moments, asked(probe, "4", **no_fit), images=images)
         assert not any(note in line for line in planned.decisions), planned.decisions

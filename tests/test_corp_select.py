@@ -14,6 +14,7 @@ from torch import Tensor
 from corp_deploy.algebra import scores as select
 from corp_deploy.algebra.obs import Elimination, obs
 from corp_deploy.algebra.swap import swap
+from tests.test_corp_patch_elimination import covariance_of, ridge_loss
 
 Array = NDArray[np.floating[Any]]
 
@@ -26,20 +27,6 @@ def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int 
     hidden = torch.randn(tokens, inner, generator=generator, dtype=torch.float64) @ mix + 0.2
     weight = torch.randn(outputs, channels, generator=generator, dtype=torch.float64)
     return torch.nn.functional.gelu(hidden), weight
-
-
-def covariance(samples: Tensor) -> Tensor:
-    centred = samples - samples.mean(dim=0)
-    return centred.T @ centred / samples.shape[0]
-
-
-def ridge_loss(samples: Tensor, weight: Tensor, kept: list[int], ridge: float) -> float:
-    """The least of ||(W - W') X||^2 + ridge ||W - W'||^2 over W' on `kept`, by lstsq on the samples with ridge rows."""
-    x: Array = (samples - samples.mean(dim=0)).numpy() / samples.shape[0] ** 0.5
-    rows = np.vstack((x, ridge**0.5 * np.eye(x.shape[1])))
-    target = rows @ weight.numpy().T
-    fitted = rows[:, kept] @ np.linalg.lstsq(rows[:, kept], target, rcond=None)[0] if kept else 0.0 * target
-    return float(np.square(target - fitted).sum())
 
 
 def greedy_by_inverse(cov: Tensor, weight: Tensor, ridge: float) -> list[int]:
@@ -94,13 +81,13 @@ def test_kept_is_sorted_and_ties_go_to_the_lower_index() -> None:
 
 def test_obs_takes_the_channel_whose_loss_is_least_at_every_step() -> None:
     samples, weight = layer(9, 4, 200)
-    cov = covariance(samples)
+    cov = covariance_of(samples)
     ridge = 1e-3 * float(cov.diagonal().mean())
     result = obs(cov, weight, ridge_rel=1e-3)
     assert result.ridge == pytest.approx(ridge)
     left = list(range(9))
     for removed, error in zip(result.order_F.tolist(), result.error_F.tolist(), strict=True):
-        losses = {j: ridge_loss(samples, weight, [i for i in left if i != j], ridge) for j in left}
+        losses = {j: ridge_loss(cov, weight, [i for i in left if i != j], ridge) for j in left}
         assert removed == min(losses, key=lambda j: losses[j])
         assert error == pytest.approx(losses[removed], rel=1e-9)
         left.remove(removed)
@@ -111,20 +98,20 @@ def test_obs_takes_the_channel_whose_loss_is_least_at_every_step() -> None:
 def test_obs_equals_plain_greedy(block: int, tokens: int, rank: int | None) -> None:
     """Full rank, fewer samples than channels, and a nearly flat input: the same kept sets at every width."""
     samples, weight = layer(150, 20, tokens, seed=tokens, rank=rank)
-    cov = covariance(samples)
+    cov = covariance_of(samples)
     result = obs(cov, weight, ridge_rel=1e-4, block=block)
     assert result.order_F.tolist() == greedy_by_inverse(cov, weight, result.ridge)
 
 
 def test_obs_curve_starts_at_nothing_and_ends_at_everything() -> None:
     samples, weight = layer(40, 6, 500)
-    cov = covariance(samples)
+    cov = covariance_of(samples)
     result = obs(cov, weight, ridge_rel=1e-4)
     assert result.error_at(40) == 0.0
     curve = [result.error_at(width) for width in range(40, -1, -1)]
     assert curve == sorted(curve)
     for width in (31, 12, 3):
-        expected = ridge_loss(samples, weight, result.kept(width).tolist(), result.ridge)
+        expected = ridge_loss(cov, weight, result.kept(width).tolist(), result.ridge)
         assert result.error_at(width) == pytest.approx(expected, rel=1e-8)
     whole = cov + result.ridge * torch.eye(40, dtype=torch.float64)
     assert curve[-1] == pytest.approx(float(((weight @ whole) * weight).sum()), rel=1e-9)
@@ -134,7 +121,7 @@ def test_constant_and_unread_channels_go_first_for_nothing() -> None:
     samples, weight = layer(30, 6, 400)
     samples[:, 7], samples[:, 21] = 3.5, 0.0
     weight[:, 12] = 0.0
-    result = obs(covariance(samples), weight, ridge_rel=1e-4)
+    result = obs(covariance_of(samples), weight, ridge_rel=1e-4)
     assert result.order_F[:3].tolist() == [7, 12, 21]
     assert result.error_at(27) == 0.0
     assert result.error_at(26) > 0.0
@@ -147,7 +134,7 @@ def test_singular_covariance_is_eliminated_down_to_its_rank_for_next_to_nothing(
     source = torch.randn(300, 8, generator=generator, dtype=torch.float64)
     samples = source @ torch.randn(8, 32, generator=generator, dtype=torch.float64)
     weight = torch.randn(3, 32, generator=generator, dtype=torch.float64)
-    result = obs(covariance(samples), weight, ridge_rel=ridge_rel)
+    result = obs(covariance_of(samples), weight, ridge_rel=ridge_rel)
     assert bool(torch.isfinite(result.error_F).all())
     assert result.error_at(8) < 1e-3 * result.error_at(0)
     assert result.error_at(7) > result.error_at(8)
@@ -165,7 +152,7 @@ def test_nothing_varies_at_all() -> None:
 
 def test_full_width_has_nothing_to_exchange() -> None:
     samples, weight = layer(10, 3, 90)
-    result = swap(covariance(samples), weight, torch.arange(10), ridge_rel=1e-4)
+    result = swap(covariance_of(samples), weight, torch.arange(10), ridge_rel=1e-4)
     assert (result.kept_K.tolist(), result.swaps, result.error) == (list(range(10)), 0, 0.0)
 
 
@@ -184,29 +171,29 @@ def test_elimination_refuses_impossible_widths() -> None:
 @settings(max_examples=25, deadline=None)
 def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: int) -> None:
     samples, weight = layer(12, 3, 60, seed=seed)
-    cov = covariance(samples)
+    cov = covariance_of(samples)
     ridge = 1e-3 * float(cov.diagonal().mean())
     start = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:width].sort().values
     result = swap(cov, weight, start, ridge_rel=1e-3, gain_rel=1e-6)
     kept = result.kept_K.tolist()
     assert kept == sorted(set(kept))
     assert len(kept) == width
-    assert result.error_before == pytest.approx(ridge_loss(samples, weight, start.tolist(), ridge), rel=1e-7)
-    assert result.error == pytest.approx(ridge_loss(samples, weight, kept, ridge), rel=1e-7)
+    assert result.error_before == pytest.approx(ridge_loss(cov, weight, start.tolist(), ridge), rel=1e-7)
+    assert result.error == pytest.approx(ridge_loss(cov, weight, kept, ridge), rel=1e-7)
     for out, new in itertools.product(kept, set(range(12)) - set(kept)):
         exchanged = [j for j in kept if j != out] + [new]
-        assert ridge_loss(samples, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
+        assert ridge_loss(cov, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
 
 
 def test_swap_undoes_a_bad_choice_and_leaves_dead_channels_out() -> None:
     samples, weight = layer(60, 8, 800)
     samples[:, :3] = 1.0
-    cov = covariance(samples)
+    cov = covariance_of(samples)
     best = obs(cov, weight, ridge_rel=1e-4).kept(20)
     worst = obs(cov, weight, ridge_rel=1e-4).order_F[3:23].sort().values
     result = swap(cov, weight, worst, ridge_rel=1e-4)
     ridge = 1e-4 * float(cov.diagonal().mean())
     assert result.swaps > 5
-    assert result.error < 1.1 * ridge_loss(samples, weight, best.tolist(), ridge)
+    assert result.error < 1.1 * ridge_loss(cov, weight, best.tolist(), ridge)
     assert not set(result.kept_K.tolist()) & {0, 1, 2}
-    assert result.error == pytest.approx(ridge_loss(samples, weight, result.kept_K.tolist(), ridge), rel=1e-7)
+    assert result.error == pytest.approx(ridge_loss(cov, weight, result.kept_K.tolist(), ridge), rel=1e-7)

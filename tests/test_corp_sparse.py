@@ -37,7 +37,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.modules import replaced
 from ground.errors import BadInput
 from ground.files import sha256_of_file
-from tests import encoders, small_convnets, timm_models, tiny
+from tests import small_convnets, timm_models, tiny
 from tests.command import invoked, refuses
 from tests.traced_examples import DENSENET, PVT, checkpoint_of
 from tests.traced_examples import images as traced_images
@@ -197,24 +197,6 @@ def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -
             assert torch.equal(weight, weight_of(own.model, each.layer))
     assert small_convnets.error(model, own.model, unseen) < 0.9
     assert all(weight_of(model, each.layer).shape[1] > 1 for each in report.layers), "depthwise ones sum over none"
-
-
-def test_padding_counts_for_nothing(tmp_path: Path) -> None:
-    """A text encoder: however much of it there is, the sums are the same."""
-    from calib.texts import open_texts
-    from corp_deploy.families.family import text_spec
-    from corp_deploy.store.transformers_directory import load_transformers
-
-    encoders.write_encoder(tmp_path / "hf", num_attention_heads=2)
-    own = load_transformers(tmp_path / "hf", {})
-    (tmp_path / "texts.txt").write_text("\n".join(encoders.texts(24)))
-    texts = open_texts(tmp_path / "texts.txt", encode=text_spec(own.model).encoder())
-    _, report = sparsified(own.model, texts, Sparsifying(kinds=ALL), batch_size=24)
-    _, again = sparsified(own.model, texts, Sparsifying(kinds=ALL), batch_size=1)  # padded to other lengths
-    assert len(report.patterns) == len(report.layers) == 8
-    for one, other in zip(report.layers, again.layers, strict=True):
-        assert one.energy == pytest.approx(other.energy, rel=1e-4), one
-        assert one.error == pytest.approx(other.error, rel=0.2), one  # patterns that cost the same may differ
 
 
 def test_activations_that_are_not_finite_are_refused() -> None:

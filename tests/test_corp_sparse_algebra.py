@@ -1,4 +1,4 @@
-"""k:n patterns and the refit on their supports, held to float64 computations of their own: lstsq by row, and loops."""
+"""k:n patterns and the refit on their supports, held to computations of their own: gradients by row, and loops."""
 
 from itertools import combinations
 from typing import get_args
@@ -59,59 +59,31 @@ def problem(kind: str, *, ridge_rel: float, fits_bias: bool = True) -> tuple[Obj
     )
 
 
-def by_lstsq(objective: Objective, x_XK: Tensor, t_XO: Tensor, mask_OK: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row for itself: samples, the ridge as rows beneath them, a column of ones for the bias."""
-    weight_OK, bias_O = torch.zeros_like(objective.dense_OK), torch.zeros(len(mask_OK), dtype=torch.float64)
-    count = len(x_XK)
-    spread = x_XK - x_XK.mean(0) if objective.fits_bias else x_XK
-    ridge = objective.ridge_rel * float(spread.square().mean(0).mean())
-    for row, mask_K in enumerate(mask_OK):
-        kept_S = mask_K.nonzero().flatten()
-        ones = torch.full((count, 1), float(objective.fits_bias), dtype=torch.float64)
-        above = torch.cat((x_XK[:, kept_S], ones), dim=1) / count**0.5
-        beneath = torch.cat(
-            (ridge**0.5 * torch.eye(len(kept_S), dtype=torch.float64), torch.zeros(len(kept_S), 1)), dim=1
-        )
-        right = torch.cat((t_XO[:, row] / count**0.5, ridge**0.5 * objective.dense_OK[row, kept_S]))
-        solved = torch.linalg.lstsq(torch.cat((above, beneath)), right[:, None], driver="gelsd").solution[:, 0]
-        weight_OK[row, kept_S], bias_O[row] = solved[:-1], solved[-1]
-    return weight_OK, bias_O
+def require_refitted(sparse: Sparse, objective: Objective, x_XK: Tensor, t_XO: Tensor) -> None:
+    """The gradient of every row's objective by each weight that stays, and by the bias, is zero."""
+    left_XO = x_XK @ sparse.weight_OK.T + sparse.bias_O - t_XO
+    spread_XK = x_XK - x_XK.mean(0) if objective.fits_bias else x_XK
+    ridge = objective.ridge_rel * float(spread_XK.square().mean(0).mean())
+    gradient_OK = left_XO.T @ x_XK / TOKENS + ridge * (sparse.weight_OK - objective.dense_OK)
+    scale = float((t_XO.T @ x_XK).abs().max()) / TOKENS
+    assert float((gradient_OK * sparse.mask_OK).abs().max()) < (1e-12 if ridge else 1e-8) * scale
+    assert float((left_XO.mean(0) if objective.fits_bias else sparse.bias_O).abs().max()) < 1e-9 * scale
+    assert not sparse.weight_OK[~sparse.mask_OK].any()
+    assert sparse.error == pytest.approx(float(left_XO.square().sum()) / TOKENS, rel=1e-8)
 
 
 @pytest.mark.parametrize("fits_bias", [True, False])
 @pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_refit_is_each_rows_least_squares_on_its_support(kind: str, rule: Rule, fits_bias: bool) -> None:
-    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=1e-4, fits_bias=fits_bias)
-    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
-    weight_OK, offset_O = by_lstsq(objective, x_XK, t_XO, sparse.mask_OK)
-    torch.testing.assert_close(sparse.weight_OK, weight_OK, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(sparse.bias_O, offset_O, rtol=1e-6, atol=1e-7)
-    told = float((t_XO - x_XK @ sparse.weight_OK.T - sparse.bias_O).square().sum()) / TOKENS
-    assert sparse.error == pytest.approx(told, rel=1e-8)
-
-
-@pytest.mark.parametrize("rule", get_args(Rule))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ridge_rel", [0.0, 1e-4])
-def test_kept_weights_satisfy_the_normal_equations(kind: str, rule: Rule, ridge_rel: float) -> None:
-    """The gradient of the objective by every weight that stays is zero, singular or not."""
-    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel)
-    sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
-    left_XO = x_XK @ sparse.weight_OK.T + sparse.bias_O - t_XO
-    gradient_OK = left_XO.T @ x_XK / TOKENS + objective.ridge * (sparse.weight_OK - objective.dense_OK)
-    scale = float((t_XO.T @ x_XK).abs().max()) / TOKENS
-    assert float((gradient_OK * sparse.mask_OK).abs().max()) < 1e-8 * scale
-    assert float(left_XO.mean(0).abs().max()) < 1e-9 * scale
-    assert holds(sparse.weight_OK, TWO_OF_FOUR)
-
-
-@pytest.mark.parametrize("rule", get_args(Rule))
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-4, 1.0])
-def test_the_refit_is_never_worse_than_the_mask(kind: str, rule: Rule, ridge_rel: float) -> None:
-    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel)
+def test_the_refit_is_each_rows_least_squares_on_its_support(
+    kind: str, rule: Rule, ridge_rel: float, fits_bias: bool
+) -> None:
+    """Singular or not, and never worse than the mask."""
+    objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel, fits_bias=fits_bias)
     sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
+    require_refitted(sparse, objective, x_XK, t_XO)
+    assert holds(sparse.weight_OK, TWO_OF_FOUR)
     masked = float((t_XO - x_XK @ (objective.dense_OK * sparse.mask_OK).T - bias_O).square().sum()) / TOKENS
     assert sparse.error_masked == pytest.approx(masked, rel=1e-8)
     assert sparse.error <= sparse.error_masked * (1.0 + 1e-12)
@@ -120,8 +92,7 @@ def test_the_refit_is_never_worse_than_the_mask(kind: str, rule: Rule, ridge_rel
 def test_rows_of_one_support_are_solved_alike() -> None:
     objective, bias_O, x_XK, t_XO = problem("random", ridge_rel=1e-4)
     alike_OK = torch.tensor([True, False, False, True]).repeat(OUTPUTS, INPUTS // 4)
-    sparse = refitted(objective, bias_O, alike_OK)
-    torch.testing.assert_close(sparse.weight_OK, by_lstsq(objective, x_XK, t_XO, alike_OK)[0], rtol=1e-7, atol=1e-9)
+    require_refitted(refitted(objective, bias_O, alike_OK), objective, x_XK, t_XO)
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))

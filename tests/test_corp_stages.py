@@ -155,6 +155,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EFBIG, "File too large"),
         RuntimeError("I/O error: No space left on device (os error 28)"),
     ],
 )
@@ -168,34 +169,9 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_file(root: Path, source: Pa
     stages[1] = replace(stages[1], run=full, settings={"number": 9})
     with pytest.raises(OSError, match="stage two") as caught:
         finished(stages, root)
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno == (errno.EFBIG if "large" in str(error) else errno.ENOSPC)
     assert tree(root) == before
     assert not (root / STATE / "work").exists()
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from corp_deploy.release.incremental import Stage, StageDirs, locked, run
-root = Path(sys.argv[1])
-def write(place: StageDirs) -> None:
-    (place.into / "big.bin").write_bytes(b"x" * 100_000)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-stage = Stage(name="big", outputs=("big.bin",), run=write)
-try:
-    with locked(root):
-        run([stage], root, starts=lambda stage, why: None)
-except OSError as error:
-    print(error)
-print(sorted(path.name for path in root.rglob("*") if path.is_file()))
-"""
-
-
-def test_a_file_that_the_system_cuts_off_leaves_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.splitlines()[0].startswith("[Errno 27] File too large"), done
-    assert done.stdout.splitlines()[1] == "['lock']"
 
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:

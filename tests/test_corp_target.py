@@ -183,16 +183,6 @@ def data(seed: int, tokens: int = 80, *, noise: float = 0.3) -> tuple[Tensor, Te
     return x, t, truth + 0.5
 
 
-def refit_regression_of(x: Tensor, t: Tensor) -> Regression:
-    return Regression(
-        mean_K=x.mean(dim=0),
-        second_KK=x.T @ x / len(x),
-        mean_O=t.mean(dim=0),
-        cross_OK=t.T @ x / len(x),
-        target_square=float(t.square().sum(dim=1).mean()),
-    )
-
-
 def error_on(x: Tensor, t: Tensor, weight: Tensor, bias: Tensor) -> float:
     return float((t - x @ weight.T - bias).square().sum(dim=1).mean())
 
@@ -200,7 +190,7 @@ def error_on(x: Tensor, t: Tensor, weight: Tensor, bias: Tensor) -> float:
 @pytest.mark.parametrize("strength", [1e-3, 0.1, 3.0])
 def test_refit_minimises_its_objective(strength: float) -> None:
     x, t, prior = data(0)
-    result = refit_toward(prior, refit_regression_of(x, t), strength=strength)
+    result = refit_toward(prior, regression_of(x, t), strength=strength)
     ridge = strength * float(x.var(dim=0, correction=0).mean())
     assert result.ridge == pytest.approx(ridge)
     rows = np.vstack((np.hstack((x.numpy(), np.ones((80, 1)))) / 80**0.5, ridge**0.5 * np.eye(6, 7)))
@@ -215,7 +205,7 @@ def test_refit_minimises_its_objective(strength: float) -> None:
 @settings(max_examples=50, deadline=None)
 def test_never_worse_than_the_prior_at_its_best_bias(seed: int, tokens: int, strength: float) -> None:
     x, t, prior = data(seed, tokens)
-    result = refit_toward(prior, refit_regression_of(x, t), strength=strength)
+    result = refit_toward(prior, regression_of(x, t), strength=strength)
     best = (t - x @ prior.T).mean(dim=0)
     assert result.residual_prior == pytest.approx(error_on(x, t, prior, best), rel=1e-6, abs=1e-9)
     assert result.residual <= result.residual_prior * (1 + 1e-9) + 1e-9
@@ -223,7 +213,7 @@ def test_never_worse_than_the_prior_at_its_best_bias(seed: int, tokens: int, str
 
 def test_strength_goes_from_least_squares_to_the_prior() -> None:
     x, t, prior = data(1)
-    regression = refit_regression_of(x, t)
+    regression = regression_of(x, t)
     torch.testing.assert_close(refit_toward(prior, regression, strength=1e12).weight_OK, prior)
     free = np.linalg.lstsq(np.hstack((x.numpy(), np.ones((80, 1)))), t.numpy(), rcond=None)[0].T
     np.testing.assert_allclose(refit_toward(prior, regression, strength=0.0).weight_OK, free[:, :6], rtol=1e-8)

@@ -1,23 +1,17 @@
 """A text encoder through the commands: calibrate, reduce, export, verify, bench, package."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
-from click.testing import Result
 
-from calib.moments import ChannelMoments
-from calib.store import load as load_moments
 from corp_deploy import load
 from corp_deploy.families.family import text_spec
 from tests import encoders
 from tests.command import invoked, refuses
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +142,6 @@ def test_inspect_tells_how_texts_are_prepared(home: Path) -> None:
     record = json.loads(invoked("inspect", *model(home), "--json").stdout)
     assert record["preprocessing"]["length"] == 24
     assert "texts of 24 tokens, cut or padded" in invoked("inspect", *model(home)).output
-
-
-def test_padding_changes_no_statistics(home: Path) -> None:
-    """The same texts cut to 24 or padded to 32 tokens, none of which is longer than 24."""
-    (home / "short.txt").write_text("\n".join(text for text in encoders.texts(40) if len(text.split()) < 6))
-    for length in (24, 32):
-        kwargs = ("--model-kwargs", json.dumps({"length": length}))
-        output = home / f"{length}.safetensors"
-        invoked("calibrate", *model(home), *kwargs, "--text", home / "short.txt", "-o", output)
-    one, other = (load_moments(home / f"{length}.safetensors").sites["blocks.1.mlp.fc2"] for length in (24, 32))
-    assert isinstance(one, ChannelMoments)
-    assert isinstance(other, ChannelMoments)
-    assert one.tokens == other.tokens
-    np.testing.assert_allclose(one.gram_FF.numpy(), other.gram_FF.numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,6 +25,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput, Missing
 from tests import encoders
+from tests.test_corp_weights import sharded
 
 
 def _tokens(directory: Path, count: int = 5) -> dict[str, Tensor]:
@@ -65,12 +66,7 @@ def test_shards_are_the_same_model(tmp_path: Path) -> None:
     tokens, whole = _tokens(tmp_path), load_transformers(tmp_path).model
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    names = sorted(state)
-    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
-    for file, held in parts.items():
-        save_file({name: state[name] for name in held}, tmp_path / file)
-    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    sharded(tmp_path, state)
     assert torch.equal(run_model(load_transformers(tmp_path).model, tokens), run_model(whole, tokens))
 
 

@@ -89,19 +89,24 @@ def test_what_no_configuration_says_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("key", "value"), [("files", []), ("beside", {}), ("prefix", None), ("files", {"a": 1})])
-def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: object) -> None:
+ELSEWHERE = ("../away.json", "/etc/config.json", "a/b/config.json", "../config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        *(
+            ("files", [], "lineage"),
+            ("beside", {}, "lineage"),
+            ("prefix", None, "lineage"),
+            ("files", {"a": 1}, "lineage"),
+        ),
+        *(("files", {path: {}}, "expected one in the encoder's directory") for path in ELSEWHERE),
+    ],
+)
+def test_a_damaged_lineage_is_one_message(tmp_path: Path, key: str, value: object, said: str) -> None:
     encoders.write_encoder(tmp_path / "hf")
     dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
     dense.lineage["source"]["transformers"][key] = value
-    with pytest.raises(BadInput, match="lineage"):
-        transformers_form(dense)
-
-
-@pytest.mark.parametrize("path", ["../away.json", "/etc/config.json", "a/b/config.json", "../config.json"])
-def test_a_lineage_that_names_other_places_is_refused(tmp_path: Path, path: str) -> None:
-    encoders.write_encoder(tmp_path / "hf")
-    dense = load_dense(f"hf:{tmp_path / 'hf'}", weights=None, kwargs={})
-    dense.lineage["source"]["transformers"]["files"][path] = {}
-    with pytest.raises(BadInput, match="expected one in the encoder's directory"):
+    with pytest.raises(BadInput, match=said):
         transformers_form(dense)

@@ -225,13 +225,7 @@ def test_a_head_is_dropped_only_from_a_model_without_one(tmp_path: Path) -> None
 def test_a_classifier_of_other_classes_is_taken_where_none_were_asked_for(tmp_path: Path) -> None:
     """A whole checkpoint of a fine-tuning: averaged, of another image size, sharded and wrapped, of 7 classes."""
     kwargs = {key: value for key, value in KWARGS.items() if key != "num_classes"}
-    wrapped = prefixed("module.")
-    halves = sorted(wrapped)[::2], sorted(wrapped)[1::2]
-    index = {"weight_map": {name: f"part-{place}.safetensors" for place, names in enumerate(halves) for name in names}}
-    for place, names in enumerate(halves):
-        save_file({name: wrapped[name].contiguous() for name in names}, tmp_path / f"part-{place}.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    taken = load_dense(NAME, weights=tmp_path / "model.safetensors.index.json", kwargs=kwargs)
+    taken = load_dense(NAME, weights=sharded(tmp_path, prefixed("module.")), kwargs=kwargs)
     same(taken.model.state_dict(), STATE)
     assert taken.notes == (
         "model.safetensors.index.json: tells 7 classes apart, where " + NAME + " has 1000: built with 7",

@@ -184,12 +184,3 @@ def test_groups_go_whole_or_lose_equally_many_heads() -> None:
     assert float(whole.error_F[0]) == pytest.approx(min(costs), rel=1e-5)
     rounds = whole_heads.eliminated(covariance, weight, 6, ridge_rel=1e-11, group_of_H=torch.arange(6) // 2).order_F
     assert {int(head) // 2 for head in rounds[:3]} == {0, 1, 2}
-
-
-def test_a_grouped_map_is_a_map_a_group() -> None:
-    """What averages within groups gives is what a loop over groups gives."""
-    z_XC = samples("random", 4)
-    maps = [torch.tensor([[0.25, 0.75]], dtype=torch.float64), torch.eye(2, dtype=torch.float64)]
-    got = fewer(z_XC, torch.block_diag(*maps))
-    by_group = [fewer(part, own) for part, own in zip(z_XC.split(2 * WIDTH, 1), maps, strict=True)]
-    torch.testing.assert_close(got, torch.cat(by_group, 1))

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,10 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import facts_of_onnx
 from corp_deploy.traced.models.modules import replaced
-from ground.errors import BadInput
 from perf.parity.measures import measures
 from tests import tiny
 from tests.command import invoked, refuses, run
-
-HAS_RTX = sys.platform == "linux"
-if HAS_RTX:
-    try:
-        import tensorrt_rtx  # noqa: F401
-    except ImportError:
-        HAS_RTX = False
-needs_rtx = pytest.mark.skipif(not HAS_RTX, reason="tensorrt-rtx is not installed")
+from tests.graphs import needs_rtx
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +110,6 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     assert errors[0] <= errors[1]
 
 
-def test_a_budget_out_of_reach_says_what_is_reachable(probe: Probe) -> None:
-    with pytest.raises(BadInput, match="out of reach"):
-        allocate(list(cost_curves(probe, "macs")), dense_cost(probe.model, "macs"), 0.05)
-
-
 def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
     taken = choose_heads(probe, 0.7)
     assert taken.method.geometry in ("square", "padded")
@@ -183,11 +169,6 @@ def test_another_ranking_takes_the_place_of_the_presets(home: Path, tmp_path: Pa
         refuses(said, "reduce", *given, "--mlp", 0.5, "--select", bad)
 
 
-def test_square_heads_reduce_values_too(home: Path, tmp_path: Path) -> None:
-    directory = reduced(home, tmp_path / "r", "--attn", 0.5, "--heads", "square", "--align", "head=8")
-    assert widths_of(directory) == {("mlp", 192), ("qk", 3 * 8), ("v", 3 * 8)}
-
-
 # Sweep
 
 
@@ -213,16 +194,6 @@ def test_sweep_writes_table_plot_and_answer(home: Path, tmp_path: Path) -> None:
         "sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy",
         "--sparsity", "0.9", "--preset", "none", "--min-agreement", 1.0, "-o", tmp_path / "x", code=2)  # fmt: skip
     assert "the best reaches" in refused.stderr
-
-
-def test_sweep_fits_merged_channels_to_the_calibration_images(home: Path, tmp_path: Path) -> None:
-    words = ("sweep", "--model", home / "dense", "--moments", home / "m.safetensors", "--images", home / "images.npy")
-    rest = ("--sparsity", "0.5", "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=8", "-o", tmp_path)
-    refuses("give --calibration-images", *words, *rest)
-    refuses("--calibration-images", *words, *rest, "--preset", "grail", "--calibration-images", home / "images.npy")
-    invoked(*words, *rest, "--calibration-images", home / "images.npy")
-    published, refitted = json.loads((tmp_path / "sweep.json").read_text())["trials"]
-    assert refitted["relative_error"] < published["relative_error"]
 
 
 # Moments made apart

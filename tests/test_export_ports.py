@@ -254,13 +254,6 @@ class Unpooled(nn.Module):
         return torch.stack([ids, mask], 1).float()
 
 
-class OwnBatches(nn.Module):
-    """The ids' batch is read as a number."""
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return (ids + mask).float() * (2.0 if ids.shape[0] == 2 else 1.0)
-
-
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs", "says"),
     [
@@ -275,7 +268,6 @@ class OwnBatches(nn.Module):
         (TextEncoder(words=True), INPUTS, [EMBEDDING], "one output named 'embedding', found embedding, "),
         (TextEncoder(), INPUTS, [OutputPort(name="words", role="token logits")], "words must have rank 3"),
         (Unpooled(), INPUTS, [EMBEDDING], "embedding must have rank 2 .*export a model whose output is pooled"),
-        (OwnBatches(), INPUTS, [EMBEDDING], "can't trace|came out fixed"),
     ],
 )
 def test_odd_ports_are_refused_with_the_reason(

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -92,14 +91,6 @@ def test_each_variant_is_one_model_with_its_own_backend_and_place(tmp_path: Path
     assert "class TritonPythonModel" in (tmp_path / "repo/vit_cpu/1/model.py").read_text()
     assert sorted(path.name for path in (tmp_path / "repo").iterdir()) == ["expected.json", *sorted(written.models)]
     assert lint_repository(tmp_path / "repo") == ()
-
-
-def test_the_cpu_variant_can_use_the_servers_own_onnx_runtime(tmp_path: Path) -> None:
-    serving = Serving(cpu_backend="onnxruntime", max_batch=32)
-    write_repository(full(tmp_path, plans=(), onnx=None, serving=serving), tmp_path / "repo")
-    config = config_of(tmp_path / "repo/vit_cpu")
-    assert (config.text("backend"), config.number("max_batch_size")) == ("onnxruntime", 32)
-    assert not (tmp_path / "repo/vit_cpu/1/model.py").exists()
 
 
 def test_plans_for_several_gpus_are_chosen_by_compute_capability(tmp_path: Path) -> None:
@@ -236,19 +227,6 @@ def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_pat
         write_repository(full(tmp_path, version=2, plans=(), onnx=fixed, profiles=PROFILES), repository)
 
 
-@pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
-def test_threads_are_told_each_backend_by_its_own_key(tmp_path: Path, backend: str, key: str) -> None:
-    serving = Serving(cpu_backend=backend, cpu_threads=3, instances=2, policy="all", queue_delay_us=0)
-    write_repository(full(tmp_path, plans=(), onnx=None, serving=serving), tmp_path / "repo")
-    config = config_of(tmp_path / "repo/vit_cpu")
-    (parameter,) = config.messages("parameters")
-    assert (parameter.text("key"), (parameter.message("value") or config).text("string_value")) == (key, "3")
-    assert config.messages("instance_group")[0].number("count") == 2
-    assert (config.message("version_policy") or config).message("all") is not None
-    assert (config.message("dynamic_batching") or config).number("max_queue_delay_microseconds", -1) == 0
-    assert lint_repository(tmp_path / "repo") == ()
-
-
 def test_the_build_script_replaces_the_plan_of_this_gpu(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
     plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "120"))
@@ -330,17 +308,6 @@ def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="a file is in the way"):
         write_repository(full(tmp_path), tmp_path / "file")
-
-
-def test_a_copy_that_fails_leaves_no_half_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(source: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        write_repository(full(tmp_path), tmp_path / "repo")
-    assert not (tmp_path / "repo").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".package")]
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

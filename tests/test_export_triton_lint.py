@@ -12,7 +12,7 @@ from export.triton.config import Serving
 from export.triton.findings import LintFinding
 from export.triton.lint import lint_repository
 from export.triton.package import Package
-from export.triton.pbtxt import Message, Name, ParseError, Plain, parse, pbtxt_from
+from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from ground.errors import BadInput
 from tests.export_served import CLASSES, write_onnx, write_plan
@@ -313,38 +313,6 @@ def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
 def test_a_finding_reads_like_a_compilers() -> None:
     finding = LintFinding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
     assert str(finding) == "a/config.pbtxt:3: error: it is wrong; mend it"
-
-
-def test_text_form_of_protocol_buffers_there_and_back() -> None:
-    fields: dict[str, Plain] = {
-        "text": 'a "quoted" back\\slash\nline',
-        "number": -3,
-        "share": 0.5,
-        "flag": True,
-        "kind": Name("KIND_GPU"),
-        "sizes": [1, 2, 3],
-        "inner": {"deep": {"empty": {}}},
-        "several": [{"key": "a"}, {"key": "b"}],
-    }
-    message = parse(pbtxt_from(fields))
-    assert message.text("text") == fields["text"]
-    assert isinstance((message.one("kind") or message.fields[0]).value, Name)
-    assert [field.value for field in message.all("sizes")] == [1, 2, 3]
-    assert [each.text("key") for each in message.messages("several")] == ["a", "b"]
-    deep = message.message("inner") or Message((), 0)
-    assert (deep.message("deep") or deep).line == message.line_of("inner") + 1
-    assert message.number("number") == -3
-    assert [field.value for field in message.fields if field.name in ("share", "flag")] == [0.5, True]
-
-
-def test_text_form_of_protocol_buffers_by_its_rules() -> None:
-    message = parse("a: 1 a: 2, b: 'x' \"y\\x41\\101\\t\"; c: 0x1F d: 1.5e2f e: inf # end\nf <g: 1>")
-    assert message.number("a") == 2
-    assert message.text("b") == "xyAA\t"
-    assert message.number("c") == 31
-    assert (message.one("d") or message.fields[0]).value == 150.0
-    assert (message.message("f") or message).number("g") == 1
-    assert parse("").fields == ()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def every(home: Path) -> Readers:
 
 @pytest.mark.slow("graph")
 def test_none_is_left_out(every: Readers) -> None:
-    assert tuple(every) == READERS
+    assert (tuple(every), len(every["records"])) == (READERS, 12)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -53,11 +53,15 @@ def test_a_whole_file_is_read(reader: str, every: Readers, tmp_path: Path) -> No
         assert any([is_read(each, content, tmp_path) for content in each.whole]), each.name  # noqa: C419 (all are tried)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("reader", "place"),
+    [*((reader, None) for reader in READERS if reader != "records"), *(("records", place) for place in range(12))],
+)
 @given(data=st.data())
 @QUICK
-def test_whatever_it_holds(reader: str, data: st.DataObject, every: Readers, home: Path) -> None:
-    each = data.draw(st.sampled_from(list(every[reader])))
+def test_whatever_it_holds(reader: str, place: int | None, data: st.DataObject, every: Readers, home: Path) -> None:
+    """Of records each kind by itself, as often as all files of another reader."""
+    each = data.draw(st.sampled_from(list(every[reader]))) if place is None else list(every[reader])[place]
     folder = home / f"tried-{reader.replace(' ', '-')}"
     folder.mkdir(exist_ok=True)
     with warnings.catch_warnings():

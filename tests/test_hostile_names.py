@@ -45,9 +45,9 @@ from tests.test_perf_report_hostile import HOSTILE, TAG, cells, elements, hostil
 
 # A formula, a tag, a link, a code span, shell's words, a colour, letters turned about, rich's markup, the ends of XML
 # and of a line. No slash: it is a file's name too.
-NAME = "=1+1<img src=x onerror=y>[a](b)|`$(id)`'\";\x1b[31m\u202egnp\u2066[red]\r-->]]>&{{ 1 }}"
+NAME = "=1+1<img src=x onerror=y>[a](b)|`$(id)`'\";\x1b[31m\u202egnp\u2066[red]\r\x9b2J\x07-->]]>&{{ 1 }}"
 PLAIN = "name"
-DANGEROUS = {"\x1b", "\r", "\x00", "\u202e", "\u2066", "\u2028"}
+DANGEROUS = {"\x1b", "\x9b", "\x07", "\r", "\x00", "\u202e", "\u2066", "\u2028"}
 Write = Callable[[str], str]
 
 
@@ -181,15 +181,17 @@ def test_drawings_get_no_element(output: str) -> None:
     assert {each.tag for each in hostile.iter()} == {each.tag for each in plain.iter()}
 
 
+@pytest.mark.parametrize("name", [NAME, HOSTILE], ids=["name", "hostile"])
 @pytest.mark.parametrize("output", XML)
-def test_junit_stays_xml(output: str) -> None:
-    hostile, plain = (ElementTree.fromstring(XML[output](name)) for name in (NAME, PLAIN))
+def test_junit_stays_xml(output: str, name: str) -> None:
+    hostile, plain = (ElementTree.fromstring(XML[output](each)) for each in (name, PLAIN))
     assert [each.tag for each in hostile.iter()] == [each.tag for each in plain.iter()]
 
 
+@pytest.mark.parametrize("name", [NAME, HOSTILE], ids=["name", "hostile"])
 @pytest.mark.parametrize("output", MARKDOWN)
-def test_markdown_gets_no_tag_no_link_and_no_line(output: str) -> None:
-    hostile, plain = (MARKDOWN[output](name).partition("\n## Commands")[0] for name in (NAME, PLAIN))
+def test_markdown_gets_no_tag_no_link_and_no_line(output: str, name: str) -> None:
+    hostile, plain = (MARKDOWN[output](each).partition("\n## Commands")[0] for each in (name, PLAIN))
     outside_of_code = re.sub(r"`p50 > [^\n]*?` \|", "|", hostile)
     assert not re.search(TAG, outside_of_code)
     assert not re.search(r"\](?=[(\[:])", outside_of_code)
@@ -262,6 +264,9 @@ def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
         ["bench", folder / "m.plan", folder / "m.plan", "-o", tmp_path / "b.json"],
         ["release", folder / "r.toml", "-o", folder / "out"],
         ["gate", folder / "bench.json", "--fail-if", f"p50@b1 > {NAME}"],
+        ["inspect", "redundancy", "--moments", folder],
+        ["build", folder / "m.onnx", "-o", folder / "m.plan", "--no-such-option"],
+        [NAME],
     ]
     for words in calls:
         done = CliRunner().invoke(main, [str(word) for word in words], color=True)

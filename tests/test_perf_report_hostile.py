@@ -7,18 +7,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from corp_deploy.proof.report_input import record_of_directory
 from ground.text import printable
-from perf.gate.gate import Gate, JudgedRule
-from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.parity.labels import accuracy, mcnemar
 from perf.parity.shift import Shift, SiteShift
-from perf.report.render import csv, html, junit, markdown
+from perf.report.render import html, markdown
 from tests.test_perf_report import broken_parity, record
 
 HOSTILE = (
@@ -117,43 +114,24 @@ def test_the_same_record_gives_the_same_bytes_whatever_its_words() -> None:
     assert html(hostile_record()) == html(json.loads(json.dumps(hostile_record())))
 
 
-def test_junit_stays_xml_with_the_words_in_it() -> None:
-    suites = ElementTree.fromstring(junit(hostile_record()))
-    plain = ElementTree.fromstring(junit(whole_record()))
-    assert [each.tag for each in suites.iter()] == [each.tag for each in plain.iter()]
-    assert suites.get("name") == printable(HOSTILE) + "A & B"
-    assert len(suites.findall("testsuite")) == 3
+def test_nothing_in_the_commands_ends_their_block() -> None:
+    _, fence, commands = re.split(r"^(`{3,})$", markdown(hostile_record()), maxsplit=1, flags=re.MULTILINE)
+    assert fence not in commands[: commands.rindex(fence)]
 
 
-def test_a_gate_in_files_of_its_own_stays_xml_and_one_table() -> None:
-    rule = JudgedRule(rule=f"p50 > {HOSTILE}", verdict="FAIL", message=HOSTILE, metric="p50")
-    gate = Gate(rules=(rule,))
-    suite = ElementTree.fromstring(junit_from_gate(gate))
-    assert [each.tag for each in suite.iter()] == ["testsuite", "testcase", "failure"]
-    *_, line = lines = markdown_from_gate(gate).splitlines()
-    assert len(lines) == 5
-    assert not re.search(TAG, line.split("` |", 1)[1])
-
-
-def test_markdown_has_no_tag_no_link_and_whole_tables() -> None:
-    text = markdown(hostile_record())
-    head, fence, commands = re.split(r"^(`{3,})$", text, maxsplit=1, flags=re.MULTILINE)
-    assert not re.search(TAG, head)
-    assert not re.search(r"\](?=[(\[:])", head)
-    plain = markdown(whole_record())
-    assert len(head.splitlines()) == len(re.split(r"^`{3}$", plain, maxsplit=1, flags=re.MULTILINE)[0].splitlines())
-    for line, simple in zip(head.splitlines(), plain.splitlines(), strict=False):
-        if simple.startswith("|"):
-            assert cells(line) == cells(simple), line
-    assert fence not in commands[: commands.rindex(fence)], "nothing in the commands ends their block"
+def test_the_page_loads_nothing() -> None:
+    page = html(record())
+    loading = {"src", "href", "xlink:href", "data", "action"}
+    assert not [tag for tag, attributes in elements(page).seen if tag == "script" or attributes & loading]
+    assert "@import" not in page
+    assert "url(" not in page
+    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
 
 
 def cells(line: str) -> int:
     return len(re.findall(r"(?:\\.|[^|\\])+", line))
-
-
-def test_csv_holds_the_words_whole() -> None:
-    assert printable(HOSTILE).replace('"', '""') in csv(hostile_record())
 
 
 @pytest.mark.parametrize("words", ["a\nb", "a\r\nb"])

@@ -151,6 +151,7 @@ def test_statistics_are_those_of_the_cpu(there: str, kind: str) -> None:
         for name, tensor in tensors_of(own).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
             torch.testing.assert_close(tensors_of(found.sites[site])[name], tensor, rtol=1e-5, atol=1e-5 * size)
+    assert device(dense(kind).model).type == "cpu", "the caller's stays where it is"
 
 
 def tensors_of(statistics: object) -> dict[str, Tensor]:

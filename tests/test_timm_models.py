@@ -18,7 +18,6 @@ from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import sites_of, with_outputs
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.model_cost import macs, parameters
-from corp_deploy.families.site_cost import site_costs
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -29,7 +28,6 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.outputs import Outputs
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.site import Site
@@ -130,16 +128,6 @@ def test_it_is_timms_at_another_size(form: str) -> None:
     assert error(own, theirs, images) < 1e-6
     assert error(traced_model.exportable(own), theirs, images) < 1e-6
     assert not sites_of(own).refused
-
-
-@pytest.mark.parametrize("form", ["hiera", "coatnext", "tiny_vit"])
-def test_sites_together_save_what_is_counted(form: str) -> None:
-    """Queries and keys as narrow as values."""
-    own = checkpoint(form).model
-    every = [site for site in sites_of(own).every if site.kind != "traced streams"]
-    widths = {site.name: site.width // site.parts // 2 * site.parts for site in every}
-    saved = site_costs(own, "macs").saved(sites_of(own).every, widths)
-    assert saved == pytest.approx(macs(own) - macs(at_widths(own, widths)))
 
 
 @pytest.mark.slow("models")

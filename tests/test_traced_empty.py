@@ -1,5 +1,5 @@
-"""Sites of traced models of which a constant is left: against means image by image, saved, exported, in loops and
-budgets.
+"""Sites of which a constant is left: against means image by image, saved, exported, built, in loops and budgets; of a
+ViT and a text encoder too.
 """
 
 import json
@@ -9,12 +9,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
 
 from calib.images import Images
+from calib.inputs import run_model
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
@@ -32,11 +34,16 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce, uniform_widths
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
+from corp_deploy.store.inputs import texts_for_model
+from corp_deploy.store.transformers_directory import load_transformers
+from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowing import at_widths
 from export.graph.to_onnx import onnx_from_model
+from export.graph.to_onnx import save as save_graph
 from ground.errors import BadInput
-from tests import tiny
+from tests import encoders, tiny
+from tests.graphs import built, needs_rtx
 from tests.traced_examples import PVT, checkpoint_of, images
 
 MLP, VALUES = "stages.0.blocks.0.mlp", "stages.1.blocks.0.attn.v"
@@ -109,17 +116,21 @@ def test_costs_that_go_are_those_told() -> None:
     assert macs(alone) == macs(dense().model) - site_costs(dense().model, "macs").now[MLP]
 
 
+def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
+    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
+    return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
+
+
 def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) -> None:
     model = emptied().model
     save(replace(dense(), model=model), tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced").model
     assert torch.equal(outputs(loaded), outputs(model))
-    ports = traced_model.input_spec(loaded).ports, traced_model.output_ports(loaded)
-    proto = onnx_from_model(traced_model.exportable(loaded), *ports, precision="fp32", metadata={})
+    proto = graph_of(loaded)
     assert all(0 not in tensor.dims for tensor in proto.graph.initializer)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for count in (1, 5):
-        got = session.run(None, {ports[0][0].name: images(count, seed=count)})[0]
+        got = session.run(None, {proto.graph.input[0].name: images(count, seed=count)})[0]
         np.testing.assert_allclose(got, outputs(model, count).numpy(), rtol=1e-4, atol=1e-5)
     again = replace(dense(), model=loaded)
     taken, half = calibrate(again, opened(), batch_size=8), method(mlp_sparsity=0.5, attention_sparsity=0.5)
@@ -193,3 +204,77 @@ def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "edited/config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(BadInput, match=f"config.json: {name}: it keeps nothing.*the file was edited"):
         load_checkpoint(tmp_path / "edited")
+
+
+# A ViT and a text encoder
+
+OF_VIT: Widths = {"blocks.0.mlp": 0, "blocks.1.attn.v": 0}
+GIVEN_OF_VIT = {"blocks.0.mlp": "blocks.0.mlp.fc2", "blocks.1.attn.v": "blocks.1.attn.proj"}
+
+
+@cache
+def vit() -> Reduction:
+    dense = tiny.checkpoint()
+    fitted, judges = (
+        calibrate(dense, tiny.opened(Path(mkdtemp()) / "images.npy", tiny.images(count, seed)), batch_size=8)
+        for count, seed in ((24, 0), (8, 5))
+    )
+    return reduce(dense.model, fitted, method(align_hidden=32), widths=OF_VIT, held_out=judges)
+
+
+def given_by(model: nn.Module, name: str, inputs: object) -> Tensor:
+    """What a dense layer gives, float64."""
+    given: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda _, __, out: given.append(out.double()))
+    with torch.inference_mode():
+        run_model(model, inputs)  # type: ignore[arg-type]
+    handle.remove()
+    return given[0]
+
+
+def test_other_inputs_judge_the_constant() -> None:
+    for report in vit().sites:
+        given_BNC = given_by(tiny.checkpoint().model, GIVEN_OF_VIT[report.site], torch.from_numpy(tiny.images(8, 5)))
+        constant_C = vit().model.get_parameter(f"{GIVEN_OF_VIT[report.site]}.bias").double()
+        assert report.held_out is not None
+        expected = float((given_BNC - constant_C).square().sum(dim=-1).mean())
+        assert report.held_out.error == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("metric", ["stream", "keys"])
+def test_tokens_are_merged_all_the_same(metric: str) -> None:
+    """Where attention is gone there are no keys to tell them apart by, and no place to merge at."""
+    model = vit().model
+    merged = traced_model.with_merging(model, Merging(schedule=(2,), metric=metric))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert merged(torch.from_numpy(tiny.images(2))).isfinite().all()
+
+
+@pytest.mark.slow("graph", "engine")
+@needs_rtx
+def test_an_engine_is_built_of_it(tmp_path: Path) -> None:
+    save_graph(graph_of(vit().model, "fp16"), tmp_path / "model.onnx")
+    record = built(tmp_path / "model.onnx", "1:8:16")
+    assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn",)
+
+
+@pytest.mark.slow("graph")
+def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: Path) -> None:
+    encoders.write_encoder(tmp_path / "hub")
+    checkpoint = load_transformers(tmp_path / "hub", {"normalize": False})
+    (tmp_path / "t.txt").write_text("\n".join(encoders.texts(20)), encoding="utf-8")
+    texts = texts_for_model(checkpoint.model, tmp_path / "t.txt")
+    taken = calibrate(checkpoint, texts, batch_size=8)
+    model = reduce(checkpoint.model, taken, method(align_hidden=32), widths=OF_VIT).model
+    (tokens,) = texts.batches(20)
+    is_there = tokens["attention_mask"].bool()
+    for name in GIVEN_OF_VIT.values():
+        mean_C = given_by(checkpoint.model, name, tokens)[is_there].mean(dim=0)
+        torch.testing.assert_close(model.get_parameter(f"{name}.bias").double(), mean_C, rtol=1e-4, atol=1e-5)
+    save(replace(checkpoint, model=model, lineage={}), tmp_path / "reduced")
+    session = ort.InferenceSession(graph_of(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    with torch.inference_mode():
+        expected = run_model(model, tokens)
+        assert torch.equal(run_model(load_checkpoint(tmp_path / "reduced").model, tokens), expected)
+    (got,) = session.run(None, {name: tensor.numpy() for name, tensor in tokens.items()})
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)

@@ -28,13 +28,20 @@ from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from tests.test_corp_norm_behind import wanted_by_hand
-from tests.test_traced_chain import HALF, apart, assert_saved_is_loaded, checkpoint_named, kept_of, own_checkpoint
+from tests.test_traced_chain import (
+    HALF,
+    apart,
+    assert_saved_is_loaded,
+    checkpoint_named,
+    kept_of,
+    own_checkpoint,
+    with_repeated_heads,
+)
 from tests.traced_examples import images
 
 SQUARE = method_from_preset("best", attention_sparsity=0.5, geometry="square", **HALF)
 MLPS = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4)
 READS: tuple[Reads | None, ...] = ("all", "pooled", None)
-NOTHING = method_from_preset("best", mlp_sparsity=0.0, conv_sparsity=0.0, attention_sparsity=0.0, geometry="square")
 
 
 def opened(dense: Checkpoint, home: Path, count: int = 192) -> InputSet:
@@ -105,25 +112,10 @@ def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> Non
     assert_saved_is_loaded(dense, asymmetric, tmp_path)
 
 
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize("loop", [Loop(), None])
-def test_nothing_removed_is_the_same_model(loop: Loop | None, tmp_path: Path) -> None:
-    dense = own_checkpoint()
-    before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
-    reduction = reduce_traced(dense.model, opened(dense, tmp_path, 16), NOTHING, loop=loop)
-    assert apart(reduction.model, dense.model) < 1e-6
-    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.model.state_dict().items())
-
-
 def planted(shared: int) -> Checkpoint:
     """Attentions whose later half of heads are copies of the first."""
     dense = own_checkpoint(heads=4, shared=shared)
-    with torch.no_grad():
-        for block, name in product(range(2), ("weight", "bias")):
-            rows = dense.model.get_parameter(f"h.{block}.attn.c_attn.{name}")
-            for part in rows.split((48, 48 // shared, 48 // shared)):
-                first, second = part.chunk(2)
-                second.copy_(first)
+    with_repeated_heads(dense.model, shared)
     return dense
 
 

@@ -1,11 +1,8 @@
 """Own modules as people write them: the sites that each has, and each narrowed beside the dense one."""
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,13 +157,6 @@ def test_weights_that_are_tied_stay_with_a_reason() -> None:
     assert given.unreduced == {}
 
 
-def test_everything_that_stays_has_its_reason() -> None:
-    _, found = found_of("gated")
-    assert [(stay.name, stay.count, stay.reason) for stay in found.stays] == [
-        ("down.weight", 16, "it is what the model gives")
-    ]
-
-
 def test_what_a_site_costs_and_where_it_is_heard() -> None:
     _, found = found_of("gated")
     (site,) = found.sites
@@ -206,38 +196,9 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
             narrow(found, kept)
 
 
-def test_what_looks_at_values_cannot_be_traced() -> None:
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if x.sum() > 0 else x
-
-    with pytest.raises(BadInput, match="Looks can't be traced"):
-        trace(Looks(), (torch.randn(2, 3),))
-
-
 def test_fast_paths_are_as_they_were() -> None:
     found_of("encoder")
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-@pytest.mark.slow("graph")
-@pytest.mark.parametrize("name", ["rotary", "squeezed", "encoder", "shuffled"])
-def test_a_narrowed_program_is_exported(name: str) -> None:
-    _, found = found_of(name)
-    given = narrow(found, {site.key: half(site, place) for place, site in enumerate(found.sites)})
-    (shape,) = MODELS[name][1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dynamic: Any = ({0: torch.export.Dim.AUTO},)
-        exported = torch.onnx.export(
-            given.module, inputs([shape], 2), dynamo=True, dynamic_shapes=dynamic, verbose=False
-        )
-        assert exported is not None
-    session = onnxruntime.InferenceSession(exported.model_proto.SerializeToString())
-    (x,) = inputs([shape], 5)
-    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(output), given.module(x), atol=1e-5, rtol=1e-4)
 
 
 class _Kernel(nn.Module):

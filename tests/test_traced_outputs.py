@@ -1,6 +1,5 @@
 """Models of timm's that no family reads give maps and their head's output by name, dense and reduced."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,9 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.family import answers, outputs_of, steps_to_outputs, with_outputs
 from corp_deploy.families.traced_model import traced
-from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -90,6 +85,7 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
     ("name", "names", "kept"),
     [
         ("deit_tiny_distilled_patch16_224", "class,patches", {"class": [0], "patches": [*range(2, 18)]}),
+        ("vit_small_patch16_dinov3", "class,patches", {"class": [0], "patches": [*range(5, 21)]}),
         ("beit_base_patch16_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
         ("cait_xxs24_224", "class,patches", {"class": [0], "patches": [*range(1, 17)]}),
         ("eva02_tiny_patch14_224", "tokens,class", {"tokens": [*range(17)], "class": [0]}),
@@ -118,16 +114,10 @@ def test_a_class_token_that_comes_later_is_refused_before() -> None:
 
 
 def test_what_a_model_has_not_is_refused() -> None:
-    models = {each.name: dense_from_architecture(each) for each in (PVT, DENSENET)}
-    for name, asked, reason in (
-        ("pvt_v2_b0", "stage7_map", "it has stage0, stage1, feature0, feature1"),
-        ("pvt_v2_b0", "class", "the model has no class token; its tokens are patch"),
-        ("pvt_v2_b0", "stage0_norm", "the model has no norm of tokens behind its last layer"),
-        ("pvt_v2_b0", "pooled", "the model's head gives logits"),
-        ("densenet121", "block0_map", "it has feature0, feature1, feature2"),
-    ):
-        with pytest.raises(BadInput, match=re.escape(reason)):
-            with_outputs(models[name], Outputs((asked,)))
+    model = dense_from_architecture(PVT)
+    for asked, reason in (("stage7_map", "it has stage0, stage1, feature0, feature1"), ("pooled", "head gives logits")):
+        with pytest.raises(BadInput, match=reason):
+            with_outputs(model, Outputs((asked,)))
 
 
 def test_a_module_of_its_own_says_its_outputs_itself() -> None:
@@ -162,28 +152,3 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
         for got, wanted in zip(answers(model, walk, pixels), model(pixels), strict=True):
             torch.testing.assert_close(got, wanted)
     assert [step.name for step in traced_model.steps(model)] == [step.name for step in traced_model.steps(dense)]
-
-
-@pytest.mark.slow("graph")
-def test_levers_that_walk_serve_several_outputs(tmp_path: Path) -> None:
-    """A closed loop and polished layers lose less than the open loop, at each output."""
-    made = timm.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0}).eval()
-    tiny.enliven(made, 0)
-    dense = traced(made, Architecture(name="vit_tiny_patch16_224", kwargs=SMALL | {"num_classes": 0}))
-    model = with_outputs(dense, outputs_from_text("block0_map,class,patches"))
-    np.save(tmp_path / "calibration.npy", images(96, seed=1))
-    inputs = images_for_model(model, tmp_path / "calibration.npy")
-    half = method_from_preset("best", mlp_sparsity=0.5, align_hidden=4, align_head=4)
-    moments = calibrate(Checkpoint(model=model, architecture=Architecture(name="x"), lineage={}), inputs, batch_size=16)
-    opened = reduce(model, moments, half).model
-    closed = reduce_traced(model, inputs, half, loop=Loop()).model
-    sharper = polished(model, opened, inputs, PolishOptions(how="layer")).model
-    pixels = torch.from_numpy(images(64, seed=2))
-    with torch.no_grad():
-        wanted = model(pixels)
-        lost = {
-            way: [float((got - was).norm() / was.norm()) for got, was in zip(each(pixels), wanted, strict=True)]
-            for way, each in (("open", opened), ("closed", closed), ("polished", sharper))
-        }
-    for way in ("closed", "polished"):
-        assert sum(lost[way]) < sum(lost["open"]), lost

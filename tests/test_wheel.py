@@ -2,7 +2,6 @@
 the start page, from the example that came along to a model that a real server serves.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from tests.pages import DOCS, blocks, run_line
 from tests.printed import lacking
-from tests.test_perf_report import record
 from tests.triton_server import Server, lack
 
 ROOT = Path(__file__).parents[1]
@@ -104,15 +102,6 @@ def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) ->
 def test_help_and_versions(python: Path, tmp_path: Path) -> None:
     assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
     assert "corp-deploy 0." in run(python, "-m", "corp_deploy", "--version", cwd=tmp_path)
-
-
-def test_a_report_from_records(python: Path, tmp_path: Path) -> None:
-    for part in ("bench", "parity"):
-        (tmp_path / f"{part}.json").write_text(json.dumps(record()[part]))
-    run(python, "-m", "corp_deploy", "report", ".", "-o", "report.html", "--title", "A & B", cwd=tmp_path)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<h1>A &amp; B</h1>" in page
-    assert "prefers-color-scheme: dark" in page
 
 
 @pytest.fixture(scope="module")
