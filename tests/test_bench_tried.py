@@ -11,11 +11,14 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.real import subject, tried, tried_merging
+from benchmarks.real import efforts, subject, tried, tried_merging
+from benchmarks.real.page import efforts as pages_efforts
 from benchmarks.real.page import tried as tables
 from corp_deploy.families import traced_model
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging
+from ground.errors import Missing
 from tests import tiny
 
 KWARGS: dict[str, Any] = {"img_size": 32, "patch_size": 8, "num_classes": 0, "init_values": 0.5}
@@ -125,3 +128,33 @@ def test_a_map_beside_the_channels_is_the_joint_least_squares(tmp_path: Path) ->
             for kept in tried.orders_of(block, sums, 80 - rank)
         )
         assert lost == pytest.approx(best, rel=0.05, abs=1e-4)
+
+
+def test_efforts_of_a_model_have_their_rows_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(scratch: Path, crops: int, held_out: int) -> efforts.Subject:
+        dense, sets = tiny.checkpoint(), []
+        for name, count in (("calib", crops), ("held", held_out)):
+            np.save(scratch / f"{name}.npy", tiny.images(count, seed=count))
+            sets.append(images_for_model(dense.model, scratch / f"{name}.npy"))
+        asked = {"half": {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}}
+        return efforts.Subject(dense=dense, inputs=sets[0], judging=sets[1], asked=asked)
+
+    def absent(*_: Any) -> efforts.Subject:
+        raise Missing("not installed")
+
+    monkeypatch.setattr(efforts, "SUBJECTS", {"small": small, "absent": absent})
+    words = ["--output", str(tmp_path / "e.json"), "--models", "absent,small", "--efforts", "quick,standard,thorough"]
+    threads = ["--threads", str(torch.get_num_threads()), "--polish-steps", "1", "--crops", "24", "--held-out", "6"]
+    done = CliRunner().invoke(efforts.main, [*words, *threads])
+    assert done.exit_code == 0, done.output
+    assert "absent: skipped: not installed" in done.output
+    record = json.loads((tmp_path / "e.json").read_text())
+    quick, standard, thorough = record["rows"]
+    assert [row["effort"] for row in record["rows"]] == ["quick", "standard", "thorough"]
+    assert quick["stages"] == []
+    assert [stage["name"] for stage in standard["stages"]] == ["one pass over the moments", "the closed loop"]
+    assert thorough["polish"]["error"] <= thorough["polish"]["error_before"]
+    assert quick["polish"] is standard["polish"] is None
+    assert all(0.0 < row["error"] < 1.0 and row["passes"] > 0.0 for row in record["rows"])
+    lines = pages_efforts(record).splitlines()
+    assert [line.split(" | ")[2] for line in lines if line.startswith("| small")] == ["quick", "standard", "thorough"]

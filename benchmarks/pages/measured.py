@@ -54,6 +54,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     },
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
+        "efforts.json": ("Efforts on three models", real_page.efforts),
         "tried.json": ("What was tried and left out", real_page.tried),
         "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
         "dense_features.json": ("Patch tokens under dense heads", real_page.dense_features),
