@@ -13,14 +13,13 @@ from .active import ACTIVE_EPS
 from .collect import Collector, Precision
 from .distributed import Ranks
 from .fingerprints import Fingerprints
-from .input_set import Batch, InputSet
-from .inputs import Inputs
+from .inputs import Batch, Inputs, InputSet
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
+from .products import TokenWeights
 from .resume import Progress, ResumeFile
 from .sites import Site
 from .snapshots import Snapshots
-from .weights import TokenWeights
 
 ALONE = Ranks()
 

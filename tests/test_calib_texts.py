@@ -12,7 +12,7 @@ from torch import Tensor
 from calib import texts as texts_module
 from calib.calibrate import calibrate
 from calib.combination import merge
-from calib.input_set import InputSet, held_out_split
+from calib.inputs import InputSet, held_out_split
 from calib.memory import ChannelShape, HeadShape, bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile

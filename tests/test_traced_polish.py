@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families.architecture import Architecture
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.preprocessing import Preprocessing

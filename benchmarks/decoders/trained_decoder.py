@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from calib.moments import Moments
-from calib.token_ids import Sequences, in_rows, sequences_of
+from calib.rows import Sequences, in_rows, sequences_of
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.sequence_rotary import Rope

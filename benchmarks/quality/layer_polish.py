@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from benchmarks.quality.adam_layers import Adam, adam_layers_
 from benchmarks.real.place import assembled
 from benchmarks.real.weights import ARCHITECTURE
-from calib.input_set import InputSet
-from calib.inputs import run_model
+from calib.inputs import InputSet, run_model
 from corp_deploy.machine import versions
 from corp_deploy.polish.layers import pairs_of
 from corp_deploy.polish.newton import Newton

@@ -34,7 +34,7 @@ from benchmarks.real.place import assembled
 from benchmarks.real.record import Record
 from benchmarks.real.weights import ARCHITECTURE
 from calib.groups import group_ids
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.machine import versions
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

@@ -30,8 +30,7 @@ from benchmarks.real.place import assembled
 from benchmarks.real.record import Record
 from benchmarks.real.subject import WEIGHTS
 from benchmarks.real.weights import ARCHITECTURE
-from calib.input_set import InputSet
-from calib.inputs import run_model
+from calib.inputs import InputSet, run_model
 from calib.moments import Moments
 from corp_deploy.algebra.sparsity import Sparsity
 from corp_deploy.families.family import sites_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.images import Images
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.store import load as load_moments
 from corp_deploy.invocation.inputs import Drawn, HoldOutOptions
 from corp_deploy.invocation.proof import ProofOptions, Runtime

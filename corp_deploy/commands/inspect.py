@@ -3,7 +3,7 @@
 import click
 
 from corp_deploy.views.console import Output
-from ground.quantities import SHARE_KEPT
+from ground.quantity import SHARE_KEPT
 
 from .help import Command
 from .model_choice import ModelChoice, model_options

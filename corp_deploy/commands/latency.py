@@ -11,8 +11,7 @@ from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import option
 from corp_deploy.invocation.values import ListOf
 from corp_deploy.views.console import Output
-from ground.quantities import THREADS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, THREADS
 
 from .declared import record_options
 from .help import Command

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ground.errors import BadInput
-from ground.quantities import DEVIATION, MEAN, SHARE_KEPT
+from ground.quantity import DEVIATION, MEAN, SHARE_KEPT
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ground.errors import BadInput
-from ground.quantities import SHARE, SHARE_KEPT
-from ground.quantity import BATCH
+from ground.quantity import BATCH, SHARE, SHARE_KEPT
 
 from .limit import EXPECTED, Limit, limit_from_text
 from .option import PathLike, Record, option

@@ -19,7 +19,7 @@ from corp_deploy.reduction.method import (
     method_from_preset,
 )
 from ground.errors import BadInput
-from ground.quantities import ALIGNMENT, RIDGE, SHARE_REMOVED
+from ground.quantity import ALIGNMENT, RIDGE, SHARE_REMOVED
 
 from .compositions import COMPOSITIONS, NAMES, method_of
 from .option import Record, option

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ground.errors import BadInput
-from ground.quantities import LEVEL, SECONDS
-from ground.quantity import BATCH
+from ground.quantity import BATCH, LEVEL, SECONDS
 
 from .option import PathLike, Record, option
 from .proof_limits import LimitOptions

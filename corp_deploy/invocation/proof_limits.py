@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ground.errors import BadInput
-from ground.quantities import CONFIDENCE, ERROR, FACTOR, NATS, RATIO, SHARE
+from ground.quantity import CONFIDENCE, ERROR, FACTOR, NATS, RATIO, SHARE
 
 from .option import Record, option
 

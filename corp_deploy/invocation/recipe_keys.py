@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ground.quantities import IMAGES
+from ground.quantity import IMAGES
 
 from .option import NEEDED, Record, option
 from .values import FILE, LICENCE, PATH, SERVED_NAME, TABLE, TEXT, Repeated

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of

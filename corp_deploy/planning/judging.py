@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.images import Images
-from calib.input_set import InputSet
-from calib.inputs import as_tuple, run_model, to_device
+from calib.inputs import InputSet, as_tuple, run_model, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice

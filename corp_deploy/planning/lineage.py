@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.merging_cost import merging_record

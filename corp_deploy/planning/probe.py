@@ -10,10 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
-from calib.inputs import Inputs, as_tuple, map_tensors, run_model
+from calib.inputs import Inputs, InputSet, as_tuple, map_tensors, run_model
 from calib.moments import Moments
+from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from calib.combination import difference
-from calib.input_set import InputSet
-from calib.inputs import Inputs, to_device
+from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
 from corp_deploy.families.model_cost import macs, parameters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.distributed import Ranks
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.streams import embedded
 from corp_deploy.traced.models.modules import device

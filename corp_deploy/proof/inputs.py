@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families.family import input_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput

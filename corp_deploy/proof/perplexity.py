@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.fingerprints import Fingerprints
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.families.family import input_ports, output_ports, sequence_spec
 from corp_deploy.invocation.proof_limits import LanguageOptions
 from corp_deploy.store.checkpoint import Checkpoint

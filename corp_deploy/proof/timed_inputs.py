@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from calib.fingerprints import Fingerprints
 from calib.images import ARRAYS, Images, open_images
-from calib.input_set import Batch, InputSet
-from calib.inputs import Inputs, tensors_by_name
+from calib.inputs import Batch, Inputs, InputSet, tensors_by_name
 from calib.sources import Normalise, Pixels
 from corp_deploy.families.family import image_spec
 from corp_deploy.store.dense_model import model_of_directory

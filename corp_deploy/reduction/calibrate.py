@@ -11,7 +11,7 @@ from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
 from calib.collect import Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.memory import bytes_needed, shapes_of_sites
 from calib.moments import Moments
 from calib.resume import ResumeFile

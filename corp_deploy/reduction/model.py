@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.widths import Width, Widths

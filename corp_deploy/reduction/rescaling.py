@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.families.ineffective_options import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing

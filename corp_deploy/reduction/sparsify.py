@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
+from calib.inputs import InputSet
+from calib.sites import evaluating
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.algebra.sparse_permutation import interleaved, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer

@@ -10,8 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, to_device
+from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
 from corp_deploy.traced.models.modules import device
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge

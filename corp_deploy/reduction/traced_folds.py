@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from calib.input_set import InputSet
-from calib.inputs import to_device
+from calib.inputs import InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from calib.hooks import evaluating
-from calib.input_set import InputSet
+from calib.inputs import InputSet
 from calib.moments import Moments
+from calib.sites import evaluating
 from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Widths

@@ -12,8 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx
 
-from calib.input_set import InputSet
-from calib.inputs import Inputs, tensors_by_name, to_device
+from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from corp_deploy.traced.finding.choice import Kept, gone
 from corp_deploy.traced.finding.cuts import along, cuts, needed
 from corp_deploy.traced.models.mergeable import Mergeable

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from calib.fingerprints import no_ids
+from calib.groups import Split, split_of
 from calib.images import Images
-from calib.split import Split, split_of
 from calib.store import load as load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports

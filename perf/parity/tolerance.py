@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ground.errors import BadInput
 from ground.precision import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, FloatType
-from ground.quantities import CONFIDENCE
+from ground.quantity import CONFIDENCE
 from perf.stats.stats import DEFAULT_CONFIDENCE
 
 from .measures import Measures
