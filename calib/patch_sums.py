@@ -16,10 +16,10 @@ from torch.nn import functional
 from ground.errors import BadInput
 
 from .moments import SiteMoments
+from .packed import on_host, totals_of, zeros
 from .patch_moments import PatchMoments
 from .products import CPU_ROWS, TERMS, Kernel, Weights, add_gram_
 from .sites import Edges, PatchTaps, Role
-from .totals import on_host, totals_of, zeros
 
 
 def edges_of(conv: nn.Conv2d) -> Edges:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .causal import add_system_, add_target_, centred_keys, gram_of_planes, inputs_apart, sums_of_pairs, weighted_keys
 from .moments import ChannelMoments, HeadMoments, SiteMoments
+from .packed import on_host, totals_of, zeros
 from .patch_sums import PatchSums
 from .products import (
     Kernel,
@@ -27,7 +28,6 @@ from .products import (
     weights_of,
 )
 from .sites import Role
-from .totals import on_host, totals_of, zeros
 
 
 def _ones_outside(kept_HK: Tensor, dim: int) -> Tensor:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from export.triton import staging
 from export.triton.config import Serving
-from export.triton.package import Package
 from export.triton.repository import write_repository
 from export.triton.rolling import STAGED, Samples, roll
 from export.triton.server import ServerError, TritonServer
 from export.triton.staging import staging_folder
+from export.triton.variants import Package
 from export.triton.versions import serve_version
 from ground.errors import BadInput
 from tests.command import invoked

@@ -27,10 +27,10 @@ from export.engine.options import BatchProfile
 from export.triton.build_script import build_script
 from export.triton.config import Serving, Variant, config_text
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.pbtxt import parse
 from export.triton.repository import write_repository
 from export.triton.signature import Signature, Tensor
+from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.text import csv_cell, markdown_line, one_line, printable
 from perf.gate.gate import Gate, JudgedRule

@@ -36,7 +36,7 @@ from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.files import write_json
 from ground.precision import FLOAT32
-from perf.timing.environment import environment
+from perf.timing.watch import environment
 from tests import decoders
 
 STEPS, BATCH, LENGTH, WARM_UP = 1200, 32, 96, 50

@@ -33,7 +33,7 @@ from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import images_for_model
 from ground.effort import Stopwatch
 from ground.files import write_text
-from perf.runners.memory import stopwatch
+from perf.runners.protocol import stopwatch
 
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]

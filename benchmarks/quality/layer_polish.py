@@ -38,7 +38,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.modules import replaced
 from ground.errors import Missing
 from ground.files import write_json
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 from tests.layer_fits import fit_layers_
 
 BATCH, HELD_OUT_EVERY, SPARSITY = 16, 8, 0.5

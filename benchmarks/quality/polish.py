@@ -49,7 +49,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
 from ground.errors import Missing
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND, KEY = "benchmarks/polish", ("model", "polish")
 VARIANTS: Mapping[str, PolishOptions] = {

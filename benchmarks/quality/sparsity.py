@@ -48,7 +48,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from examples.digits.images import load
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 BATCH = 16
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"

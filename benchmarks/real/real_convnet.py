@@ -37,7 +37,7 @@ from corp_deploy.traced.models.narrowing import at_widths
 from ground.errors import Missing
 from ground.files import write_json
 from perf.parity.measures import measures
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND = "benchmarks/real-convnet"
 SHARES = (0.8, 0.66, 0.5)

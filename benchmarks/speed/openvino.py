@@ -41,8 +41,8 @@ from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
-from perf.timing.environment import cpu_name
 from perf.timing.laps import Plan
+from perf.timing.watch import cpu_name
 
 KIND, PARTS = "benchmarks/openvino", ("agreement", "latency")
 BATCHES = (1, 8)

@@ -33,9 +33,8 @@ from ground.ports import OutputPort, Port
 from perf.bench.latency_table import Grid, LatencyTable, cached_table
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
-from perf.timing.environment import environment
 from perf.timing.laps import Plan
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .curves import CostCurve
 from .latency_of_tokens import POINTS as TOKEN_POINTS

@@ -27,8 +27,8 @@ from corp_deploy.store.inputs import model_digest
 from ground.effort import Stopwatch, measured
 from ground.files import sha256_of_file
 from perf.record.fitted import FittedInputs
-from perf.runners.memory import stopwatch
-from perf.timing.environment import version
+from perf.runners.protocol import stopwatch
+from perf.timing.watch import version
 
 from .budget_planner import BudgetPlanner, budget_planner
 from .curves import eliminations

@@ -17,9 +17,8 @@ from perf.record.decoders import DecoderBench, Prefill
 from perf.record.runs import Bench
 from perf.runners.cuda import first_uuid
 from perf.runners.decoder import IDS, DecoderRunner
-from perf.timing.environment import environment
 from perf.timing.laps import Plan
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .decoder_parity import drawn_ids
 

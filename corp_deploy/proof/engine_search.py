@@ -22,9 +22,8 @@ from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from ground.precision import type_by_name
 from perf.parity.block_outputs import site_of
-from perf.parity.judging import judge
 from perf.parity.measures import Measures, measures
-from perf.parity.tolerance import Tolerance
+from perf.parity.tolerance import Tolerance, judge
 
 from .candidates import Candidate
 

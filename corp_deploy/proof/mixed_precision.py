@@ -17,10 +17,9 @@ from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType, mixed_with_float32
 from perf.parity import tolerance
 from perf.parity.diagnosis import locate_in_half
-from perf.parity.judging import judge
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.measures import Measures, measures
-from perf.parity.tolerance import Tolerance
+from perf.parity.tolerance import Tolerance, judge
 
 from .candidates import Candidate, outputs_at
 from .engine_search import Answers, RepairResult, mended

@@ -28,9 +28,8 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
 from perf.stats.summary import summarise
-from perf.timing.environment import environment
 from perf.timing.laps import Plan
-from perf.timing.watch import watching
+from perf.timing.watch import environment, watching
 
 from .engine_trust import record_of_trusted_plan
 from .timed_inputs import TimedInputs, feeds_to_time, listed

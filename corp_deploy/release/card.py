@@ -19,7 +19,7 @@ from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
 from perf.report.effort import EffortLine, effort_table
-from perf.report.markdown import markdown_from_table
+from perf.report.render import markdown_from_table
 from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 

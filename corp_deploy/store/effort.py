@@ -14,7 +14,7 @@ from corp_deploy.machine import versions
 from ground.effort import NAME, Effort, Stopwatch, is_effort
 from ground.files import write_json
 from ground.records import record_from_file
-from perf.timing.environment import cpu_name
+from perf.timing.watch import cpu_name
 
 KIND: Final = "corp-deploy/effort"
 FILES = "read and write"

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from export.engine.audit import Audit, AuditedEngine
-from export.engine.compatibility import CompatibilityPrice
-from export.engine.record import EngineRecord
+from export.engine.record import CompatibilityPrice, EngineRecord
 from ground.ports import FUSION_BREAK
 from ground.precision import QUANTISED
 

@@ -12,8 +12,7 @@ from ground.errors import Missing
 
 from .build import build_engine
 from .fusion import Fusion
-from .libraries import missing_message
-from .options import BatchProfile, BuildOptions
+from .options import BatchProfile, BuildOptions, missing_message
 
 VERSION = 1
 KIND = "fusion-audit"

@@ -22,9 +22,8 @@ from ground.files import replacing, write_text
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
 from .fusion import Fusion, fusion_of
-from .libraries import Library, open_library
 from .messages import Progress
-from .options import BatchProfile, BuildOptions
+from .options import BatchProfile, BuildOptions, Library, open_library
 from .record import EngineRecord, record_path, sha256_of
 from .session import Session
 from .sparsity import sparse_layers_from_log

@@ -17,7 +17,7 @@ from ground.precision import half_share, precision_of_shares
 
 from .build import Engine
 from .fusion import Fusion, Kernel, attention_sites
-from .libraries import missing_message
+from .options import missing_message
 from .record import EngineRecord, sha256_of
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

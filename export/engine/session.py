@@ -11,10 +11,9 @@ from ground.errors import BadInput, Missing
 from ground.files import regular_file, replacing
 
 from .fusion import Kernel, kernels_from_inspector, kernels_from_log
-from .libraries import Library, missing_message, remedies
-from .memory import EngineMemory, memory_from_log, memory_of_engine
 from .messages import Messages, Progress, logger_of, monitor_of, parser_errors, with_sites
-from .options import BatchProfile, BuildOptions
+from .options import BatchProfile, BuildOptions, Library, missing_message, remedies
+from .record import EngineMemory, memory_from_log, memory_of_engine
 
 _NO_DRIVER = re.compile(r"CUDA driver|cudaError|no CUDA-capable device|CUDA initialization", re.IGNORECASE)
 _NEEDS_GPU = "an NVIDIA GPU and its driver are needed"

@@ -28,7 +28,6 @@ from perf.timing.laps import Bound
 
 from .cuda import Staging, open_stream
 from .graph_io import FED, OUTPUTS_NOTE, require_read, role_of_rank, roles_of_note
-from .memory import DeviceMemory, Gauge, resident_gauge
 from .onnx_session import (
     PROVIDERS,
     Provider,
@@ -38,7 +37,7 @@ from .onnx_session import (
     require_provider,
     session_options,
 )
-from .protocol import HostBound
+from .protocol import DeviceMemory, Gauge, HostBound, resident_gauge
 
 
 @dataclass(slots=True)

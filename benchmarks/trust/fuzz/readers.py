@@ -29,8 +29,8 @@ from corp_deploy.store.weights import read_weights
 from export.graph.check import check_onnx
 from export.graph.ports import ports_of_graph
 from export.triton.lint import lint_repository
-from export.triton.package import Package
 from export.triton.repository import write_repository
+from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.onnx_file import read_onnx
 from perf.gate.evidence import Evidence
