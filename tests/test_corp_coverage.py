@@ -20,8 +20,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import TracedChannels
-from corp_deploy.traced.models.sites import Refusal
+from corp_deploy.traced.models.sites import Refusal, TracedChannels
 from ground.errors import BadInput
 from perf.parity.parity import ImageSet, Parity, link
 from perf.parity.tolerance import limits

@@ -19,9 +19,8 @@ from corp_deploy.families import traced_model as vit
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.proof.chain import prove
-from corp_deploy.proof.inputs import random_inputs
+from corp_deploy.proof.inputs import TimedInputs, feeds_to_time, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits
-from corp_deploy.proof.timed_inputs import TimedInputs, feeds_to_time
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe

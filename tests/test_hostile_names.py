@@ -107,7 +107,7 @@ def starter(name: str) -> str:
 
 
 def card(name: str) -> str:
-    from corp_deploy.proof.reduction_record import Covered, ReductionRecord
+    from corp_deploy.proof.report_input import Covered, ReductionRecord
 
     record = ReductionRecord(sites=(site(name),), decided=(name,), coverage=Covered(verdict=name, refused={name: name}))
     return "\n".join(removed(record))

@@ -32,7 +32,7 @@ from corp_deploy.traced.models.merging import Merging
 from corp_deploy.traced.models.narrowing import at_widths
 from corp_deploy.traced.models.outputs import Outputs
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput

@@ -28,7 +28,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.reduction.validation_split import in_splits
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
 from tests.command import invoked
 from tests.small_convnets import checkpoint, conv_sites, images_of, pixels

@@ -16,8 +16,7 @@ import torch
 
 from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.machine import versions
-from corp_deploy.proof.decoder_parity import drawn_ids, verify_decoder
-from corp_deploy.proof.decoder_speed import measure_decoders
+from corp_deploy.proof.decoder_parity import drawn_ids, measure_decoders, verify_decoder
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder
 from corp_deploy.views.decoders import cache_record, decoder_record
 from ground.files import write_json

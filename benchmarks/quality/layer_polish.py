@@ -35,7 +35,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint
 from corp_deploy.store.inputs import images_for_model
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import replaced
 from ground.errors import Missing
 from ground.files import write_json
 from perf.timing.watch import cpu_name

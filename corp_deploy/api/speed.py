@@ -9,8 +9,8 @@ from pathlib import Path
 from corp_deploy.families.trusted_code import trusting_code
 from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.proof.engine_trust import trusting_engines
+from corp_deploy.proof.inputs import TimedInputs
 from corp_deploy.proof.speed import measure
-from corp_deploy.proof.timed_inputs import TimedInputs
 from ground.errors import BadInput
 from ground.files import replacing
 from perf.record.runs import Bench, save_bench

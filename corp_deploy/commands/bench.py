@@ -51,8 +51,8 @@ def bench(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
+    from corp_deploy.proof.inputs import TimedInputs
     from corp_deploy.proof.speed import measure
-    from corp_deploy.proof.timed_inputs import TimedInputs
     from corp_deploy.store.decoder_graph import is_of_decoder
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
     from ground.files import replacing

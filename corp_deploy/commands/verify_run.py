@@ -17,8 +17,8 @@ from .options import explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
+    from corp_deploy.proof.compare_engines import Golden
     from corp_deploy.proof.custom_metrics import Meter
-    from corp_deploy.proof.golden import Golden
     from corp_deploy.proof.link_rules import ParityLimits
     from corp_deploy.proof.metric_request import MetricRequest
     from perf.parity.parity import Parity
@@ -119,7 +119,7 @@ class VerifyRun(MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
             require_one_graph(digest, str(reference), steps)
 
     def _golden(self, directory: Path, inputs: "ProofInputChoice") -> "Golden":
-        from corp_deploy.proof.golden import read_golden
+        from corp_deploy.proof.compare_engines import read_golden
 
         if inputs.way != "none":
             raise click.UsageError(f"{directory} holds the inputs that its answers are to; leave {inputs.describe} out")
@@ -133,7 +133,7 @@ class VerifyRun(MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
         inputs: "ProofInputChoice",
         out: Output,
     ) -> int:
-        from corp_deploy.proof.golden import write_golden
+        from corp_deploy.proof.compare_engines import write_golden
 
         if candidates or self.output is not None or self.other_graph or self.metrics:
             raise click.UsageError(

@@ -3,8 +3,7 @@
 import msgspec
 from torch import nn
 
-from corp_deploy.traced.models.module import Facts, traced_module
-from corp_deploy.traced.models.modules import refuse_larger
+from corp_deploy.traced.models.module import Facts, refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import OutputPort
 from ground.records import record_from_value

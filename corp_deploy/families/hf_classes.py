@@ -15,8 +15,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
-from corp_deploy.traced.models.module import traced_module
-from corp_deploy.traced.models.modules import refuse_larger
+from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 

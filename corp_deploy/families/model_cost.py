@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from corp_deploy.traced.models.modules import parameters as parameters
+from corp_deploy.traced.models.module import parameters as parameters
 
 from . import traced_model
 from .counting import MacCounts, count

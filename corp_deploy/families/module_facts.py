@@ -14,16 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from corp_deploy.traced.models.array_inputs import (
     WRITE,
     ArraySpec,
+    Calling,
     InputSpec,
+    Output,
     batch_of_ports,
     declared_ports,
     listed,
+    outputs_of,
     parameters_of,
     takes_by_place,
 )
-from corp_deploy.traced.models.module import Facts
-from corp_deploy.traced.models.module_calls import Calling, Output, outputs_of
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import Facts, device
 from corp_deploy.traced.programs.module_copies import twin
 from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role, image_port

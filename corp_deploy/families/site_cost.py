@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.traced.finding.shares import Layers
-from corp_deploy.traced.models.site import Currency, Site
+from corp_deploy.traced.models.sites import Currency, Site
 
 from . import traced_model
 from .family import sites_of

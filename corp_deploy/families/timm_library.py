@@ -16,8 +16,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corp_deploy.traced.models.module import Facts
-from corp_deploy.traced.models.modules import MOST_PARAMETERS, parameters
+from corp_deploy.traced.models.module import MOST_PARAMETERS, Facts, parameters
 from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted

@@ -11,7 +11,7 @@ from corp_deploy.families.site_cost import SiteCosts, site_costs
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.site import Currency
+from corp_deploy.traced.models.sites import Currency
 from ground.effort import Stopwatch, measured
 
 from .budget import Allocation, allocate, dense_cost, out_of_reach, uniform_for_share

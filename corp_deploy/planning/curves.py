@@ -22,8 +22,8 @@ from corp_deploy.reduction.kind import ErrorCurve, Order
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
-from corp_deploy.traced.models.modules import device
-from corp_deploy.traced.models.site import Currency, Site
+from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
 from .probe import Probe, Trial

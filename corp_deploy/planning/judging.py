@@ -17,7 +17,7 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.limit import Measure
 from corp_deploy.store.inputs import inputs_for_model, labels_from_path
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 from ground.ports import Role
 from perf.parity.measures import MEASURES, measures, require_agreement

@@ -25,7 +25,7 @@ from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.reduction.traced_kind import TracedReduced, tensors_of
 from corp_deploy.reduction.traced_loop import reduce_traced
 from corp_deploy.traced.models.merging import Merging
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 
 from .program_effects import effects_of_changes
 from .program_trials import Change, effects_of_new_tensors

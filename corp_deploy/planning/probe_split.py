@@ -13,7 +13,7 @@ from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 
 IMAGES = 32
 IN_LOOP = 96

@@ -14,7 +14,7 @@ from calib.distributed import Ranks
 from calib.inputs import InputSet
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.streams import embedded
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 

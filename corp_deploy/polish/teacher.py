@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from calib.inputs import Inputs, InputSet, chunks, concatenated, map_tensors, tensors_by_name, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from ground.errors import BadInput
 
 from .draws import Draw

@@ -30,7 +30,7 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .pixels import NO_PIXELS, Pixels, pixels_of, take_pixels
+from .inputs import NO_PIXELS, Pixels, pixels_of, take_pixels
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"

@@ -32,7 +32,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
 from .engine_trust import record_of_trusted_plan
-from .timed_inputs import TimedInputs, feeds_to_time, listed
+from .inputs import TimedInputs, feeds_to_time, listed
 from .torch_package import Contender, compiled_contender, contender_from_package
 
 # Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.

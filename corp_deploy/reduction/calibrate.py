@@ -22,7 +22,7 @@ from corp_deploy.families.family import example_of, listened, sites_of, token_we
 from corp_deploy.families.ineffective_options import refuse_idle_options, require_streams, taps_for
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.inputs import lineage_for_moments
-from corp_deploy.traced.models.modules import device as device_of
+from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import device
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Step, Unmerge
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput

@@ -21,12 +21,11 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Width, Widths
 from corp_deploy.traced.finding.cuts import along, cuts, needed
-from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.modules import device
-from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.module import Tracing, device
+from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.narrowing.proof import Mask
+from corp_deploy.traced.narrowing.narrow import Mask
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import with_tensors
 from ground.effort import Stopwatch, measured

@@ -17,7 +17,7 @@ from corp_deploy.algebra.ridges import chosen_ridge, ridges_from
 from corp_deploy.families.widths import aligned_width, aligned_widths, finer_step, stepped_width
 from corp_deploy.traced.finding.site import Index
 from corp_deploy.traced.models.pairs import Side
-from corp_deploy.traced.models.site import Site, TracedChannels
+from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.narrowing.rows import Rows
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.program import Program

@@ -22,12 +22,11 @@ from corp_deploy.algebra.regression_sums import RegressionSums
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.finding.cuts import without_values
-from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.modules import device
+from corp_deploy.traced.models.module import Tracing, device
 from corp_deploy.traced.models.narrowing import narrowed, provable
 from corp_deploy.traced.models.offered import names_of, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.models.site import Site
+from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.programs.means import is_mean
 from corp_deploy.traced.programs.readers import Called, groups_of, layers

@@ -31,7 +31,7 @@ from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.regression import Regression, refit_toward
 from corp_deploy.algebra.shares import mean_from_kept
 from corp_deploy.algebra.swap import swap
-from corp_deploy.traced.models.site import Portion, Site, SiteReader
+from corp_deploy.traced.models.sites import Portion, Site, SiteReader
 from ground.errors import BadInput
 
 from .partial_patches import fitted, target_of, without_patches

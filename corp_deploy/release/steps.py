@@ -24,12 +24,11 @@ from corp_deploy.proof.candidates import candidate_from_path
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.graphs import Graphs
-from corp_deploy.proof.inputs import inputs_from_set
+from corp_deploy.proof.inputs import TimedInputs, inputs_from_set
 from corp_deploy.proof.link_rules import ParityLimits
 from corp_deploy.proof.record import save_proof
 from corp_deploy.proof.report_input import record_of_directory
 from corp_deploy.proof.speed import measure
-from corp_deploy.proof.timed_inputs import TimedInputs
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.summary import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint

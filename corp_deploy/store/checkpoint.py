@@ -25,9 +25,8 @@ from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_eva_legacy import as_timms_eva, is_eva
 from corp_deploy.families.timm_hierarchies_legacy import as_timms, is_hierarchy
 from corp_deploy.families.timm_legacy import as_program, is_of_widths
-from corp_deploy.traced.models.module import TracedModule
-from corp_deploy.traced.models.modules import device as device_of
-from corp_deploy.traced.models.modules import replaced
+from corp_deploy.traced.models.module import TracedModule, replaced
+from corp_deploy.traced.models.module import device as device_of
 from corp_deploy.traced.models.narrowing import as_recorded, program_record, sites_record
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json

@@ -27,9 +27,8 @@ from ground.records import record_from_file
 from ground.transaction import install_files
 from perf.record.decoders import KvCache
 
-from .decoder_directory import load_decoder
-from .hub_snapshot import CONFIG
-from .transformers_files import config_of_transformers
+from .hub_snapshot import CONFIG, config_of_transformers
+from .transformers_directory import load_decoder
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 

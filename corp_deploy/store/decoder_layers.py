@@ -26,9 +26,9 @@ from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
 from .checkpoint import Checkpoint, load_weights
-from .decoder_directory import decoder_arguments, lineage_of_decoder
+from .hub_snapshot import weights_of_transformers
 from .inputs import digest_of_tensors
-from .transformers_files import weights_of_transformers
+from .transformers_directory import decoder_arguments, lineage_of_decoder
 from .weight_fit import require_fit
 from .weights import Weights, files_of_tensors
 

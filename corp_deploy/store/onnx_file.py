@@ -29,8 +29,8 @@ from .checkpoint import Checkpoint
 from .fitted import fitted_of_lineage, ids_of_lineage
 from .graph_input import NORMALISED, GraphInput, export_form
 from .inputs import model_digest
-from .sparse_graph import PREFIX as PREFIX
-from .sparse_graph import SPARSITY, require_sparse_graph
+from .sparse_layers import PREFIX as PREFIX
+from .sparse_layers import SPARSITY, require_sparse_graph
 
 # Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")

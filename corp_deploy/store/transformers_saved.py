@@ -24,8 +24,7 @@ from ground.records import record_from_value
 from ground.transaction import replacing_files
 
 from .checkpoint import WEIGHTS, Checkpoint
-from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN
+from .hub_snapshot import CONFIG, ORIGIN
 from .transformers_vision import PREPROCESSOR
 from .weights import first_names
 

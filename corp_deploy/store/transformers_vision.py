@@ -18,8 +18,7 @@ from corp_deploy.families.preprocessing import Preprocessing
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
-from .hub_snapshot import CONFIG
-from .transformers_files import ORIGIN, changes_of, config_of_transformers, weights_of_transformers
+from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
 from .weight_fit import require_fit
 from .weights import State, Weights, first_names, read_weights
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
-from corp_deploy.traced.models.modules import counts_of_batches
+from corp_deploy.traced.models.module import counts_of_batches
 from ground.errors import BadInput
 
 from .weights import State, Weights, first_names

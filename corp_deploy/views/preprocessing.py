@@ -4,7 +4,7 @@ from typing import Any
 
 from corp_deploy.families import traced_model
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.transformers_files import ORIGIN
+from corp_deploy.store.hub_snapshot import ORIGIN
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from .module import (
     Cut,
     TracedModule,
     Tracing,
+    device,
     facts_of,
     merging_module,
     narrowed_module,
     traced_state,
     tracing,
 )
-from .modules import device
 from .offered import names_of, whole_removal
 
 VERSIONS = ("torch", "timm")
