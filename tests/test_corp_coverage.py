@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from calib.store import save as save_moments
 from corp_deploy.cli import main
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.coverage import coverage, require_as_asked
 from corp_deploy.reduction.method import method_from_preset

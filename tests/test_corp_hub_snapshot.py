@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import corp_deploy
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.timm_names import look_alikes
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense

@@ -22,7 +22,7 @@ from corp_deploy.store.inputs import images_for_model
 from corp_deploy.traced.models.merging import Merging, grown
 from corp_deploy.traced.models.parts import STREAM
 from corp_deploy.traced.models.token_merging import TokenMerge
-from corp_deploy.views.latency import latency_rows
+from corp_deploy.views.speed import latency_rows
 from ground.ports import OutputPort, Port
 from perf.bench import latency_table
 from tests import tiny

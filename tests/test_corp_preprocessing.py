@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from calib.store import load
 from corp_deploy.families import traced_model as vit
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.family import image_spec
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.proof.chain import prove
 from corp_deploy.proof.inputs import TimedInputs, feeds_to_time, random_inputs
 from corp_deploy.proof.link_rules import ParityLimits

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from calib.store import load
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.families.widths import Width, aligned_width, aligned_widths
 from corp_deploy.planning.budget import allocate, dense_cost, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from calib.moments import Moments
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
+from corp_deploy.families.architecture import Preprocessing
+from corp_deploy.families.counting import macs
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import input_ports, sites_of
-from corp_deploy.families.model_cost import macs
 from corp_deploy.families.norm_types import NORMS
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.site_cost import site_costs
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.polish.options import PolishName, PolishOptions

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from corp_deploy.cli import main
 from corp_deploy.families import traced_model
 from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.families.inspection import merging_record
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.model import reduce

@@ -17,9 +17,9 @@ from torch.nn import functional
 from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
+from corp_deploy.families.architecture import Preprocessing
 from corp_deploy.families.custom_modules import architecture_of
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.families.trusted_code import Code, trusting_code
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed

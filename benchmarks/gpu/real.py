@@ -22,7 +22,7 @@ from benchmarks.real.rows import Sparsities
 from calib.groups import group_ids
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of

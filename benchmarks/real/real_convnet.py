@@ -27,7 +27,7 @@ from benchmarks.real import lite0, photographs
 from benchmarks.real.commands import run
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.record import Record
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.machine import versions
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths

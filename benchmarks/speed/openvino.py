@@ -27,8 +27,8 @@ from benchmarks.real.record import Record
 from benchmarks.speed.cpu_latency import halved
 from calib.inputs import chunks, tensors_by_name
 from corp_deploy.families.architecture import Architecture
+from corp_deploy.families.counting import macs
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.model_cost import macs
 from corp_deploy.invocation.running import Backend, RunOptions
 from corp_deploy.machine import versions
 from corp_deploy.proof.speed import measure

@@ -150,7 +150,7 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> None:
 def _rows(planned: "Sequence[StageStatus]", out: Output, *notes: str) -> None:
     from rich.table import Table
 
-    from corp_deploy.views.reasons import reason_cell, reasons_below
+    from corp_deploy.views.console import reason_cell, reasons_below
 
     table = Table("stage", "", "why")
     for row in planned:
@@ -208,7 +208,7 @@ def make(loaded: Loaded, output: Path, baseline: Baseline, signer: "Signer | Non
     """Carry a recipe out and say what came of it; the exit code."""
     from corp_deploy.release.names import GATE
     from corp_deploy.release.run import release as make_release
-    from corp_deploy.views.gate import gate_shown
+    from corp_deploy.views.parity import gate_shown
     from perf.gate.verdicts import load_gate
 
     pace = Pace(out.note)

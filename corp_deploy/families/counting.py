@@ -1,4 +1,5 @@
-"""Multiply-adds of one forward pass, counted product by product on the meta device. Knows no architecture.
+"""Multiply-adds of one forward pass, counted product by product on the meta device, of a module or of a whole model for
+one input at the shapes it takes.
 
 One multiply-add counts once, in every convolution and matrix product that runs and at the shape it runs with, so a
 zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
@@ -17,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.programs.module_copies import twin
 from ground.ports import Port
+
+from . import traced_model
 
 aten = torch.ops.aten
 Product = Callable[[tuple[Any, ...], Tensor], int]
@@ -155,3 +159,14 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))
     return MacCounts(by_module=dict(counting.by_module), chain=chain, shapes=shapes)
+
+
+def counted(model: nn.Module) -> MacCounts:
+    """The multiply-adds of one input by module, and the longest row of products."""
+    ports = traced_model.input_spec(model).ports
+    return count(traced_model.counted_form(model), ports)
+
+
+def macs(model: nn.Module) -> int:
+    """Multiply-adds of one input."""
+    return counted(model).macs

@@ -17,7 +17,7 @@ from ground.errors import BadInput
 
 from .architecture import Architecture
 from .decoder import arguments_of
-from .sequence_rotary import SequenceRotary
+from .head_attention import SequenceRotary
 from .text_decoder import DecoderArchitecture
 from .timm_legacy import require_widths
 from .traced_model import tracing

@@ -17,9 +17,8 @@ from ground.errors import BadInput
 from ground.ports import Port
 from ground.records import record_from_value
 
-from .architecture import Architecture
+from .architecture import Architecture, Preprocessing
 from .module_facts import facts_of_images, facts_of_module, facts_with
-from .preprocessing import Preprocessing
 
 NAME = "memory"
 _GIVEN: ContextVar[nn.Module | None] = ContextVar("given", default=None)

@@ -19,10 +19,9 @@ from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput, Missing
 from ground.ports import Port
 
-from .architecture import Architecture
+from .architecture import Architecture, Preprocessing
 from .hf_config import Sides, both
 from .module_facts import PREPARED, facts_with
-from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 from .tokenizer import TextSpec, Tokenization
 

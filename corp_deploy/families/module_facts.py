@@ -30,7 +30,7 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port, Role, image_port
 
 from . import timm_library
-from .preprocessing import Preprocessing
+from .architecture import Preprocessing
 from .timm_images import ImageSpec
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)

@@ -19,8 +19,8 @@ from corp_deploy.traced.programs.attention_masks import factor
 from ground.errors import BadInput
 from ground.ports import Role
 
+from .architecture import Preprocessing
 from .module_facts import facts_of_images
-from .preprocessing import Preprocessing
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'

@@ -22,8 +22,7 @@ from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
-from .architecture import Architecture
-from .preprocessing import Preprocessing
+from .architecture import Architecture, Preprocessing
 from .timm_arguments import refuse_unbounded
 from .timm_build import built
 from .timm_images import BY_CHANNEL, ImageSpec

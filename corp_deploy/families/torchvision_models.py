@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, traced_module
 from ground.errors import BadInput
 
-from .architecture import OF_TORCHVISION, Architecture
+from .architecture import OF_TORCHVISION, Architecture, Preprocessing
 from .module_facts import PREPARED, facts_with
-from .preprocessing import Preprocessing
 from .timm_images import ImageSpec
 
 PREFIX = OF_TORCHVISION

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from corp_deploy.algebra import knapsack
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.widths import Width
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths

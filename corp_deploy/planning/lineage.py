@@ -11,7 +11,7 @@ from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.families.inspection import merging_record
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.fitted import fitted_of_lineage

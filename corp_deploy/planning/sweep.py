@@ -17,7 +17,7 @@ from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.store import load as load_moments
-from corp_deploy.families.model_cost import macs, parameters
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.sweep_speed import SweepSpeedChoice
 from corp_deploy.reduction.kind import Order
 from corp_deploy.reduction.model import Reduction

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from calib.inputs import Inputs, InputSet, as_tuple, chunks, concatenated, run_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from ground.ports import OutputPort
 from perf.parity.measures import measures
 

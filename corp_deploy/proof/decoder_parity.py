@@ -16,8 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from corp_deploy.families.decoder_builder import SETTINGS
-from corp_deploy.families.decoder_reference import open_reference
+from corp_deploy.families.decoder_builder import SETTINGS, open_reference
 from corp_deploy.invocation.decoding import DecoderLoad
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder, facts_of_graph, graph_of_directory
 from corp_deploy.store.transformers_directory import decoder_arguments

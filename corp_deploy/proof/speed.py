@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.invocation.running import Device, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, save

@@ -18,10 +18,9 @@ from corp_deploy.families import (
     torchvision_models,
     trusted_code,
 )
-from corp_deploy.families.architecture import Architecture
-from corp_deploy.families.bert_config import MODEL_TYPES
+from corp_deploy.families.architecture import Architecture, Preprocessing
+from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
-from corp_deploy.families.preprocessing import Preprocessing
 from corp_deploy.traced.models.outputs import Outputs
 from ground.errors import BadInput
 from ground.records import record_from_value

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from corp_deploy.families.preprocessing import Preprocessing
+from corp_deploy.families.architecture import Preprocessing
 from ground.errors import BadInput
 from ground.records import record_from_file, record_from_value
 
@@ -57,7 +57,7 @@ def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
 
 def _refuse_foreign(path: Path, config: Mapping[str, Any]) -> None:
     from corp_deploy.families import hf_config
-    from corp_deploy.families.bert_config import MODEL_TYPES
+    from corp_deploy.families.bert import MODEL_TYPES
 
     name = config.get("architecture")
     if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):

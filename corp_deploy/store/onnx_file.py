@@ -10,8 +10,8 @@ from typing import Any
 from calib.fingerprints import Fingerprints
 from corp_deploy import __version__
 from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import output_ports
-from corp_deploy.families.model_cost import macs, parameters
 from corp_deploy.families.norm_types import NORMS
 from corp_deploy.families.widths import HeadGeometry
 from export.graph.fusion_breaks import NOTE, with_fusion_breaks

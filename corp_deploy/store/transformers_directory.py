@@ -8,11 +8,18 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from corp_deploy.families import bert, bert_config, decoder, decoder_config
+from corp_deploy.families import bert, decoder, decoder_config
 from corp_deploy.families.bert import EncoderArguments
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_files import LENGTH, Changes, decoder_files
-from corp_deploy.families.sentence_files import PooledBy, pooled_by, sentence_files, text_length
+from corp_deploy.families.sentence_files import (
+    LENGTH,
+    Changes,
+    PooledBy,
+    decoder_files,
+    pooled_by,
+    sentence_files,
+    text_length,
+)
 from corp_deploy.families.text_encoder import EncoderArchitecture, Pooling
 from corp_deploy.families.text_names import prefix_in, state_from_transformers
 from corp_deploy.families.tokenizer import Tokenization, digest_of_tokenizer
@@ -35,7 +42,7 @@ class _Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _encoder(directory: Path, config: Mapping[str, Any], changes: _Changes) -> EncoderArchitecture:
-    encoder = bert_config.architecture_from_transformers(config, where=str(directory / CONFIG))
+    encoder = bert.architecture_from_transformers(config, where=str(directory / CONFIG))
     by = pooled_by(directory) or PooledBy(pooling=encoder.pooling, normalize=encoder.normalize)
     return replace(
         encoder,

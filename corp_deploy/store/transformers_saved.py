@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import msgspec
 from safetensors.torch import save_file
 
-from corp_deploy.families import bert_saved, decoder_config, decoder_saved, hf_saved, traced_model
-from corp_deploy.families.bert_config import MODEL_TYPES
-from corp_deploy.families.decoder_files import require_decoder_files
+from corp_deploy.families import decoder_config, decoder_saved, hf_saved, traced_model
+from corp_deploy.families.bert import MODEL_TYPES
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.hf_config import VisionModel, vision_model
 from corp_deploy.families.hf_saved import Saved
-from corp_deploy.families.sentence_files import FILES, require_sentence_files
+from corp_deploy.families.sentence_files import FILES, require_decoder_files, require_sentence_files
 from corp_deploy.families.widths import Widths
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
@@ -87,10 +86,10 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, Any]
 
     def refuse_unsayable(self, sites: Sites, widths: Widths) -> None:
-        bert_saved.refuse_unsayable(self.config, {**sites.widths, **widths})
+        decoder_saved.refuse_unsayable_encoder(self.config, {**sites.widths, **widths})
 
     def saved(self, checkpoint: Checkpoint) -> Saved:
-        return bert_saved.saved(checkpoint.model, self.config, self.prefix, checkpoint.unread)
+        return decoder_saved.saved_encoder(checkpoint.model, self.config, self.prefix, checkpoint.unread)
 
 
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):

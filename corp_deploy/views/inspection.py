@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .reasons import reason_cell, reasons_below
+from .console import reason_cell, reasons_below
 
 if TYPE_CHECKING:
     from corp_deploy.planning.reach import FirstPlan

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from corp_deploy.families.merging_cost import merging_record
+from corp_deploy.families.inspection import merging_record
 from corp_deploy.families.merging_record import MergingRecord
 from corp_deploy.planning.width_plan import ProbedAllocation, WidthPlan
 from corp_deploy.polish.parts import Progress
