@@ -75,8 +75,9 @@ def dense_from_architecture(architecture: Architecture) -> nn.Module:
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
     """Set every weight of a model from a state dict of the same names and shapes.
 
-    Raises BadInput for weights that are no real floating numbers, and for what is not finite as float32.
+    Raises BadInput for others, for weights that are no real floating numbers, and for what is not finite as float32.
     """
+    require_fit(model, state, where)
     expected = model.state_dict()
     foreign = [
         f"{name} ({tensor.dtype})"
@@ -234,7 +235,6 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         read = replace(read, state=state)
     if config.merging is not None:
         model = _merging(model, config.merging, where)
-    require_fit(model, read)
     load_weights(model, read.state, where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)

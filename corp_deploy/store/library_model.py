@@ -22,8 +22,7 @@ from ground.files import regular_file, sha256_of_text
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
-from .weights import Weights, first_names, read_weights
+from .weights import first_names, read_weights
 
 
 def load_library_model(
@@ -34,7 +33,6 @@ def load_library_model(
     architecture = torchvision_models.architecture_of(text, kwargs, preprocessing, read.state)
     model = dense_from_architecture(architecture)
     state = torchvision_models.own_state(architecture, model, read.state)
-    require_fit(model, Weights(path=weights, state=state))
     load_weights(model, state, where=weights)
     notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
     source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
@@ -123,7 +121,6 @@ def load_from_code(
     notes: tuple[str, ...] = (f"{code.file}: {code.function}() was run to make the model",)
     if weights is not None:
         read = read_weights(weights, ema=ema)
-        require_fit(model, read)
         load_weights(model, read.state, where=weights)
         notes += read.notes
     source = {"code": code.file, "sha256": code.sha256, "notes": list(notes)}

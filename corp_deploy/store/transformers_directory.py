@@ -27,8 +27,7 @@ from corp_deploy.families.traced_model import load_extra_files_
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
-from .weights import Weights, first_names, read_weights, state_as_named
+from .weights import first_names, read_weights, state_as_named
 
 TAKES = "a text encoder takes pooling (mean, first), normalize and length"
 
@@ -85,7 +84,6 @@ def load_transformers(directory: Path, kwargs: Mapping[str, Any] = MappingProxyT
     state, beside = state_from_transformers(read.state, kind, where=str(file))
     architecture = bert.architecture_of(kind, arguments)
     model = dense_from_architecture(architecture)
-    require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)
     load_extra_files_(model, directory)
     unused = [f"{file.name}: not used, no part of the encoder: {first_names(list(beside))}"] if beside else []
@@ -143,7 +141,6 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = MappingProxyType({
     file = weights_of_transformers(directory)
     state, _ = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
     model = dense_from_architecture(architecture)
-    require_fit(model, Weights(path=file, state=state))
     load_weights(model, state, where=file)
     load_extra_files_(model, directory)
     return Checkpoint(model=model, architecture=architecture, lineage=lineage_of_decoder(directory, arguments, file))

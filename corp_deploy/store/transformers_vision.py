@@ -18,8 +18,7 @@ from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
-from .weight_fit import require_fit
-from .weights import State, Weights, first_names, read_weights
+from .weights import State, first_names, read_weights
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
@@ -139,7 +138,6 @@ def load_vision(
     mapped = state_from_transformers(read.state, model, where=str(file))
     state = with_positions_of(mapped.state, model, sides)
     built = dense_from_architecture(own.architecture)
-    require_fit(built, Weights(path=file, state=state))
     load_weights(built, state, where=file)
     notes = (*read.notes, *_notes(model, sides, preparation, mapped.beside, file))
     source = {

@@ -11,9 +11,8 @@ from torch import Tensor, fx, nn
 from corp_deploy.traced.finding.cuts import between, cuts
 from corp_deploy.traced.finding.site import Kind
 from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.program import Program
+from corp_deploy.traced.programs.program import Program, batch_of
 from corp_deploy.traced.programs.readers import BatchFirst, Layer, layers, listening
-from corp_deploy.traced.programs.sizes import batch_of
 from ground.errors import BadInput
 
 from .mergeable import Mergeable

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .program import Program, constant_names
-from .sizes import IN_FRONT, Batch, batch_of
+from .program import IN_FRONT, Batch, Program, batch_of, constant_names
 
 LINEAR, CONV2D = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
