@@ -16,7 +16,6 @@ from ground.errors import BadInput
 from ground.records import record_from_file, record_from_value
 
 from .model_config import CONFIG as CONFIG
-from .weights import first_names
 
 PREFIX = "hf:"
 """Before a directory that transformers wrote."""
@@ -160,7 +159,7 @@ def weights_of_transformers(directory: Path) -> Path:
     pickled = sorted(path.name for path in directory.glob("pytorch_model*"))
     if pickled:
         raise BadInput(
-            f"{directory}: its weights are {first_names(pickled)}, which may hold code; save them as safetensors: "
+            f"{directory}: its weights are {', '.join(pickled[:3])}, which may hold code; save them as safetensors: "
             "model.save_pretrained(DIR, safe_serialization=True)"
         )
     raise BadInput(f"{directory}: no weights beside {CONFIG}, expected {' or '.join(_OF_TRANSFORMERS)}")
